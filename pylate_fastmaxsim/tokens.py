@@ -1,0 +1,187 @@
+"""A ragged batch of token embeddings: the one data structure that every operator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """N sequences of d-dimensional token vectors, stored back to back in one matrix.
+
+    Padded tensors, packed tensors with ``cu_seqlens`` and lists of matrices are all of this form;
+    the first two without a copy. Sequence ``i`` occupies the rows ``starts[i]`` to
+    ``starts[i] + lengths[i] - 1`` of ``values``, and of those the rows where ``keep`` is true count.
+    Sequences may stand in any order and may leave rows between them unused, but must not overlap.
+
+    Parameters
+    ----------
+    values
+        Token vectors, ``[T, d]``, floating point. The only differentiable part.
+    starts
+        First row of each sequence, ``[N]``, int64, on the device of ``values``.
+    lengths
+        Number of rows of each sequence, ``[N]``, int64, on the device of ``values``. May be 0.
+    max_length
+        An upper bound on ``lengths``, known on the host, so that nothing has to wait for the device
+        to learn how large a launch or a buffer must be.
+    keep
+        Which rows of ``values`` count, ``[T]``, bool; ``None`` means all of them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch
+    >>> batch = TokenBatch.from_list([torch.ones(2, 4), torch.ones(3, 4)])
+    >>> len(batch), batch.dim, batch.lengths.tolist()
+    (2, 4, [2, 3])
+    """
+
+    values: Tensor
+    starts: Tensor
+    lengths: Tensor
+    max_length: int
+    keep: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 2:
+            raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
+        if self.starts.dim() != 1 or self.starts.shape != self.lengths.shape:
+            raise ValueError(
+                "TokenBatch: starts and lengths must both be [N], "
+                f"got shapes {tuple(self.starts.shape)} and {tuple(self.lengths.shape)}."
+            )
+        if self.keep is not None and self.keep.shape != self.values.shape[:1]:
+            raise ValueError(
+                f"TokenBatch: keep must be [T] = [{self.values.shape[0]}], got shape {tuple(self.keep.shape)}."
+            )
+
+    def __len__(self) -> int:
+        return self.starts.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Size d of a token vector."""
+        return self.values.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @classmethod
+    def from_padded(cls, values: Tensor, mask: Tensor | None = None) -> TokenBatch:
+        """View padded token vectors ``[N, L, d]`` as a ragged batch, without a copy.
+
+        Parameters
+        ----------
+        values
+            Token vectors, ``[N, L, d]``.
+        mask
+            Tokens that count, ``[N, L]``, bool or 0/1 of any dtype. Any pattern is allowed, not only
+            a prefix; the rows after a sequence's last live token are left out of its length, so a
+            padded batch costs what its live tokens cost. ``None`` means all.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import TokenBatch
+        >>> mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+        >>> TokenBatch.from_padded(torch.ones(2, 3, 4), mask).lengths.tolist()
+        [2, 3]
+        """
+        if values.dim() != 3:
+            raise ValueError(f"TokenBatch.from_padded: values must be [N, L, d], got shape {tuple(values.shape)}.")
+        count, length, dim = values.shape
+        device = values.device
+        starts = torch.arange(count, device=device) * length
+        if mask is None:
+            return cls(values.reshape(count * length, dim), starts, torch.full_like(starts, length), length)
+        if mask.shape != values.shape[:2]:
+            raise ValueError(
+                f"TokenBatch.from_padded: mask must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
+            )
+        keep = mask.to(device=device) != 0
+        if length == 0:
+            lengths = torch.zeros_like(starts)
+        else:
+            lengths = (keep * torch.arange(1, length + 1, device=device)).amax(dim=1)
+        return cls(values.reshape(count * length, dim), starts, lengths, length, keep.reshape(-1))
+
+    @classmethod
+    def from_packed(
+        cls, values: Tensor, cu_seqlens: Tensor, keep: Tensor | None = None, max_length: int | None = None
+    ) -> TokenBatch:
+        """View packed token vectors ``[T, d]`` with ``cu_seqlens [N + 1]`` as a ragged batch, without a copy.
+
+        ``max_length`` defaults to the longest sequence, which waits for the device once; pass the
+        document length of the tokenizer to avoid that.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import TokenBatch
+        >>> TokenBatch.from_packed(torch.ones(5, 4), torch.tensor([0, 2, 5])).lengths.tolist()
+        [2, 3]
+        """
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(
+                f"TokenBatch.from_packed: cu_seqlens must be [N + 1] and start with 0, got shape {tuple(cu_seqlens.shape)}."
+            )
+        cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64)
+        lengths = cu_seqlens.diff()
+        if max_length is None:
+            max_length = int(lengths.max()) if len(lengths) else 0
+        return cls(values, cu_seqlens[:-1], lengths, max_length, keep)
+
+    @classmethod
+    def from_list(cls, sequences: Sequence[Tensor]) -> TokenBatch:
+        """Pack matrices ``[L_i, d]`` (one copy), all of one d, dtype and device.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import TokenBatch
+        >>> TokenBatch.from_list([torch.ones(1, 2), torch.ones(0, 2)]).lengths.tolist()
+        [1, 0]
+        """
+        if not sequences:
+            raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
+        sizes = [len(sequence) for sequence in sequences]
+        lengths = torch.tensor(sizes, dtype=torch.int64, device=sequences[0].device)
+        return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes))
+
+    def with_values(self, values: Tensor) -> TokenBatch:
+        """The same sequences over other vectors ``[T, d']``."""
+        return replace(self, values=values)
+
+    def select(self, index: Tensor) -> TokenBatch:
+        """The sequences ``index`` (int64, any length), in that order. No token is copied.
+
+        An index must not repeat where the result is differentiated as documents; repeat documents
+        with ``candidates`` instead.
+        """
+        return replace(self, starts=self.starts[index], lengths=self.lengths[index])
+
+    def to_padded(self) -> tuple[Tensor, Tensor]:
+        """Copy to ``[N, max_length, d]`` with zeros behind, and its mask ``[N, max_length]`` (bool).
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import TokenBatch
+        >>> values, mask = TokenBatch.from_list([torch.ones(1, 2), torch.ones(2, 2)]).to_padded()
+        >>> values.shape, mask.tolist()
+        (torch.Size([2, 2, 2]), [[True, False], [True, True]])
+        """
+        offset = torch.arange(self.max_length, device=self.device)
+        mask = offset < self.lengths[:, None]
+        rows = torch.where(mask, self.starts[:, None] + offset, 0)
+        if self.values.shape[0] == 0:
+            return self.values.new_zeros(len(self), self.max_length, self.dim), mask
+        if self.keep is not None:
+            mask = mask & self.keep[rows]
+        return self.values[rows].masked_fill(~mask[..., None], 0), mask
