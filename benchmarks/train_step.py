@@ -1,0 +1,194 @@
+"""Full training steps of ModernBERT-base: stock PyLate, PyLate with each fused-kernel peer, and this package.
+
+    python benchmarks/train_step.py                       # measure what is missing, then print the table
+    python benchmarks/train_step.py --render-only         # table and plot from the committed results
+
+A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query. Each
+cell runs in a process of its own and is written to the results file as soon as it is known; a
+finished cell is not run again, so several short sessions on a GPU fill one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PATHS = {
+    "stock": "PyLate",
+    "lik": "PyLate + late-interaction-kernels",
+    "flash": "PyLate + flash-maxsim",
+    "fast": "PyLate + pylate-fastmaxsim",
+}
+PACKAGES = [
+    "torch",
+    "triton",
+    "pylate",
+    "sentence-transformers",
+    "transformers",
+    "late-interaction-kernels",
+    "flash-maxsim",
+]
+
+
+def cell_name(path: str, batch: int, compiled: bool, checkpointing: bool) -> str:
+    return f"{path}/batch={batch}/compile={int(compiled)}/checkpointing={int(checkpointing)}"
+
+
+def environment() -> dict:
+    """Machine, versions and date, recorded with every cell."""
+    import torch
+
+    import pylate_fastmaxsim
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "driver_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
+        **{package: version(package) for package in PACKAGES},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def measure(path: str, batch: int, compiled: bool, checkpointing: bool, extra: list[str], timeout: float) -> dict:
+    """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
+    command = [sys.executable, str(HERE / "training_cell.py"), "--path", path, "--batch", str(batch), *extra]
+    command += ["--compile"] * compiled + ["--checkpointing"] * checkpointing
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
+    except subprocess.TimeoutExpired:
+        return {"status": f"not finished in {timeout:.0f} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"status": "failed", "detail": last[:500], "stderr": done.stderr[-3000:]}
+
+
+def write(results: Path, content: dict) -> None:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    temporary = results.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(results)
+
+
+def row_title(path: str, compiled: bool) -> str:
+    if not compiled:
+        return PATHS[path]
+    return PATHS[path] + (", `compile=True`" if path == "fast" else " + torch.compile")
+
+
+def markdown_table(cells: dict, checkpointing: bool) -> str:
+    """Step time and peak memory by path and batch, with the ratio to stock of the same batch."""
+    keys = [cell["cell"] for cell in cells.values() if cell["cell"]["checkpointing"] == checkpointing]
+    batches = sorted({key["batch"] for key in keys})
+    lines = ["| path | " + " | ".join(f"batch {b}" for b in batches) + " |", "|---|" + "---|" * len(batches)]
+    for compiled, path in itertools.product([False, True], PATHS):
+        entries = []
+        for batch in batches:
+            cell = cells.get(cell_name(path, batch, compiled, checkpointing))
+            stock = cells.get(cell_name("stock", batch, False, checkpointing))
+            if cell is None:
+                entries.append("")
+            elif cell["status"] != "ok":
+                entries.append(cell["status"])
+            else:
+                text = f"{cell['step_ms']:.0f} ms, {cell['peak_gib']:.1f} GiB"
+                if stock and stock["status"] == "ok" and cell is not stock:
+                    text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
+                entries.append(text)
+        if any(entries):
+            lines.append(f"| {row_title(path, compiled)} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def plot(cells: dict, target: Path) -> None:
+    """Step time and peak memory against batch size, one line a path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    colours = dict(zip(PATHS, ["#555555", "#1f77b4", "#2ca02c", "#d62728"], strict=True))
+    for axis, key, label in zip(axes, ["step_ms", "peak_gib"], ["step time (ms)", "peak memory (GiB)"], strict=True):
+        for compiled, path in itertools.product([False, True], PATHS):
+            points = sorted(
+                (cell["cell"]["batch"], cell[key])
+                for cell in cells.values()
+                if cell["status"] == "ok"
+                and (cell["cell"]["path"], cell["cell"]["compile"], cell["cell"]["checkpointing"])
+                == (path, compiled, False)
+            )
+            if points:
+                title = row_title(path, compiled).replace("`", "")
+                axis.plot(*zip(*points, strict=True), "o--" if compiled else "o-", color=colours[path], label=title)
+        axis.set(xlabel="batch size (queries)", ylabel=label, xscale="log", yscale="log")
+        axis.set_xticks(sorted({cell["cell"]["batch"] for cell in cells.values()}))
+        axis.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.grid(alpha=0.3, which="both")
+    axes[0].legend(fontsize=7)
+    figure.suptitle("One training step of ModernBERT-base: a line ends where memory does")
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results" / "train_step.json")
+    parser.add_argument("--output", type=Path, help="write results here instead of over --results")
+    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="no")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds one cell may take")
+    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
+    parser.add_argument("--render-only", action="store_true")
+    options, extra = parser.parse_known_args()
+    content = json.loads(options.results.read_text()) if options.results.exists() else {"cells": {}}
+    target = options.output or options.results
+    choices = {"no": [False], "yes": [True], "both": [False, True]}
+    began = time.monotonic()
+    if not options.render_only:
+        recorded = environment()
+        for checkpointing, compiled, batch, path in itertools.product(
+            choices[options.checkpointing], choices[options.compile], options.batches, options.paths
+        ):
+            name = cell_name(path, batch, compiled, checkpointing)
+            if (name in content["cells"] and not options.again) or time.monotonic() - began > options.budget:
+                continue
+            result = measure(path, batch, compiled, checkpointing, extra, options.timeout)
+            cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
+            content["cells"][name] = {"cell": cell, **result, "environment": recorded}
+            print(name, {k: v for k, v in result.items() if k not in ("losses", "stderr")}, flush=True)
+            write(target, content)
+    for checkpointing in choices["both"]:
+        if any(cell["cell"]["checkpointing"] == checkpointing for cell in content["cells"].values()):
+            print(f"\nGradient checkpointing: {'on' if checkpointing else 'off'}\n")
+            print(markdown_table(content["cells"], checkpointing))
+    if content["cells"]:
+        plot(content["cells"], target.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""One cell of the training-step benchmark, in a process of its own: build, warm up, measure, print JSON.
+
+The encoder is ModernBERT-base (or ``--layers`` of it) with random weights: speed and memory do not
+depend on what the weights are. The texts are random words whose number is log-normal, as the
+lengths of MS MARCO passages are, and they pass through PyLate's own tokenisation and collator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+QUERY_LENGTH = 32
+DOCUMENT_LENGTH = 300
+MEAN_WORDS = 77.0  # with [CLS], the document prefix and [SEP]: 80 tokens
+SIGMA = 0.5
+VOCABULARY = 30_000
+
+
+def build_model(directory: Path, layers: int | None, document_length: int):
+    """A PyLate model around a ModernBERT-base with random weights, and a word-level tokenizer."""
+    import torch
+    from pylate import models
+    from tokenizers import Tokenizer, models as token_models, pre_tokenizers, processors
+    from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(VOCABULARY))])}
+    tokenizer = Tokenizer(token_models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")},
+    ).save_pretrained(directory)
+    torch.manual_seed(0)
+    config = ModernBertConfig(pad_token_id=0, cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = config.layer_types[:layers]
+    ModernBertModel(config).save_pretrained(directory)
+    return models.ColBERT(
+        model_name_or_path=str(directory),
+        query_length=QUERY_LENGTH,
+        document_length=document_length,
+        skiplist_words=[],
+        device="cpu",
+    )
+
+
+def make_rows(count: int, negatives: int, draw: random.Random) -> list[dict[str, str]]:
+    """Rows of (query, positive, negatives...) of random words with the lengths of MS MARCO."""
+    import math
+
+    location = math.log(MEAN_WORDS) - SIGMA**2 / 2
+
+    def text(words: int) -> str:
+        return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(max(words, 1)))
+
+    def document() -> str:
+        return text(round(draw.lognormvariate(location, SIGMA)))
+
+    columns = ["positive", *(f"negative_{i}" for i in range(negatives))]
+    return [{"query": text(draw.randint(4, 12)), **{c: document() for c in columns}} for _ in range(count)]
+
+
+def collect_features(batch: dict) -> list[dict]:
+    """The trainer's own split of a batch into one feature dict a column."""
+    from sentence_transformers import SentenceTransformerTrainer
+
+    return SentenceTransformerTrainer.collect_features(None, batch)[0]
+
+
+def run_cell(options: argparse.Namespace) -> dict:
+    scoring = {"stock": "torch", "fast": "auto"}.get(options.path, options.path)
+    os.environ["PYLATE_SCORES_BACKEND"] = scoring
+    import torch
+    from pylate import losses, utils
+
+    import pylate_fastmaxsim
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
+    if options.path == "fast":
+        pylate_fastmaxsim.enable(compile=options.compile)
+    with tempfile.TemporaryDirectory() as directory:
+        model = build_model(Path(directory), options.layers, options.document_length).to(device)
+    collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
+    draw = random.Random(0)
+    batches = [collator(make_rows(options.batch, options.negatives, draw)) for _ in range(options.batches)]
+    live = [sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask")) for batch in batches]
+    documents = [
+        sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask") and "query" not in key)
+        for batch in batches
+    ]
+    if cuda:
+        batches = [
+            {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()} for batch in batches
+        ]
+    model.train()
+    if options.checkpointing:
+        model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
+    wrapped = torch.compile(model) if options.compile and options.path != "fast" else model
+    loss_function = losses.Contrastive(model=wrapped, temperature=0.02)
+
+    def step(batch: dict) -> float:
+        batch = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = loss_function(collect_features(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    losses_seen, times = [], []
+    began = time.perf_counter()
+    for index in range(options.warmup):
+        losses_seen.append(step(batches[index % len(batches)]))
+    synchronize()
+    warmup_seconds = time.perf_counter() - began
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    for index in range(options.warmup, options.warmup + options.steps):
+        synchronize()
+        start = time.perf_counter()
+        losses_seen.append(step(batches[index % len(batches)]))
+        synchronize()
+        times.append(time.perf_counter() - start)
+        if len(times) >= 5 and time.perf_counter() - began > options.seconds:
+            break
+    return {
+        "status": "ok",
+        "step_ms": statistics.median(times) * 1e3,
+        "step_ms_min": min(times) * 1e3,
+        "step_ms_max": max(times) * 1e3,
+        "steps": len(times),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "warmup_seconds": warmup_seconds,
+        "live_tokens": statistics.mean(live),
+        "live_document_tokens": statistics.mean(documents),
+        "padded_document_tokens": options.batch * (1 + options.negatives) * options.document_length,
+        "losses": [float(loss) for loss in losses_seen],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", choices=["stock", "lik", "flash", "fast"], required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--negatives", type=int, default=1)
+    parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
+    parser.add_argument("--layers", type=int, help="fewer encoder layers than ModernBERT-base has, for a trial run")
+    parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
+    options = parser.parse_args()
+    import torch
+
+    try:
+        result = run_cell(options)
+    except torch.OutOfMemoryError as error:
+        result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
+    print("RESULT " + json.dumps(result))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""MaxSim in blocked PyTorch: the CPU path, and the path of every device or dtype without a kernel.
+
+The forward lays the live document tokens out position by position (the first token of every document,
+then the second, ...), longest document first. One matrix product then gives the similarities of many
+positions, and those of one position are a contiguous slab that is folded into the running maxima with
+three or four vectorised operations; nothing is padded. `torch.max` with indices would take longer than
+the matrix product itself. The backward is sparse: each score passes its gradient to one document token
+per query token, so both gradients are weighted sums of rows (`embedding_bag`), in a fixed order.
+
+Lengths and masks are read on the host, which is free on a CPU and waits for the device elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Similarities that the forward holds at once: 4 MiB of float32, which stay close to the caches.
+BLOCK_ELEMENTS = 1 << 20
+
+# Running maxima updated by one vectorised operation: many enough to hide the cost of a call, few enough for L2.
+SLAB_ELEMENTS = 1 << 16
+
+# Winners that the backward handles at once; each needs some 60 bytes of indices and weights meanwhile.
+WINNER_ELEMENTS = 1 << 18
+
+
+class _Live(NamedTuple):
+    """The live tokens of a ragged batch, sequence after sequence."""
+
+    row: Tensor  # [n] row of `values`
+    position: Tensor  # [n] row counted from the start of the sequence
+    sequence: Tensor  # [n]
+    count: Tensor  # [N] live tokens of each sequence
+    first: Tensor  # [N] where the sequence begins in the three lists
+
+
+def _live(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> _Live:
+    sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
+    position = torch.arange(len(sequence), device=starts.device) - (lengths.cumsum(0) - lengths)[sequence]
+    row = starts[sequence] + position
+    if keep is not None:
+        kept = keep[row]
+        row, position, sequence = row[kept], position[kept], sequence[kept]
+    count = torch.bincount(sequence, minlength=len(starts))
+    return _Live(row, position, sequence, count, count.cumsum(0) - count)
+
+
+def _rows_of(live: _Live, sequences: Tensor) -> Tensor:
+    """Rows of the live tokens of ``sequences``, in that order."""
+    count = live.count[sequences]
+    begin = torch.repeat_interleave(live.first[sequences] - (count.cumsum(0) - count), count)
+    return live.row[begin + torch.arange(len(begin), device=begin.device)]
+
+
+def winner_dtype(max_d_length: int) -> torch.dtype:
+    """Smallest integer type that holds a token's position in its document, and one value more for "none"."""
+    if max_d_length <= 255:
+        return torch.uint8
+    return torch.int16 if max_d_length <= 32767 else torch.int32
+
+
+def _accumulation_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def no_winner(dtype: torch.dtype) -> int:
+    """The value of :func:`winner_dtype` that stands for "none"."""
+    return 255 if dtype == torch.uint8 else -1
+
+
+def _split_prefixes(prefixes: list[int], limit: int) -> Iterator[list[int]]:
+    """Cut ``prefixes`` into runs that sum to at most ``limit``, or are of one element."""
+    run, total = [], 0
+    for prefix in prefixes:
+        if run and total + prefix > limit:
+            yield run
+            run, total = [], 0
+        run.append(prefix)
+        total += prefix
+    if run:
+        yield run
+
+
+def _block_maxima(
+    query_rows: Tensor, d_values: Tensor, live: _Live, documents: Tensor, floor: Tensor, want_winners: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Maxima of blocks of query rows ``[B, R, d]``, each over its own documents ``[B, G]``, longest first.
+
+    Returns maxima ``[B, G, R]`` and, in floating point, one more than the position of the winner (0: none).
+    """
+    batch, rows, _ = query_rows.shape
+    dtype = query_rows.dtype
+    count = live.count[documents]
+    maxima = floor[documents][..., None].expand(*documents.shape, rows).to(dtype, copy=True)
+    # Positions are held in floating point because only then does every operation on a slab vectorise.
+    winners = torch.zeros_like(maxima) if want_winners else None
+
+    # The token at (position, slot): position-major, and every position uses a prefix of the slots. A document that
+    # is shorter than another block's document of the same slot repeats its last token, which cannot win again.
+    slot_count = count.amax(dim=0)
+    used = torch.arange(int(slot_count[0]), device=count.device)[:, None] < slot_count
+    rank, slot = used.nonzero(as_tuple=True)
+    token = live.first[documents][:, slot] + torch.minimum(rank, count[:, slot] - 1)
+    token.clamp_(0, len(live.row) - 1)  # an empty document beside longer ones takes any token; see below
+    prefixes = used.sum(dim=1).tolist()
+
+    transposed = query_rows.transpose(1, 2)
+    per_block = max(1, BLOCK_ELEMENTS // (batch * rows))
+    changed = torch.empty_like(maxima)
+    workspace = maxima.new_empty(batch * rows * min(max(per_block, prefixes[0]), len(rank)) if prefixes else 0)
+    first = 0
+    for sizes in _split_prefixes(prefixes, per_block):
+        block = token[:, first : first + sum(sizes)]
+        first += block.shape[1]
+        block_values = d_values.index_select(0, live.row[block].view(-1)).to(dtype).view(*block.shape, -1)
+        similarities = workspace[: block.numel() * rows].view(*block.shape, rows)
+        torch.bmm(block_values, transposed, out=similarities)
+        slabs = similarities.split(sizes, dim=1)
+        numbers = (live.position[block] + 1).to(dtype)[..., None].split(sizes, dim=1) if want_winners else slabs
+        prefix = -1
+        for slab, number, size in zip(slabs, numbers, sizes, strict=True):
+            if size != prefix:
+                prefix = size
+                best, better = maxima[:, :prefix], changed[:, :prefix]
+                winner = winners[:, :prefix] if want_winners else None
+            if want_winners:
+                torch.gt(slab, best, out=better)
+                torch.maximum(winner, better.mul_(number), out=winner)
+            torch.maximum(best, slab, out=best)
+    empty = (count == 0)[..., None]
+    if batch > 1 and bool(empty.any()):
+        maxima.masked_fill_(empty, 0)
+        if want_winners:
+            winners.masked_fill_(empty, 0)
+    if want_winners:
+        # NaN is greater than nothing and so has no winner yet: its gradient goes to the first live token, to show there.
+        first = live.first[documents].clamp(max=len(live.row) - 1)
+        torch.ne(maxima, maxima, out=changed)
+        changed.mul_((live.position[first] + 1).to(dtype)[..., None])
+        torch.maximum(winners, changed, out=winners)
+    return maxima, winners
+
+
+def _query_blocks(
+    queries: _Live, documents: _Live, candidates: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Split the work into batches of equal blocks of queries that share their documents.
+
+    Yields the queries ``[B, n]``, and for each block the documents ``[B, P]`` and their columns in the scores
+    ``[B, P]``, longest document first. All pairs: one block of many queries. Candidates: B blocks of one query,
+    all of one length, and of similar longest documents because the blocks of a batch advance together.
+    """
+    if candidates is None:
+        order = queries.count.argsort(stable=True)
+        order = order[queries.count[order] > 0]
+        blocks = (queries.count[order].cumsum(0) - 1) // SLAB_ELEMENTS
+        by_length = documents.count.argsort(descending=True, stable=True)[None]
+        for block in order.split(blocks.unique_consecutive(return_counts=True)[1].tolist()):
+            yield block[None], by_length, by_length
+        return
+    candidate_count = documents.count[candidates]
+    order = candidate_count.amax(dim=1).argsort(stable=True)
+    order = order[queries.count[order].argsort(stable=True)]
+    order = order[queries.count[order] > 0]
+    lengths, sizes = queries.count[order].unique_consecutive(return_counts=True)
+    for length, same_length in zip(lengths.tolist(), order.split(sizes.tolist()), strict=True):
+        for block in same_length.split(max(1, SLAB_ELEMENTS // (length * candidates.shape[1]))):
+            slots = candidate_count[block].argsort(dim=1, descending=True, stable=True)
+            yield block[:, None], candidates[block].gather(1, slots), slots
+
+
+def forward(
+    q_values: Tensor,
+    q_starts: Tensor,
+    q_lengths: Tensor,
+    q_keep: Tensor | None,
+    d_values: Tensor,
+    d_starts: Tensor,
+    d_lengths: Tensor,
+    d_keep: Tensor | None,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    max_q_length: int,
+    max_d_length: int,
+    want_winners: bool,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`.
+
+    ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
+    """
+    dtype = _accumulation_dtype(q_values)
+    columns = len(d_starts) if candidates is None else candidates.shape[1]
+    scores = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
+    index_dtype = winner_dtype(max_d_length)
+    winners = torch.full(
+        (columns, len(q_values)) if want_winners else (0, 0),
+        no_winner(index_dtype),
+        dtype=index_dtype,
+        device=q_values.device,
+    )
+    queries = _live(q_starts, q_lengths, q_keep)
+    documents = _live(d_starts, d_lengths, d_keep)
+    if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
+        return scores, winners
+    floor_is_zero = documents.count == 0
+    if zero_floor is not None:
+        floor_is_zero = floor_is_zero | zero_floor
+    floor = torch.where(floor_is_zero, 0.0, -torch.inf)
+
+    for block, block_documents, slots in _query_blocks(queries, documents, candidates):
+        rows = _rows_of(queries, block.reshape(-1)).view(len(block), 1, -1)
+        query_rows = q_values[rows[:, 0]].to(dtype)
+        lengths, sizes = queries.count[block[0]].unique_consecutive(return_counts=True)
+        runs = list(zip(lengths.tolist(), sizes.tolist(), strict=True))
+        group = max(1, SLAB_ELEMENTS // rows.numel())
+        for group_documents, group_slots in zip(block_documents.split(group, 1), slots.split(group, 1), strict=True):
+            maxima, winner = _block_maxima(query_rows, d_values, documents, group_documents, floor, want_winners)
+            # Queries of one length stand together: one sum for all of them.
+            parts = maxima.split([length * size for length, size in runs], dim=-1)
+            sums = [
+                part.unflatten(-1, (size, length)).sum(-1) for part, (length, size) in zip(parts, runs, strict=True)
+            ]
+            scores[block[:, None], group_slots[..., None]] = torch.cat(sums, dim=-1)
+            if want_winners:
+                winners[group_slots[..., None], rows] = winner.to(index_dtype).sub_(1)
+    return scores, winners
+
+
+def _weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+    """Weighted sums of consecutive runs of ``table[rows]``, one for each of ``sizes``."""
+    return F.embedding_bag(rows, table, sizes.cumsum(0) - sizes, mode="sum", per_sample_weights=weights)
+
+
+def backward(
+    grad_scores: Tensor,
+    winners: Tensor,
+    q_values: Tensor,
+    q_starts: Tensor,
+    q_lengths: Tensor,
+    q_keep: Tensor | None,
+    d_values: Tensor,
+    d_starts: Tensor,
+    d_lengths: Tensor,
+    d_keep: Tensor | None,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    max_q_length: int,
+    max_d_length: int,
+    precision: str,
+    need_q: bool,
+    need_d: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from the winners of :func:`forward`."""
+    dtype = _accumulation_dtype(q_values)
+    grad_q = q_values.new_zeros(q_values.shape if need_q else 0, dtype=dtype)
+    grad_d = d_values.new_zeros(d_values.shape if need_d else 0, dtype=dtype)
+    q_table, d_table = q_values.to(dtype), d_values.to(dtype)
+    columns, row_count = winners.shape
+    if winners.numel() == 0:
+        return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)
+    query = torch.zeros(row_count, dtype=torch.int64, device=q_values.device)
+    live = _live(q_starts, q_lengths, None)
+    query[live.row] = live.sequence
+
+    none = no_winner(winners.dtype)
+    row_block = min(row_count, WINNER_ELEMENTS)
+    column_block = max(1, WINNER_ELEMENTS // row_block)
+    for first_row in range(0, row_count, row_block):
+        block = slice(first_row, first_row + row_block)
+        for first_column in range(0, columns, column_block):
+            group = slice(first_column, first_column + column_block)
+            winner = winners[group, block].t()
+            weight = grad_scores[:, group].to(dtype)[query[block]]
+            start = d_starts[group] if candidates is None else d_starts[candidates[:, group][query[block]]]
+            token = winner + start
+            row = torch.arange(first_row, first_row + len(winner), device=query.device)[:, None].expand(token.shape)
+            won = winner != none
+            bag_sizes = won.sum(dim=1)
+            if bool(won.all()):
+                token, row, weight = token.reshape(-1), row.reshape(-1), weight.reshape(-1)
+            else:
+                token, row, weight = token[won], row[won], weight[won]
+            if need_q:
+                grad_q[block] += _weighted_sums(d_table, token, weight, bag_sizes)
+            if need_d:
+                token, order = token.sort(stable=True)
+                token, bag_sizes = token.unique_consecutive(return_counts=True)
+                grad_d[token] += _weighted_sums(q_table, row[order], weight[order], bag_sizes)
+    return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)

@@ -1,0 +1,200 @@
+"""Attention between the tokens of one document when many documents stand back to back in one row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _HAS_VARLEN_ATTN = "window_size" in inspect.signature(varlen_attn).parameters
+except ImportError:
+    _HAS_VARLEN_ATTN = False
+
+# Attention implementations of transformers that understand a packed mask now: name -> what stood there before.
+_replaced: dict[str, Callable] = {}
+
+
+class PackingUnsupported(RuntimeError):
+    """This encoder cannot be run on packed documents; the message says why."""
+
+
+def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
+    """What to pass as ``attention_mask`` so that attention stays inside each document.
+
+    A four-dimensional mask is handed by transformers to every layer as it is, through gradient
+    checkpointing, DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` travels as the last
+    row of such a mask and the longest length, which the host must know, as its third dimension; int32
+    tells it apart from a real mask, which is boolean or floating.
+
+    Parameters
+    ----------
+    cu_seqlens
+        First row of each document and the end of the last one, ``[N + 1]``, int32.
+    max_length
+        An upper bound on the length of a document.
+
+    Returns
+    -------
+    Tensor
+        ``[1, 1, max_length, N + 1]``, int32, a view of ``cu_seqlens``.
+
+    Examples
+    --------
+    >>> mask = packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), max_length=3)
+    >>> mask.shape, is_packed_mask(mask)
+    (torch.Size([1, 1, 3, 3]), True)
+    """
+    return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
+
+
+def is_packed_mask(attention_mask: object) -> bool:
+    """Whether a mask was made by :func:`packed_mask`."""
+    return isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4
+
+
+def variable_length_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    *,
+    scale: float | None,
+    window: tuple[int, int],
+    dropout: float,
+) -> Tensor:
+    """Softmax attention inside each document, on FlashAttention.
+
+    Parameters
+    ----------
+    query, key, value
+        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device.
+    cu_seqlens
+        ``[N + 1]``, int32.
+    max_length
+        An upper bound on the length of a document.
+    scale
+        Factor on the inner products; ``None`` means ``head_dim ** -0.5``.
+    window
+        How many tokens to the left and to the right a token sees; -1 is no limit. ``(-1, 0)`` is causal.
+    dropout
+        Probability that an attention weight is dropped.
+
+    Returns
+    -------
+    Tensor
+        ``[T, heads, head_dim]``.
+
+    Raises
+    ------
+    PackingUnsupported
+        The device or the dtype has no such attention.
+    """
+    if not query.is_cuda:
+        raise PackingUnsupported(f"variable-length attention needs a CUDA device, the encoder is on {query.device.type}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise PackingUnsupported(
+            f"variable-length attention needs bfloat16 or float16 (train with bf16=True or fp16=True), got {query.dtype}"
+        )
+    if _HAS_VARLEN_ATTN and dropout == 0:
+        return varlen_attn(
+            query, key, value, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=window
+        )
+    # The public function has no dropout (and in older releases no window); the operator below it has both.
+    return torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_length,
+        max_length,
+        dropout,
+        window == (-1, 0),
+        False,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )[0]
+
+
+def accept_packed_masks(implementation: str) -> None:
+    """Teach the attention function registered with transformers under this name to take a packed mask.
+
+    Every other mask goes to the function that was there before, with the arguments as they came.
+
+    Raises
+    ------
+    PackingUnsupported
+        No such function can be replaced: transformers is too old, or the attention is written into the model.
+    """
+    if implementation in _replaced:
+        return
+    try:
+        from transformers import AttentionInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    except ImportError as error:
+        raise PackingUnsupported("this version of transformers has no AttentionInterface") from error
+    if implementation not in ALL_ATTENTION_FUNCTIONS:
+        raise PackingUnsupported(
+            f"attn_implementation={implementation!r} is written into the model; load it with attn_implementation='sdpa'"
+        )
+    original = ALL_ATTENTION_FUNCTIONS[implementation]
+
+    @wraps(original)
+    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        if is_packed_mask(attention_mask):
+            return _packed_attention(module, query, key, value, attention_mask, *args, **kwargs), None
+        return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    AttentionInterface.register(implementation, attention)
+    _replaced[implementation] = original
+
+
+def release() -> None:
+    """Put the attention functions back that :func:`accept_packed_masks` replaced."""
+    if _replaced:
+        from transformers import AttentionInterface
+
+        for implementation, original in _replaced.items():
+            AttentionInterface.register(implementation, original)
+        _replaced.clear()
+
+
+def _packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **_: object,
+) -> Tensor:
+    """The call of transformers, ``[1, heads, T, head_dim]``, as a call of :func:`variable_length_attention`."""
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    if key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
+    reach = -1 if sliding_window is None else sliding_window - 1
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    attended = variable_length_attention(
+        query,
+        key,
+        value,
+        attention_mask[0, 0, -1],
+        attention_mask.shape[2],
+        scale=scaling,
+        window=(reach, 0 if causal else reach),
+        dropout=dropout,
+    )
+    return attended.unsqueeze(0)

@@ -1,0 +1,68 @@
+"""Compile an encoder layer by layer, for any number of tokens."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.wrappers import is_compiled, unwrap
+
+# All layers share one code object, and with it one budget of compiled variants: first, local and global layers,
+# times queries and documents, times training and evaluation, times autocast on and off.
+_RECOMPILE_LIMIT = 64
+
+_compiled: WeakSet[nn.Module] = WeakSet()
+_recompile_limit_before: int | None = None
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the layers of a model's encoder, if that has not been done.
+
+    Layers are alike, so that the compiler's work for the first serves the others: seconds, not the
+    minutes of a whole model. A model that the user compiled is left as it is.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT``, possibly wrapped.
+    """
+    global _recompile_limit_before
+    if is_compiled(model):
+        log_once("The model is compiled already; compile=True does nothing to it.")
+        return
+    layers = encoder_layers(unwrap(model))
+    if not layers:
+        log_once("compile=True does nothing: %s has no list of layers.", type(unwrap(model)).__name__)
+    for layer in layers:
+        if layer._compiled_call_impl is None:
+            layer.compile(dynamic=True)
+            _compiled.add(layer)
+    if _compiled and _recompile_limit_before is None:
+        _recompile_limit_before = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(_recompile_limit_before, _RECOMPILE_LIMIT)
+
+
+def encoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of an encoder: its list of modules with the most parameters.
+
+    Examples
+    --------
+    >>> encoder_layers(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])}))
+    [Linear(in_features=1, out_features=1, bias=True), Linear(in_features=1, out_features=1, bias=True)]
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[]))
+
+
+def release() -> None:
+    """Run the layers uncompiled again that :func:`compile_layers` compiled."""
+    global _recompile_limit_before
+    for layer in _compiled:
+        layer._compiled_call_impl = None
+    _compiled.clear()
+    if _recompile_limit_before is not None:
+        torch._dynamo.config.recompile_limit = _recompile_limit_before
+        _recompile_limit_before = None

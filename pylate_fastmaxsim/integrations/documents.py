@@ -1,0 +1,301 @@
+"""The documents of a batch, and the encoder calls that encode them with and without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pylate_fastmaxsim.integrations.attention import packed_mask
+from pylate_fastmaxsim.integrations.grouping import (
+    fill_by_length,
+    fill_in_order,
+    group_by_length,
+    number_of_groups,
+    split_until,
+)
+from pylate_fastmaxsim.tokens import TokenBatch
+
+# What the patched collator adds to a column; see pylate_collator.
+TOKEN_INDEX = "token_index"
+CU_SEQLENS = "cu_seqlens"
+
+Agree = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Padded documents of all columns of a batch, one below the other.
+
+    Parameters
+    ----------
+    input_ids, attention_mask
+        ``[N, L]``.
+    token_type_ids
+        ``[N, L]``, or None where the tokenizer makes none.
+    token_index
+        Positions ``row * L + column`` of the attended tokens, ``[T]``, int64, ascending.
+    cu_seqlens
+        First attended token of each document in ``token_index`` and their number, ``[N + 1]``, int32.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    token_type_ids: Tensor | None
+    token_index: Tensor
+    cu_seqlens: Tensor
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def max_length(self) -> int:
+        """Length L that the documents are padded to."""
+        return self.input_ids.shape[1]
+
+    @classmethod
+    def from_columns(cls, columns: Sequence[dict[str, Tensor]]) -> Documents:
+        """Put the tokenized columns of a batch below each other.
+
+        Where the collator left the positions of the attended tokens with the column, nothing here
+        waits for the device. Where it did not, or where they do not fit the column any more, they
+        are computed, which on a CUDA device waits for it once per column.
+        """
+        length = max(column["input_ids"].shape[1] for column in columns)
+        token_index, cu_seqlens, rows, tokens = [], [], 0, 0
+        for column in columns:
+            index, ends = _attended(column)
+            count, width = column["input_ids"].shape
+            if width != length:
+                index = index // width * length + index % width
+            token_index.append(index + rows * length)
+            cu_seqlens.append(ends[min(rows, 1) :] + tokens)
+            rows += count
+            tokens += len(index)
+        has_types = all("token_type_ids" in column for column in columns)
+        return cls(
+            input_ids=_stack(columns, "input_ids", length),
+            attention_mask=_stack(columns, "attention_mask", length),
+            token_type_ids=_stack(columns, "token_type_ids", length) if has_types else None,
+            token_index=torch.cat(token_index),
+            cu_seqlens=torch.cat(cu_seqlens),
+        )
+
+    def select(self, rows: Sequence[int]) -> Documents:
+        """The documents of some rows, in that order."""
+        index = torch.tensor(rows, device=self.input_ids.device)
+        kept = {
+            "input_ids": self.input_ids[index],
+            "attention_mask": self.attention_mask[index],
+        }
+        if self.token_type_ids is not None:
+            kept["token_type_ids"] = self.token_type_ids[index]
+        return Documents.from_columns([kept])
+
+
+@dataclass(frozen=True)
+class EncodingPlan:
+    """The encoder calls that together encode the documents of a batch.
+
+    Parameters
+    ----------
+    calls
+        Features to call the model with, one dictionary per call.
+    keep
+        For each call, which of its rows of token embeddings count, flattened, bool.
+    starts, lengths
+        Where each document lies in the rows of all calls together, ``[N]``, int64.
+    max_length
+        An upper bound on ``lengths``.
+    """
+
+    calls: list[dict[str, Tensor]]
+    keep: list[Tensor]
+    starts: Tensor
+    lengths: Tensor
+    max_length: int
+
+    def batch(self, values: Sequence[Tensor]) -> TokenBatch:
+        """The documents, from the token embeddings ``[..., d]`` that each call returned."""
+        values = [part.flatten(0, -2) for part in values]
+        return TokenBatch(
+            values[0] if len(values) == 1 else torch.cat(values),
+            self.starts,
+            self.lengths,
+            self.max_length,
+            torch.cat(self.keep),
+        )
+
+
+def packed_plan(
+    documents: Documents,
+    position_ids: Tensor,
+    skipped: Callable[[Tensor], Tensor],
+    token_budget: int | None = None,
+    agree: Agree = int,
+) -> EncodingPlan:
+    """Encode the attended tokens of all documents in one row, or in mini-batches of ``token_budget`` tokens.
+
+    Parameters
+    ----------
+    documents
+        What to encode.
+    position_ids
+        Position of each token in the encoder's own counting, ``[N, L]``.
+    skipped
+        Says of token ids which of them do not count, bool.
+    token_budget
+        Tokens per mini-batch. Dividing waits for the device once.
+    agree
+        Returns the number of mini-batches for the number that this process needs, at least as many.
+    """
+    padded = {
+        "input_ids": documents.input_ids,
+        "position_ids": position_ids,
+        "token_type_ids": documents.token_type_ids,
+    }
+    packed = {
+        key: values.reshape(-1)[documents.token_index].unsqueeze(0)
+        for key, values in padded.items()
+        if values is not None
+    }
+    cu_seqlens = documents.cu_seqlens
+    if token_budget is None:
+        bounds = [(0, len(documents), 0, len(documents.token_index))]
+    else:
+        ends = cu_seqlens.tolist()
+        parts = fill_in_order([end - start for start, end in zip(ends, ends[1:], strict=False)], token_budget)
+        parts = split_until(parts, agree(len(parts)))
+        bounds = [(part[0], part[-1] + 1, ends[part[0]], ends[part[-1] + 1]) for part in parts]
+    calls = [
+        {
+            **{key: values[:, start:end] for key, values in packed.items()},
+            "attention_mask": packed_mask(cu_seqlens[first : last + 1] - start, documents.max_length),
+        }
+        for first, last, start, end in bounds
+    ]
+    offsets = cu_seqlens.long()
+    return EncodingPlan(
+        calls,
+        [~skipped(call["input_ids"].squeeze(0)) for call in calls],
+        offsets[:-1],
+        offsets.diff(),
+        documents.max_length,
+    )
+
+
+def grouped_plan(
+    documents: Documents,
+    skipped: Callable[[Tensor], Tensor],
+    token_budget: int | None = None,
+    agree: Agree = int,
+) -> EncodingPlan:
+    """Encode documents of similar length together, each group cut to its longest document.
+
+    Arguments as in :func:`packed_plan`. Waits for the device once, for the lengths.
+    """
+    device = documents.input_ids.device
+    extents = _extents(documents.attention_mask)
+    lengths = extents.clamp(min=1).tolist()
+    if token_budget is None:
+        groups = group_by_length(lengths, number_of_groups(len(documents)))
+    else:
+        groups = fill_by_length(lengths, token_budget)
+        groups = split_until(groups, agree(len(groups)))
+    calls, keep, starts, rows = [], [], [0] * len(documents), 0
+    for group in groups:
+        longest = max(lengths[document] for document in group)
+        for row, document in enumerate(group):
+            starts[document] = rows + row * longest
+        rows += len(group) * longest
+        index = torch.tensor(group, device=device)
+        call = {
+            "input_ids": documents.input_ids[index, :longest],
+            "attention_mask": documents.attention_mask[index, :longest],
+        }
+        if documents.token_type_ids is not None:
+            call["token_type_ids"] = documents.token_type_ids[index, :longest]
+        calls.append(call)
+        keep.append(_counting(call, skipped))
+    return EncodingPlan(calls, keep, torch.tensor(starts, device=device), extents, max(lengths))
+
+
+def padded_plan(
+    columns: Sequence[dict[str, Tensor]],
+    skipped: Callable[[Tensor], Tensor],
+    mini_batch_size: int | None = None,
+) -> EncodingPlan:
+    """Encode the columns as stock PyLate does: as they are, one after the other."""
+    columns = [without_index(column) for column in columns]
+    calls = [
+        {key: value[begin : begin + size] for key, value in column.items()}
+        for column in columns
+        for size in [mini_batch_size or max(1, len(column["input_ids"]))]
+        for begin in range(0, len(column["input_ids"]), size)
+    ]
+    keep = [_counting(call, skipped) for call in calls]
+    device = columns[0]["input_ids"].device
+    starts, rows = [], 0
+    for column in columns:
+        count, width = column["input_ids"].shape
+        starts.append(torch.arange(count, device=device) * width + rows)
+        rows += count * width
+    lengths = [_extents(column["attention_mask"]) for column in columns]
+    longest = max(column["input_ids"].shape[1] for column in columns)
+    return EncodingPlan(calls, keep, torch.cat(starts), torch.cat(lengths), longest)
+
+
+def attended_index(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the attended tokens of a padded batch, and where each row begins among them.
+
+    Parameters
+    ----------
+    attention_mask
+        ``[N, L]``, 0/1.
+
+    Returns
+    -------
+    tuple of Tensor
+        Positions ``row * L + column``, ``[T]``, int64, and ``cu_seqlens``, ``[N + 1]``, int32.
+
+    Examples
+    --------
+    >>> attended_index(torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
+    """
+    attended = attention_mask != 0
+    cu_seqlens = F.pad(attended.sum(dim=1).cumsum(0), (1, 0)).int()
+    return attended.reshape(-1).nonzero().squeeze(1), cu_seqlens
+
+
+def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Features as stock PyLate's collator makes them."""
+    return {key: value for key, value in features.items() if key not in (TOKEN_INDEX, CU_SEQLENS)}
+
+
+def _attended(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    mask = column["attention_mask"]
+    index, ends = column.get(TOKEN_INDEX), column.get(CU_SEQLENS)
+    # Whoever cuts a batch by rows (a loss in mini-batches, accelerate when it dispatches) cuts these too, and wrongly.
+    # The leading dimension of 1 makes every such cut show in the shapes, which are known without waiting for the device.
+    if index is not None and ends is not None and len(index) == 1 and ends.shape == (1, len(mask) + 1):
+        return index[0], ends[0]
+    return attended_index(mask)
+
+
+def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:
+    parts = [F.pad(column[key], (0, length - column[key].shape[1])) for column in columns]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _counting(call: dict[str, Tensor], skipped: Callable[[Tensor], Tensor]) -> Tensor:
+    return (call["attention_mask"].bool() & ~skipped(call["input_ids"])).reshape(-1)
+
+
+def _extents(attention_mask: Tensor) -> Tensor:
+    """Columns up to and with the last attended one, ``[N]``, int64."""
+    columns = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
+    return (attention_mask.bool() * columns).amax(dim=1)

@@ -1,0 +1,128 @@
+"""How to divide documents into padded groups or packed mini-batches. Lists of ints only: runs on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def number_of_groups(documents: int) -> int:
+    """How many groups a batch of documents is divided into.
+
+    It depends on nothing but the number of documents, so that all ranks of a distributed run call
+    the encoder equally often. More groups leave less padding, but each is a call of its own.
+
+    Examples
+    --------
+    >>> [number_of_groups(n) for n in (1, 8, 32, 64, 1024)]
+    [1, 2, 4, 8, 8]
+    """
+    return min(documents, 8, max(2, documents // 8))
+
+
+def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:
+    """Divide documents into exactly ``groups`` groups of similar length, with the least padding.
+
+    Each group is padded to its longest document, so groups are intervals of the sorted lengths. The
+    best boundaries are found by dynamic programming over the distinct lengths.
+
+    Parameters
+    ----------
+    lengths
+        Length of each document.
+    groups
+        From 1 to ``len(lengths)``.
+
+    Returns
+    -------
+    list of list of int
+        Indices of the documents of each group, none empty, by ascending length.
+
+    Examples
+    --------
+    >>> group_by_length([9, 2, 30, 3, 8], groups=3)
+    [[1, 3], [4, 0], [2]]
+    """
+    order = np.argsort(np.asarray(lengths), kind="stable")
+    distinct, counts = np.unique(np.asarray(lengths)[order], return_counts=True)
+    ends = np.concatenate([[0], np.cumsum(counts)])
+    # size[i, j]: tokens of the group that holds the distinct lengths i to j - 1, padding included.
+    size = (ends[None, 1:] - ends[:-1, None]) * distinct[None, :].astype(np.float64)
+    size = np.concatenate([np.full((len(distinct), 1), np.inf), np.where(size > 0, size, np.inf)], axis=1)
+    wanted = min(groups, len(distinct))
+    best, previous = size[0], []
+    for _ in range(wanted - 1):
+        total = best[:-1, None] + size
+        previous.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    boundaries = [len(distinct)]
+    for choice in reversed(previous):
+        boundaries.append(int(choice[boundaries[-1]]))
+    boundaries = [*ends[boundaries[::-1]]]
+    parts = np.split(order, boundaries[:-1])
+    return split_until([part.tolist() for part in parts], groups)
+
+
+def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Divide documents, in their order, into mini-batches of at most ``budget`` tokens.
+
+    A document longer than the budget is a mini-batch of its own.
+
+    Examples
+    --------
+    >>> fill_in_order([5, 4, 3, 9, 1], budget=10)
+    [[0, 1], [2], [3, 4]]
+    """
+    parts: list[list[int]] = []
+    filled = budget
+    for index, length in enumerate(lengths):
+        if not parts or filled + length > budget:
+            parts.append([])
+            filled = 0
+        parts[-1].append(index)
+        filled += length
+    return parts
+
+
+def fill_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Divide documents of similar length into mini-batches of at most ``budget`` tokens, padding included.
+
+    A document longer than the budget is a mini-batch of its own.
+
+    Examples
+    --------
+    >>> fill_by_length([5, 4, 3, 9, 1], budget=10)
+    [[3], [0, 1], [2, 4]]
+    """
+    parts: list[list[int]] = []
+    longest = 0
+    for index in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        if not parts or (len(parts[-1]) + 1) * longest > budget:
+            parts.append([])
+            longest = lengths[index]
+        parts[-1].append(index)
+    return parts
+
+
+def split_until(parts: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the part with the most documents until there are ``count`` parts.
+
+    Raises
+    ------
+    ValueError
+        There are fewer documents than ``count``.
+
+    Examples
+    --------
+    >>> split_until([[0, 1, 2], [3]], count=3)
+    [[0], [1, 2], [3]]
+    """
+    parts = list(parts)
+    while len(parts) < count:
+        largest = max(range(len(parts)), key=lambda part: len(parts[part]))
+        part = parts[largest]
+        if len(part) < 2:
+            raise ValueError(f"split_until: cannot divide {sum(map(len, parts))} documents into {count} parts.")
+        parts[largest : largest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
+    return parts

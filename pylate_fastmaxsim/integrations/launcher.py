@@ -1,0 +1,159 @@
+"""Run somebody's training script with PyLate accelerated, without editing it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.util
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import FrameType, ModuleType, TracebackType
+from typing import NoReturn
+
+from pylate_fastmaxsim.integrations import switch
+
+_logger = logging.getLogger("pylate_fastmaxsim")
+
+
+def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
+    """Run a Python script or module as ``python`` would, with :func:`~pylate_fastmaxsim.enable` called for it.
+
+    ``enable`` is called when the script imports PyLate, not before: what the script sets in the
+    environment first (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without us.
+
+    Parameters
+    ----------
+    arguments
+        The words of the command line: ``[--no-padding-free] [--compile] [--stock-masking] SCRIPT.py
+        ARGS...``, or ``-m module`` in the place of ``SCRIPT.py``. What follows belongs to the script.
+    prog
+        What the command is called in its messages.
+
+    Raises
+    ------
+    SystemExit
+        With the script's exit code; 1 after an exception of the script, whose traceback is printed;
+        2 where the command line is wrong or there is nothing to run.
+    """
+    parsed = _parse(arguments, prog)
+    try:
+        switch.forbidden()
+    except ValueError as error:
+        _stop(prog, str(error))
+    if parsed.target is None:
+        _stop(prog, "name what to run: SCRIPT.py, or -m MODULE.")
+    if parsed.module:
+        _require_module(prog, parsed.target)
+    elif not os.path.isfile(parsed.target):
+        _stop(prog, f"there is no script {parsed.target!r}.")
+
+    _show_log()
+    sys.argv = [parsed.target, *parsed.arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        script_folder = os.path.dirname(os.path.realpath(parsed.target))
+        sys.path[0] = os.getcwd() if parsed.module else script_folder
+    try:
+        _run(parsed)
+    except Exception as error:
+        error = error.with_traceback(_without_launcher(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    hook = _EnableWithPylate(parsed.padding_free, parsed.compile, parsed.stock_masking)
+    sys.meta_path.insert(0, hook)
+    try:
+        if parsed.module:
+            runpy.run_module(parsed.target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(parsed.target, run_name="__main__")
+    finally:
+        if hook in sys.meta_path:
+            sys.meta_path.remove(hook)
+            _logger.warning("%s did not import PyLate, so nothing was accelerated.", parsed.target)
+
+
+class _EnableWithPylate(importlib.abc.MetaPathFinder):
+    """Calls ``enable`` as soon as PyLate is imported."""
+
+    def __init__(self, padding_free: bool, compile: bool, stock_masking: bool) -> None:
+        self.options = {"padding_free": padding_free, "compile": compile, "stock_masking": stock_masking}
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
+        if name != "pylate":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("pylate")
+        if spec is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_enable(module: ModuleType) -> None:
+            execute(module)
+            switch.enable(**self.options)
+
+        spec.loader.exec_module = execute_and_enable
+        return spec
+
+
+def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Run a PyLate training script accelerated, without editing it.",
+        usage="%(prog)s [--no-padding-free] [--compile] [--stock-masking] (SCRIPT.py | -m MODULE) [ARGS ...]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--no-padding-free", dest="padding_free", action="store_false", help="encode documents padded, as stock does"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the encoder's layers")
+    parser.add_argument(
+        "--stock-masking", action="store_true", help="masked document tokens count with similarity 0, as in stock"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module, as in python -m")
+    parser.add_argument("target", metavar="SCRIPT.py | MODULE", nargs="?", help="what to run")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
+    return parser.parse_args(arguments)
+
+
+def _require_module(prog: str, name: str) -> None:
+    # python -m searches the working directory first.
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        _stop(prog, f"there is no module {name!r}.")
+
+
+def _stop(prog: str, sentence: str) -> NoReturn:
+    print(f"{prog}: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _show_log() -> None:
+    """Show what was switched on, until the script sets up a log of its own."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    _logger.addHandler(handler)
+    _logger.setLevel(logging.INFO)
+
+
+def _without_launcher(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on; all of it where the script never started."""
+    rest = traceback
+    while rest is not None and _is_launcher(rest.tb_frame):
+        rest = rest.tb_next
+    return rest or traceback
+
+
+def _is_launcher(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in (__name__, "runpy")

@@ -1,0 +1,305 @@
+"""Encode documents without padding, on any encoder of transformers, and only where that gives what padding gives."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel
+
+from pylate_fastmaxsim.integrations import attention, compilation, log_once, switch
+from pylate_fastmaxsim.integrations.attention import PackingUnsupported
+from pylate_fastmaxsim.integrations.documents import (
+    Documents,
+    EncodingPlan,
+    grouped_plan,
+    packed_plan,
+    padded_plan,
+)
+from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, runs_in_step, unwrap
+from pylate_fastmaxsim.tokens import TokenBatch
+
+# From what every encoder can do to the fastest.
+_MODES = ("padded", "grouped", "packed")
+
+# Distance between unit token vectors that may differ by rounding only.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+_TOLERANCE_TF32 = 1e-2
+
+# What the plans without padding carry over; an encoder that is given more than this is left alone.
+_UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
+
+_modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
+
+
+def encode_documents(model: nn.Module, document_features: Sequence[dict[str, Tensor]], skiplist: list[int]) -> TokenBatch:
+    """Encode the documents of all columns of a batch.
+
+    How is decided on the first batch of an encoder and logged where it is not the fastest way:
+
+    ``packed``
+        all attended tokens in one row, attention inside each document. Nothing waits for the device
+        if the patched collator made the batch.
+    ``grouped``
+        documents of similar length together, cut to the longest of the group. Where the encoder
+        cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
+    ``padded``
+        as stock PyLate does.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT``, possibly inside DistributedDataParallel or ``torch.compile``.
+    document_features
+        For each document column, what the tokenizer (and the collator) made of it:
+        ``input_ids`` and ``attention_mask``, ``[N, L]``.
+    skiplist
+        Ids of the tokens that are not scored.
+
+    Returns
+    -------
+    TokenBatch
+        Token embeddings as the model gives them (not normalized), column after column.
+    """
+    plan = plan_documents(model, document_features, skiplist)
+    return plan.batch([token_embeddings(model, call) for call in plan.calls])
+
+
+def plan_documents(
+    model: nn.Module,
+    document_features: Sequence[dict[str, Tensor]],
+    skiplist: list[int],
+    mini_batch_size: int | None = None,
+) -> EncodingPlan:
+    """The encoder calls of :func:`encode_documents`, for whoever makes them one at a time.
+
+    With ``mini_batch_size`` no call holds more tokens than that many padded documents, and all
+    ranks of a distributed run make equally many; to divide waits for the device.
+    """
+    skipped = partial(_skipped, skiplist=tuple(skiplist))
+    options = switch.options()
+    mode = "padded"
+    if options is None or options.padding_free:
+        mode = _mode(model, document_features)
+    if options is not None and options.compile:
+        compilation.compile_layers(model)
+    if mode == "padded":
+        return padded_plan(document_features, skipped, mini_batch_size)
+    documents = Documents.from_columns(document_features)
+    budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
+    agree = partial(_most_of_all_ranks, device=documents.input_ids.device) if runs_in_step(model) else int
+    if mode == "grouped":
+        return grouped_plan(documents, skipped, budget, agree)
+    return packed_plan(*_positioned(unwrap(model), documents), skipped, budget, agree)
+
+
+def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
+    """Token embeddings ``[N, L, d]`` of one call of the model, which leaves the features as they are."""
+    return model(dict(features))["token_embeddings"]
+
+
+def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
+    """Which tokens of padded documents are scored, ``[N, L]``, bool: attended to and not in the skiplist."""
+    return features["attention_mask"].bool() & ~_skipped(features["input_ids"], tuple(skiplist))
+
+
+def release() -> None:
+    """Put the encoders back that were prepared for packing or compiled, and forget what was decided about them."""
+    attention.release()
+    compilation.release()
+    _modes.clear()
+
+
+@lru_cache(maxsize=16)
+def _token_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    # Kept on the device: to copy it there in every step would wait for the device.
+    return torch.tensor(ids, dtype=torch.long, device=device)
+
+
+def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
+    # Not torch.isin, which for some sizes sorts and waits for the device.
+    return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
+
+
+def _most_of_all_ranks(count: int, device: torch.device) -> int:
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
+    """How to encode with this model, decided when it is first met in a situation."""
+    core = unwrap(model)
+    device = columns[0]["input_ids"].device
+    situation = (
+        core.training,
+        device.type,
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        # accelerate replaces this attribute to switch mixed precision on.
+        id(vars(core).get("forward")),
+    )
+    decided = _modes.setdefault(core, {})
+    if situation not in decided:
+        mode = _fastest_mode(model, columns)
+        if runs_in_step(model):
+            slowest = torch.tensor(_MODES.index(mode), device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MIN)
+            mode = _MODES[int(slowest)]
+        decided[situation] = mode
+    return decided[situation]
+
+
+def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
+    core = unwrap(model)
+    reason = _reason_to_leave(model, columns)
+    if reason is not None:
+        log_once("Documents are encoded with padding, as stock PyLate does: %s.", reason)
+        return "padded"
+    documents = Documents.from_columns(columns)
+    lengths = documents.cu_seqlens.diff().tolist()
+    pair = documents.select([lengths.index(min(lengths)), lengths.index(max(lengths))])
+    try:
+        _prepare(core)
+        _verify(core, pair, packed_plan(*_positioned(core, pair), _nothing_skipped))
+        return "packed"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever somebody's encoder raises at something it does not know
+        log_once(
+            "Documents are not packed but encoded in groups of similar length: %s.",
+            _said(error),
+            level=logging.INFO if pair.input_ids.device.type == "cpu" else logging.WARNING,
+        )
+    try:
+        _verify(core, pair, grouped_plan(pair, _nothing_skipped))
+        return "grouped"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        log_once("Documents are encoded with padding, as stock PyLate does: %s.", _said(error))
+    return "padded"
+
+
+def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
+    core = unwrap(model)
+    if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
+        return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
+    try:
+        encoder_inputs = core._first_module().model_forward_params
+    except AttributeError:
+        return f"{type(core).__name__} does not begin with a Transformer of Sentence Transformers"
+    unknown = encoder_inputs.intersection(*columns) - _UNDERSTOOD
+    if unknown:
+        return f"the encoder is given {', '.join(sorted(unknown))}"
+    if getattr(core.tokenizer, "padding_side", "right") != "right":
+        return "the tokenizer pads on the left"
+    return None
+
+
+def _prepare(core: nn.Module) -> None:
+    transformer = core._first_module()
+    if "position_ids" not in transformer.model_forward_params:
+        raise PackingUnsupported(f"{type(_encoder(core)).__name__} takes no position_ids")
+    attention.accept_packed_masks(transformer.auto_model.config._attn_implementation)
+
+
+def _encoder(core: nn.Module) -> nn.Module:
+    """The model of transformers, inside PEFT where that is used."""
+    encoder = core._first_module().auto_model
+    return encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder
+
+
+def _positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tensor]:
+    """Documents with all that the encoder would otherwise make up from the shape of its input, and their positions."""
+    encoder = _encoder(core)
+    input_ids = documents.input_ids
+    if documents.token_type_ids is None and "token_type_ids" in inspect.signature(encoder.forward).parameters:
+        documents = replace(documents, token_type_ids=torch.zeros_like(input_ids))
+    padding = _padding_position(encoder)
+    if padding is None:
+        return documents, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    # RoBERTa counts from behind the position of its padding token, and only what is not that token.
+    counted = input_ids != padding
+    return documents, counted.cumsum(dim=1) * counted + padding
+
+
+def _padding_position(encoder: nn.Module) -> int | None:
+    for module in encoder.modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            return table.padding_idx
+    return None
+
+
+def _verify(core: nn.Module, documents: Documents, plan: EncodingPlan) -> None:
+    """Raise PackingUnsupported where a plan gives other token embeddings than padding does."""
+    padded = {"input_ids": documents.input_ids, "attention_mask": documents.attention_mask}
+    if documents.token_type_ids is not None:
+        padded["token_type_ids"] = documents.token_type_ids
+    with _evaluating(core), _recorded_dtype(core) as dtypes:
+        expected = token_embeddings(core, padded).flatten(0, 1)[documents.token_index]
+        batch = plan.batch([token_embeddings(core, call) for call in plan.calls])
+    offsets = torch.arange(plan.max_length, device=batch.device)
+    rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
+    attended = batch.values[rows[batch.keep[rows]]]
+    error = (F.normalize(attended.double(), dim=-1) - F.normalize(expected.double(), dim=-1)).norm(dim=-1).max().item()
+    tolerance = max(_tolerance(dtype, batch.device) for dtype in dtypes)
+    if not error <= tolerance:
+        raise PackingUnsupported(
+            f"{type(_encoder(core)).__name__} gives other token embeddings without padding than with it "
+            f"(distance {error:.1e} between unit vectors, rounding explains {tolerance:.0e})"
+        )
+    if core.training:
+        # Dropout may be what the packed path cannot do; it must not take random numbers from the run.
+        with torch.no_grad(), torch.random.fork_rng([batch.device] if batch.device.type == "cuda" else []):
+            for call in plan.calls:
+                token_embeddings(core, call)
+
+
+@contextmanager
+def _evaluating(core: nn.Module) -> Iterator[None]:
+    training = {module: module.training for module in core.modules()}
+    core.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+@contextmanager
+def _recorded_dtype(core: nn.Module) -> Iterator[set[torch.dtype]]:
+    """The dtypes that the last module computes in; what leaves the model may have been cast back to float32."""
+    dtypes: set[torch.dtype] = set()
+    last = list(core.children())[-1]
+    hook = last.register_forward_hook(lambda _module, _args, output: dtypes.add(output["token_embeddings"].dtype))
+    try:
+        yield dtypes
+    finally:
+        hook.remove()
+
+
+def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
+    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return _TOLERANCE_TF32
+    return _TOLERANCE[dtype]
+
+
+def _nothing_skipped(input_ids: Tensor) -> Tensor:
+    return torch.zeros_like(input_ids, dtype=torch.bool)
+
+
+def _said(error: Exception) -> str:
+    """An error as a part of a sentence."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return lines[0] if isinstance(error, PackingUnsupported) else f"{type(error).__name__}: {lines[0]}"

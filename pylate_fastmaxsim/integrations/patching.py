@@ -1,0 +1,125 @@
+"""Reversible patches: replace a function wherever it was imported to, and put every place back."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+_logger = logging.getLogger("pylate_fastmaxsim")
+_PACKAGE = __name__.partition(".")[0]
+_INHERITED = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """One name to replace.
+
+    Parameters
+    ----------
+    owner
+        The module or the class that defines the name. What a module defines is also replaced in
+        every loaded module that holds the same object, under whatever name it was imported;
+        ``__main__`` included. What a class defines or inherits is replaced on that class only.
+    name
+        The attribute of ``owner`` to replace.
+    replacement
+        What stands there while the patch is applied.
+    """
+
+    owner: ModuleType | type
+    name: str
+    replacement: object
+
+    @property
+    def target(self) -> str:
+        """Dotted name of what is replaced."""
+        if isinstance(self.owner, ModuleType):
+            return f"{self.owner.__name__}.{self.name}"
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
+
+
+class PatchSet:
+    """The patches that are applied now.
+
+    Examples
+    --------
+    >>> import textwrap
+    >>> patches = PatchSet()
+    >>> patches.apply([Patch(textwrap, "dedent", str.upper)])
+    >>> patches.targets, textwrap.dedent("  on")
+    (['textwrap.dedent'], '  ON')
+    >>> patches.undo()
+    >>> textwrap.dedent("  off")
+    'off'
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._applied: dict[str, tuple[Patch, object]] = {}
+
+    @property
+    def targets(self) -> list[str]:
+        """Dotted names of what is replaced now."""
+        return list(self._applied)
+
+    def apply(self, patches: Iterable[Patch]) -> None:
+        """Apply the patches that are not applied yet; all of them or, where a name is missing, none.
+
+        Raises
+        ------
+        AttributeError
+            An owner has no attribute of that name.
+        """
+        with self._lock:
+            fresh = {patch.target: (patch, _original(patch)) for patch in patches if patch.target not in self._applied}
+            for patch, _ in fresh.values():
+                setattr(patch.owner, patch.name, patch.replacement)
+            self._applied |= fresh
+            _swap({id(original): patch.replacement for patch, original in _of_modules(fresh)})
+
+    def undo(self) -> None:
+        """Put back every original, also in modules that imported a replacement in the meantime."""
+        with self._lock:
+            for patch, original in self._applied.values():
+                if vars(patch.owner).get(patch.name) is not patch.replacement:
+                    # Whoever patched after us wraps our replacement; to overwrite that would undo theirs.
+                    _logger.warning("%s was replaced by someone else since; left as it is.", patch.target)
+                elif original is _INHERITED:
+                    delattr(patch.owner, patch.name)
+                else:
+                    setattr(patch.owner, patch.name, original)
+            _swap({id(patch.replacement): original for patch, original in _of_modules(self._applied)})
+            self._applied = {}
+
+
+def _original(patch: Patch) -> object:
+    if inspect.getattr_static(patch.owner, patch.name, None) is None:
+        raise AttributeError(f"Cannot replace {patch.target}: there is no such name.")
+    return vars(patch.owner).get(patch.name, _INHERITED)
+
+
+def _of_modules(applied: Mapping[str, tuple[Patch, object]]) -> Iterable[tuple[Patch, object]]:
+    return (entry for entry in applied.values() if isinstance(entry[0].owner, ModuleType))
+
+
+def _swap(objects: Mapping[int, object]) -> None:
+    """In every loaded module, put ``objects[id(value)]`` in the place of ``value``."""
+    for module in list(sys.modules.values()):
+        try:
+            # Not vars(): a lazily loaded module overrides attribute access, and would load now.
+            namespace = object.__getattribute__(module, "__dict__")
+        except AttributeError:
+            continue
+        if not isinstance(namespace, dict):
+            continue
+        # Our own modules hold originals and replacements side by side, on purpose.
+        if str(namespace.get("__name__")).partition(".")[0] == _PACKAGE:
+            continue
+        for name, value in list(namespace.items()):
+            if id(value) in objects:
+                namespace[name] = objects[id(value)]

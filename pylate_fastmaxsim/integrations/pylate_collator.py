@@ -1,0 +1,36 @@
+"""PyLate's collator, which also says where the attended tokens of each document are."""
+
+from __future__ import annotations
+
+from functools import wraps
+
+from pylate.utils import ColBERTCollator
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, attended_index
+from pylate_fastmaxsim.integrations.patching import Patch
+
+_MASK = "_attention_mask"
+
+
+def patches() -> list[Patch]:
+    """What to replace in PyLate."""
+    return [Patch(ColBERTCollator, "__call__", collate)]
+
+
+@wraps(ColBERTCollator.__call__)
+def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
+    # Found here, on the CPU and in a worker, so that packing the documents waits for no device. A worker that
+    # imports PyLate afresh (start method spawn) adds nothing, and packing finds them itself.
+    batch = collate.__wrapped__(self, features)
+    options = switch.options()
+    if options is None or not options.padding_free:
+        return batch
+    for key in [key for key in batch if key.endswith(_MASK)]:
+        column = key.removesuffix(_MASK)
+        if "query" not in column and "anchor" not in column:
+            token_index, cu_seqlens = attended_index(batch[key])
+            batch[f"{column}_{TOKEN_INDEX}"] = token_index.unsqueeze(0)
+            batch[f"{column}_{CU_SEQLENS}"] = cu_seqlens.unsqueeze(0)
+    return batch

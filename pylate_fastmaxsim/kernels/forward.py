@@ -1,0 +1,175 @@
+"""Forward of MaxSim: similarities stay on the chip; what is written is a score per pair and a winner per query row."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def maximum_or_nan(a, b):
+    # One instruction (max.NaN) from sm_80 on; a plain maximum would hide a NaN of a diverged run.
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _best_token(
+    q_tile,
+    q_pointers,
+    row_live,
+    d_values,
+    d_keep,
+    document_start,
+    document_length,
+    best,
+    DIM: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    WANT_WINNERS: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Maximum and first winner of BLOCK_M query rows over one document; `best` is what they start from."""
+    winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
+    column = tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    any_live = document_length > 0
+    if HAS_KEEP:
+        any_live = document_length < 0
+    for first in range(0, document_length, BLOCK_N):
+        # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
+        row = tl.minimum(column, document_length - 1 - first)
+        d_pointers = d_values + (document_start + first) * DIM + row[:, None] * DIM + k[None, :]
+        if DIM <= BLOCK_K:
+            d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
+            similarity = tl.dot(q_tile, tl.trans(d_tile), input_precision=PRECISION)
+        else:
+            similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for first_k in range(0, DIM, BLOCK_K):
+                in_dim = first_k + k[None, :] < DIM
+                q_chunk = tl.load(q_pointers + first_k, mask=row_live[:, None] & in_dim, other=0.0)
+                d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
+                similarity = tl.dot(q_chunk, tl.trans(d_chunk), similarity, input_precision=PRECISION)
+        if HAS_KEEP:
+            token_live = tl.load(d_keep + document_start + first + row) != 0
+            similarity = tl.where(token_live[None, :], similarity, float("-inf"))
+            any_live = any_live | (tl.max(token_live.to(tl.int32), axis=0) > 0)
+        tile_best = tl.reduce(similarity, 1, maximum_or_nan)
+        if WANT_WINNERS:
+            # Nothing is less than a NaN threshold, so look for the first similarity that is itself NaN.
+            threshold = tl.where(tile_best == tile_best, tile_best, float("inf"))
+            first_column = tl.min(tl.where(similarity < threshold[:, None], BLOCK_N, column[None, :]), axis=1)
+            better = (tile_best > best) | ((tile_best != tile_best) & (best == best))
+            winner = tl.where(better, tl.minimum(first + first_column, document_length - 1), winner)
+        best = maximum_or_nan(best, tile_best)
+    return tl.where(row_live & any_live, best, 0.0), winner
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows"])
+def forward_kernel(
+    q_values,
+    q_starts,
+    q_lengths,
+    q_keep,
+    d_values,
+    d_starts,
+    d_lengths,
+    d_keep,
+    candidates,
+    zero_floor,
+    scores,
+    winners,
+    num_queries,
+    num_slots,
+    num_tiles,
+    num_rows,
+    DIM: tl.constexpr,
+    SLOT: tl.constexpr,
+    LONG_QUERIES: tl.constexpr,
+    WANT_WINNERS: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOCUMENTS_PER_PROGRAM: tl.constexpr,
+):
+    """A tile of query rows against a few documents.
+
+    The tile holds BLOCK_M // SLOT queries, one every SLOT rows (one query where candidates are given,
+    as each query then has documents of its own). Slot p of `num_slots` is document p, or the p-th
+    candidate of the query. Queries longer than a tile are taken BLOCK_M rows at a time.
+    """
+    HAS_CANDIDATES: tl.constexpr = candidates is not None
+    HAS_KEEP: tl.constexpr = d_keep is not None
+    QUERIES: tl.constexpr = 1 if HAS_CANDIDATES else BLOCK_M // SLOT
+    # Tiles vary fastest, so that programs running together share documents in L2.
+    program = tl.program_id(0)
+    tile = program % num_tiles
+    first_slot = (program // num_tiles) * DOCUMENTS_PER_PROGRAM
+
+    row_in_tile = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    if QUERIES == 1:
+        query = tl.zeros([BLOCK_M], tl.int32) + tile
+        offset = row_in_tile
+    else:
+        query = tile * QUERIES + row_in_tile // SLOT
+        offset = row_in_tile % SLOT
+    q_start = tl.load(q_starts + query, mask=query < num_queries, other=0)
+    q_length = tl.load(q_lengths + query, mask=query < num_queries, other=0).to(tl.int32)
+    longest = BLOCK_M
+    if LONG_QUERIES:
+        longest = tl.max(q_length, axis=0)
+
+    q_row = q_start + offset
+    q_live = offset < q_length
+    if q_keep is not None:
+        q_live = q_live & (tl.load(q_keep + q_row, mask=q_live, other=0) != 0)
+    q_pointers = q_values + q_row[:, None] * DIM + k[None, :]
+    q_tile = None
+    if DIM <= BLOCK_K and not LONG_QUERIES:
+        q_tile = tl.load(q_pointers, mask=q_live[:, None] & (k[None, :] < DIM), other=0.0)
+
+    for slot in range(first_slot, tl.minimum(first_slot + DOCUMENTS_PER_PROGRAM, num_slots)):
+        document = tl.cast(slot, tl.int64)
+        if HAS_CANDIDATES:
+            document = tl.load(candidates + tile.to(tl.int64) * num_slots + slot)
+        document_start = tl.load(d_starts + document)
+        document_length = tl.load(d_lengths + document).to(tl.int32)
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if zero_floor is not None:
+            best = tl.where(tl.load(zero_floor + document) != 0, 0.0, best)
+        if LONG_QUERIES:
+            total = tl.zeros([BLOCK_M], tl.float32)
+            for first_row in range(0, longest, BLOCK_M):
+                chunk_row = q_row + first_row
+                live = offset + first_row < q_length
+                if q_keep is not None:
+                    live = live & (tl.load(q_keep + chunk_row, mask=live, other=0) != 0)
+                pointers = q_values + chunk_row[:, None] * DIM + k[None, :]
+                chunk_tile = None
+                if DIM <= BLOCK_K:
+                    chunk_tile = tl.load(pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
+                value, winner = _best_token(
+                    chunk_tile, pointers, live, d_values, d_keep, document_start, document_length, best,
+                    DIM, HAS_KEEP, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                total += value
+                if WANT_WINNERS:
+                    tl.store(winners + tl.cast(slot, tl.int64) * num_rows + chunk_row, winner, mask=live)
+        else:
+            total, winner = _best_token(
+                q_tile, q_pointers, q_live, d_values, d_keep, document_start, document_length, best,
+                DIM, HAS_KEEP, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            if WANT_WINNERS:
+                tl.store(winners + tl.cast(slot, tl.int64) * num_rows + q_row, winner, mask=q_live)
+        if QUERIES == 1:
+            tl.store(scores + tile.to(tl.int64) * num_slots + slot, tl.sum(total, axis=0))
+        else:
+            score = tl.sum(tl.reshape(total, [QUERIES, SLOT]), axis=1)
+            tile_query = tile * QUERIES + tl.arange(0, QUERIES)
+            tl.store(
+                scores + tile_query.to(tl.int64) * num_slots + slot, score, mask=tile_query < num_queries
+            )

@@ -1,0 +1,114 @@
+"""Tile sizes of every kernel, from tables: by GPU architecture, arithmetic and size of a token vector."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class ForwardTiles(NamedTuple):
+    block_m: int
+    block_n: int
+    block_k: int
+    documents_per_program: int
+    num_warps: int
+    num_stages: int
+
+
+class QueryGradientTiles(NamedTuple):
+    block_rows: int
+    block_d: int
+    unroll: int
+    num_warps: int
+
+
+class DocumentGradientTiles(NamedTuple):
+    block_t: int
+    block_r: int
+    block_d: int
+    block_scan: int
+    num_warps: int
+    num_stages: int
+
+
+class Tiles(NamedTuple):
+    """One of each family; `None` means: take it from the tables."""
+
+    forward: ForwardTiles | None = None
+    query_gradient: QueryGradientTiles | None = None
+    document_gradient: DocumentGradientTiles | None = None
+
+
+# Arithmetic of the matrix products: 16-bit operands, or float32 under each float32_matmul_precision.
+INPUT_PRECISION = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
+ARCHITECTURES = (80, 90, 100)
+
+# (architecture, arithmetic), or the arithmetic alone for every architecture without a row of its own ->
+# (largest d, tiles); the last row is for any larger d. block_k and block_d shrink to fit d.
+# Exact float32 keeps to tiles of fewer than 64 rows: Triton 3.6 gives larger ones to Blackwell's matrix
+# units, which round float32 to TF32.
+_FORWARD = {
+    (80, "half"): [
+        (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
+        (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
+        (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
+    ],
+    "half": [
+        (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
+        (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
+        (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
+    ],
+    "tf32": [(None, ForwardTiles(64, 64, 32, 1, 4, 3))],
+    "tf32x3": [(None, ForwardTiles(64, 64, 32, 1, 4, 3))],
+    "ieee": [(None, ForwardTiles(32, 64, 32, 1, 8, 2))],
+}
+_QUERY_GRADIENT = {
+    kind: [(None, QueryGradientTiles(4, 256, 8, 1))] for kind in ("half", "tf32", "tf32x3", "ieee")
+}
+_DOCUMENT_GRADIENT = {
+    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
+    "half": [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 3))],
+    "tf32": [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 2))],
+    "tf32x3": [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 2))],
+    "ieee": [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))],
+}
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def arithmetic(dtype: torch.dtype, precision: str) -> str:
+    """Name of the matrix arithmetic: half, tf32, tf32x3 or ieee."""
+    return INPUT_PRECISION[precision] if dtype == torch.float32 else "half"
+
+
+def architecture(device: torch.device) -> int:
+    """Table row of a GPU: the newest known architecture that is not newer than it."""
+    if device.type != "cuda":
+        return ARCHITECTURES[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return max((known for known in ARCHITECTURES if known <= 10 * major + minor), default=ARCHITECTURES[0])
+
+
+def _row(table: dict, arch: int, kind: str, dim: int):
+    rows = table.get((arch, kind)) or table[kind]
+    return next(tiles for largest, tiles in rows if largest is None or dim <= largest)
+
+
+def forward_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
+    """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
+    tiles = _row(_FORWARD, arch, kind, dim)
+    return tiles._replace(
+        block_m=max(16, min(tiles.block_m, next_power_of_2(q_rows))),
+        block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),
+    )
+
+
+def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:
+    tiles = _row(_QUERY_GRADIENT, arch, kind, dim)
+    return tiles._replace(block_d=min(tiles.block_d, next_power_of_2(dim)))
+
+
+def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientTiles:
+    tiles = _row(_DOCUMENT_GRADIENT, arch, kind, dim)
+    return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))

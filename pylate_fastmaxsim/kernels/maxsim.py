@@ -1,0 +1,255 @@
+"""MaxSim on CUDA: launches the Triton kernels on raw tensors and sizes. Never waits for the device."""
+
+import contextlib
+
+import torch
+import triton
+from torch import Tensor
+
+from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.document_gradient import (
+    candidate_document_gradient_kernel,
+    document_gradient_kernel,
+    row_query_kernel,
+)
+from pylate_fastmaxsim.kernels.forward import forward_kernel
+from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
+
+
+def _winner_type(max_d_length: int) -> tuple[torch.dtype, int]:
+    """Smallest integer that holds a token index, and its value for "no winner"."""
+    if max_d_length <= 255:
+        return torch.uint8, 255
+    return (torch.int16 if max_d_length <= 32767 else torch.int32), -1
+
+
+def _on_device_of(tensor: Tensor):
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.contiguous().view(torch.uint8)
+
+
+def forward(
+    q_values: Tensor,
+    q_starts: Tensor,
+    q_lengths: Tensor,
+    q_keep: Tensor | None,
+    d_values: Tensor,
+    d_starts: Tensor,
+    d_lengths: Tensor,
+    d_keep: Tensor | None,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    max_q_length: int,
+    max_d_length: int,
+    want_winners: bool,
+    precision: str,
+    tiles: launch.Tiles = launch.Tiles(),
+) -> tuple[Tensor, Tensor]:
+    """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
+    num_queries = q_starts.shape[0]
+    num_rows, dim = q_values.shape
+    num_slots = d_starts.shape[0] if candidates is None else candidates.shape[1]
+    winner_dtype, sentinel = _winner_type(max_d_length)
+    if want_winners:
+        # Rows of no query and dead rows are not written by the kernel.
+        winners = torch.full((num_slots, num_rows), sentinel, dtype=winner_dtype, device=q_values.device)
+    else:
+        winners = torch.empty((0, 0), dtype=winner_dtype, device=q_values.device)
+    if 0 in (num_queries, num_slots, max_q_length, max_d_length, dim):
+        return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
+
+    kind = launch.arithmetic(q_values.dtype, precision)
+    slot = launch.next_power_of_2(max_q_length)
+    q_rows = slot if candidates is not None else slot * num_queries
+    tile = tiles.forward or launch.forward_tiles(launch.architecture(q_values.device), kind, dim, q_rows)
+    slot = min(slot, tile.block_m)
+    num_tiles = num_queries if candidates is not None else triton.cdiv(num_queries, tile.block_m // slot)
+    scores = torch.empty((num_queries, num_slots), dtype=torch.float32, device=q_values.device)
+    with _on_device_of(q_values):
+        forward_kernel[(num_tiles * triton.cdiv(num_slots, tile.documents_per_program),)](
+            q_values.contiguous(),
+            q_starts,
+            q_lengths,
+            _as_bytes(q_keep),
+            d_values.contiguous(),
+            d_starts,
+            d_lengths,
+            _as_bytes(d_keep),
+            None if candidates is None else candidates.contiguous(),
+            _as_bytes(zero_floor),
+            scores,
+            winners,
+            num_queries,
+            num_slots,
+            num_tiles,
+            num_rows,
+            DIM=dim,
+            SLOT=slot,
+            LONG_QUERIES=max_q_length > tile.block_m,
+            WANT_WINNERS=want_winners,
+            SENTINEL=sentinel,
+            PRECISION=launch.INPUT_PRECISION[precision],
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            DOCUMENTS_PER_PROGRAM=tile.documents_per_program,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    return scores, winners
+
+
+def backward(
+    grad_scores: Tensor,
+    winners: Tensor,
+    q_values: Tensor,
+    q_starts: Tensor,
+    q_lengths: Tensor,
+    q_keep: Tensor | None,
+    d_values: Tensor,
+    d_starts: Tensor,
+    d_lengths: Tensor,
+    d_keep: Tensor | None,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    max_q_length: int,
+    max_d_length: int,
+    precision: str,
+    need_q: bool,
+    need_d: bool,
+    tiles: launch.Tiles = launch.Tiles(),
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
+
+    The masks and the floor are already in the winners: a row that they silence has none.
+    """
+    grad_q = torch.zeros_like(q_values, memory_format=torch.contiguous_format) if need_q else q_values.new_empty(0)
+    grad_d = torch.zeros_like(d_values, memory_format=torch.contiguous_format) if need_d else d_values.new_empty(0)
+    num_queries, num_slots = grad_scores.shape
+    if 0 in (num_queries, num_slots, max_q_length, max_d_length, q_values.shape[1]):
+        return grad_q, grad_d
+    grad_scores = grad_scores.contiguous()
+    with _on_device_of(q_values):
+        if need_q:
+            _query_gradient(
+                grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
+                max_q_length, max_d_length, precision, tiles, grad_q,
+            )  # fmt: skip
+        if need_d:
+            gradient = _document_gradient if candidates is None else _candidate_document_gradient
+            gradient(
+                grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
+                max_d_length, precision, tiles, grad_d,
+            )  # fmt: skip
+    return grad_q, grad_d
+
+
+def _query_gradient(
+    grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
+    max_q_length, max_d_length, precision, tiles, grad_q,
+):  # fmt: skip
+    dim = d_values.shape[1]
+    kind = launch.arithmetic(d_values.dtype, precision)
+    tile = tiles.query_gradient or launch.query_gradient_tiles(launch.architecture(d_values.device), kind, dim)
+    row_blocks = triton.cdiv(max_q_length, tile.block_rows)
+    query_gradient_kernel[(q_starts.shape[0] * row_blocks, triton.cdiv(dim, tile.block_d))](
+        grad_scores,
+        winners,
+        q_starts,
+        q_lengths,
+        d_values.contiguous(),
+        d_starts,
+        None if candidates is None else candidates.contiguous(),
+        grad_q,
+        grad_scores.shape[1],
+        winners.shape[1],
+        row_blocks,
+        DIM=dim,
+        SENTINEL=_winner_type(max_d_length)[1],
+        BLOCK_ROWS=tile.block_rows,
+        BLOCK_D=tile.block_d,
+        UNROLL=tile.unroll,
+        num_warps=tile.num_warps,
+    )
+
+
+def _document_gradient(
+    grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
+    max_d_length, precision, tiles, grad_d,
+):  # fmt: skip
+    num_rows, dim = q_values.shape
+    kind = launch.arithmetic(q_values.dtype, precision)
+    tile = tiles.document_gradient or launch.document_gradient_tiles(
+        launch.architecture(q_values.device), kind, dim
+    )
+    row_query = torch.zeros(num_rows, dtype=torch.int32, device=q_values.device)
+    row_query_kernel[(q_starts.shape[0],)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
+    buckets = torch.empty(
+        winners.shape, dtype=torch.int16 if num_rows <= 32767 else torch.int32, device=q_values.device
+    )
+    tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
+    document_gradient_kernel[(d_starts.shape[0] * tiles_per_document,)](
+        grad_scores,
+        winners,
+        q_values.contiguous(),
+        row_query,
+        d_starts,
+        d_lengths,
+        buckets,
+        grad_d,
+        d_starts.shape[0],
+        num_rows,
+        tiles_per_document,
+        DIM=dim,
+        SENTINEL=_winner_type(max_d_length)[1],
+        PRECISION=launch.INPUT_PRECISION[precision],
+        BLOCK_T=tile.block_t,
+        BLOCK_R=tile.block_r,
+        BLOCK_D=tile.block_d,
+        BLOCK_SCAN=tile.block_scan,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _candidate_document_gradient(
+    grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
+    max_d_length, precision, tiles, grad_d,
+):  # fmt: skip
+    num_rows, dim = q_values.shape
+    kind = launch.arithmetic(q_values.dtype, precision)
+    tile = tiles.document_gradient or launch.document_gradient_tiles(
+        launch.architecture(q_values.device), kind, dim
+    )
+    # A stable sort keeps the pairs of a document in one order, so the sums repeat bit by bit.
+    named, pairs = torch.sort(candidates.reshape(-1), stable=True)
+    documents = torch.arange(d_starts.shape[0] + 1, device=named.device)
+    pair_offsets = torch.searchsorted(named, documents)
+    tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
+    grid = (d_starts.shape[0] * tiles_per_document, triton.cdiv(dim, tile.block_d))
+    candidate_document_gradient_kernel[grid](
+        grad_scores,
+        winners,
+        q_values.contiguous(),
+        q_starts,
+        q_lengths,
+        d_starts,
+        d_lengths,
+        pairs,
+        pair_offsets,
+        grad_d,
+        candidates.shape[1],
+        num_rows,
+        tiles_per_document,
+        DIM=dim,
+        SENTINEL=_winner_type(max_d_length)[1],
+        PRECISION=launch.INPUT_PRECISION[precision],
+        BLOCK_T=tile.block_t,
+        BLOCK_R=tile.block_r,
+        BLOCK_D=tile.block_d,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

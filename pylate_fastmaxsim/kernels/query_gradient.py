@@ -1,0 +1,59 @@
+"""Query gradient of MaxSim: each query row gathers the document tokens that won for it."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks"])
+def query_gradient_kernel(
+    grad_scores,
+    winners,
+    q_starts,
+    q_lengths,
+    d_values,
+    d_starts,
+    candidates,
+    grad_q,
+    num_slots,
+    num_rows,
+    row_blocks,
+    DIM: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """grad_q[row] = sum over slots of grad_scores[query, slot] * d_values[winner of (slot, row)].
+
+    A program owns BLOCK_ROWS rows of one query and sums over slots in order, so the result is the
+    same in every run. Rows of no query are not touched: `grad_q` comes filled with zeros.
+    """
+    program = tl.program_id(0)
+    query = (program // row_blocks).to(tl.int64)
+    offset = (program % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    length = tl.load(q_lengths + query)
+    live = offset < length
+    if (program % row_blocks) * BLOCK_ROWS < length:
+        row = tl.load(q_starts + query) + offset
+        column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_dim = column[None, :] < DIM
+        total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        for first in range(0, num_slots, UNROLL):
+            # Unrolled so that the loads of several slots are in flight together.
+            for i in tl.static_range(UNROLL):
+                slot = tl.cast(first + i, tl.int64)
+                in_slots = slot < num_slots
+                weight = tl.load(grad_scores + query * num_slots + slot, mask=in_slots, other=0.0)
+                document = slot
+                if candidates is not None:
+                    document = tl.load(candidates + query * num_slots + slot, mask=in_slots, other=0)
+                start = tl.load(d_starts + document, mask=in_slots, other=0)
+                winner = tl.load(winners + slot * num_rows + row, mask=live & in_slots, other=SENTINEL).to(tl.int32)
+                won = winner != SENTINEL
+                token = tl.load(
+                    d_values + (start + winner)[:, None] * DIM + column[None, :],
+                    mask=won[:, None] & in_dim,
+                    other=0.0,
+                )
+                total += tl.where(won, weight, 0.0)[:, None] * token.to(tl.float32)
+        tl.store(grad_q + row[:, None] * DIM + column[None, :], total, mask=live[:, None] & in_dim)

@@ -1,0 +1,265 @@
+"""MaxSim as a differentiable operator: checks, autocast, dispatch to a kernel or to blocked PyTorch, autograd."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.cpu import maxsim as blocked
+from pylate_fastmaxsim.tokens import TokenBatch
+
+logger = logging.getLogger("pylate_fastmaxsim")
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def maxsim(
+    queries: TokenBatch | Tensor,
+    documents: TokenBatch | Tensor,
+    candidates: Tensor | None = None,
+    *,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    zero_floor: Tensor | None = None,
+) -> Tensor:
+    """Score queries against documents: each live query token takes its best live document token; sum over query tokens.
+
+    ``score[i, j] = sum over live s of (max over live t of <q_is, d_jt>)``, without holding the similarities: the
+    forward keeps one running maximum per query token and document and the backward touches only the winners.
+    Differentiable once in both arguments. The first of equal maxima wins. A document without a live token scores 0
+    and passes no gradient. NaN in a live token gives NaN in every score that uses it. Repeatable bit by bit.
+
+    Parameters
+    ----------
+    queries
+        Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
+    documents
+        Nd documents, likewise, of the same d, dtype and device.
+    candidates
+        Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
+        ``None``: all. The range is checked on a CPU only; on a GPU the check would have to wait for the device.
+    queries_mask
+        With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern. ``None``: all.
+    documents_mask
+        With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
+    zero_floor
+        Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Where masked tokens were multiplied by 0
+        rather than left out, this reproduces the score of a document that has one.
+
+    Returns
+    -------
+    Tensor
+        Scores, ``[Nq, Nd]``, or ``[Nq, K]`` with candidates; float32, or float64 for float64 input.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together, or a candidate is out of range (on a CPU).
+    TypeError
+        An argument is of the wrong type.
+
+    Notes
+    -----
+    Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``.
+    Otherwise float32 products follow ``torch.get_float32_matmul_precision()``. Sums are taken in float32.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, maxsim
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [2.0, -1.0]]), torch.ones(1, 2), torch.empty(0, 2)])
+    >>> maxsim(queries, documents)
+    tensor([[2., 2., 0.]])
+    >>> maxsim(queries, documents, candidates=torch.tensor([[1, 1]]))
+    tensor([[2., 2.]])
+    """
+    queries = _as_batch("queries", queries, queries_mask)
+    documents = _as_batch("documents", documents, documents_mask)
+    q_values, d_values = queries.values, documents.values
+    device = q_values.device.type
+    if torch.is_autocast_enabled(device) and q_values.dtype in _KERNEL_DTYPES and d_values.dtype in _KERNEL_DTYPES:
+        dtype = torch.get_autocast_dtype(device)
+        q_values, d_values = q_values.to(dtype), d_values.to(dtype)
+    _check(q_values, d_values, len(queries), len(documents), candidates, zero_floor)
+    differentiate = torch.is_grad_enabled() and (q_values.requires_grad or d_values.requires_grad)
+    scores, _ = torch.ops.pylate_fastmaxsim.maxsim_forward(
+        q_values,
+        queries.starts,
+        queries.lengths,
+        queries.keep,
+        d_values,
+        documents.starts,
+        documents.lengths,
+        documents.keep,
+        candidates,
+        zero_floor,
+        queries.max_length,
+        documents.max_length,
+        differentiate,
+    )
+    return scores
+
+
+def _as_batch(name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
+    if isinstance(tokens, TokenBatch):
+        if mask is not None:
+            raise ValueError(f"maxsim: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")
+        return tokens
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"maxsim: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
+    if tokens.dim() != 3:
+        raise ValueError(f"maxsim: padded {name} must be [N, L, d], got shape {tuple(tokens.shape)}.")
+    if mask is not None and mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"maxsim: {name}_mask must be [N, L] = {list(tokens.shape[:2])}, got shape {tuple(mask.shape)}."
+        )
+    return TokenBatch.from_padded(tokens, mask)
+
+
+def _check(
+    q_values: Tensor,
+    d_values: Tensor,
+    num_queries: int,
+    num_documents: int,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+) -> None:
+    if q_values.dtype != d_values.dtype:
+        raise ValueError(
+            f"maxsim: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
+        )
+    if q_values.dtype not in _KERNEL_DTYPES and q_values.dtype != torch.float64:
+        raise ValueError(f"maxsim: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}.")
+    if q_values.device != d_values.device:
+        raise ValueError(
+            f"maxsim: queries are on {q_values.device} and documents on {d_values.device}; both must be on one."
+        )
+    if q_values.shape[1] != d_values.shape[1]:
+        raise ValueError(
+            f"maxsim: queries have d = {q_values.shape[1]} and documents d = {d_values.shape[1]}; both must have one d."
+        )
+    if candidates is not None:
+        if candidates.dim() != 2 or candidates.shape[0] != num_queries or candidates.dtype != torch.int64:
+            raise ValueError(
+                f"maxsim: candidates must be int64 [Nq, K] with Nq = {num_queries}, "
+                f"got {candidates.dtype} of shape {tuple(candidates.shape)}."
+            )
+        if candidates.device != q_values.device:
+            raise ValueError(
+                f"maxsim: candidates must be on {q_values.device}, as the queries, got {candidates.device}."
+            )
+        # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
+        if candidates.device.type == "cpu" and not torch.compiler.is_compiling() and candidates.numel() > 0:
+            low, high = torch.aminmax(candidates)
+            if low < 0 or high >= num_documents:
+                raise ValueError(
+                    f"maxsim: candidates must be from 0 to Nd - 1 = {num_documents - 1}, got {int(low)} to {int(high)}."
+                )
+    if zero_floor is not None:
+        if zero_floor.shape != (num_documents,) or zero_floor.dtype != torch.bool:
+            raise ValueError(
+                f"maxsim: zero_floor must be bool [Nd] with Nd = {num_documents}, "
+                f"got {zero_floor.dtype} of shape {tuple(zero_floor.shape)}."
+            )
+        if zero_floor.device != q_values.device:
+            raise ValueError(
+                f"maxsim: zero_floor must be on {q_values.device}, as the queries, got {zero_floor.device}."
+            )
+
+
+def _path(values: Tensor) -> ModuleType:
+    """The module that scores such values: Triton for what it can run, else blocked PyTorch."""
+    if values.is_cuda and values.dtype in _KERNEL_DTYPES:
+        return _kernels()
+    return blocked
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    try:
+        from pylate_fastmaxsim.kernels import maxsim as kernels
+    except ImportError as error:
+        logger.warning("maxsim: Triton cannot be imported (%s), so CUDA tensors are scored by blocked PyTorch.", error)
+        return blocked
+    return kernels
+
+
+_TENSORS = (
+    "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
+    "Tensor d_values, Tensor d_starts, Tensor d_lengths, Tensor? d_keep, "
+    "Tensor? candidates, Tensor? zero_floor, SymInt max_q_length, SymInt max_d_length, "
+)
+# Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
+torch.library.define(
+    "pylate_fastmaxsim::maxsim_forward",
+    f"({_TENSORS}bool want_winners) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "pylate_fastmaxsim::maxsim_backward",
+    f"(Tensor grad_scores, Tensor winners, {_TENSORS}bool need_q, bool need_d) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+# The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
+@torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutograd")
+def _forward(q_values, *arguments):
+    return _path(q_values).forward(q_values, *arguments, torch.get_float32_matmul_precision())
+
+
+@torch.library.impl("pylate_fastmaxsim::maxsim_backward", "CompositeExplicitAutograd")
+def _backward(grad_scores, winners, q_values, *arguments):
+    *arguments, need_q, need_d = arguments
+    precision = torch.get_float32_matmul_precision()
+    return _path(q_values).backward(grad_scores, winners, q_values, *arguments, precision, need_q, need_d)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::maxsim_forward")
+def _forward_fake(
+    q_values, q_starts, q_lengths, q_keep, d_values, d_starts, d_lengths, d_keep,
+    candidates, zero_floor, max_q_length, max_d_length, want_winners,
+):  # fmt: skip
+    columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
+    dtype = torch.float64 if q_values.dtype == torch.float64 else torch.float32
+    scores = q_values.new_empty((q_starts.shape[0], columns), dtype=dtype)
+    shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
+    return scores, q_values.new_empty(shape, dtype=blocked.winner_dtype(max_d_length))
+
+
+@torch.library.register_fake("pylate_fastmaxsim::maxsim_backward")
+def _backward_fake(grad_scores, winners, q_values, q_starts, q_lengths, q_keep, d_values, *arguments):
+    need_q, need_d = arguments[-2:]
+    return q_values.new_empty(q_values.shape if need_q else 0), d_values.new_empty(d_values.shape if need_d else 0)
+
+
+def _save_for_backward(ctx, inputs, output):
+    *tensors, max_q_length, max_d_length, _ = inputs
+    ctx.save_for_backward(output[1], *tensors)
+    ctx.sizes = max_q_length, max_d_length
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_scores, _):
+    gradients = [None] * 13
+    if grad_scores is not None:
+        need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+        grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
+            grad_scores, *ctx.saved_tensors, *ctx.sizes, need_q, need_d
+        )
+        gradients[0] = grad_q if need_q else None
+        gradients[4] = grad_d if need_d else None
+    return tuple(gradients)
+
+
+def _differentiate_twice(ctx, *_):
+    raise NotImplementedError("maxsim: second derivatives are not supported; its backward cannot be differentiated.")
+
+
+torch.library.register_autograd("pylate_fastmaxsim::maxsim_forward", _differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd("pylate_fastmaxsim::maxsim_backward", _differentiate_twice)

@@ -1,0 +1,144 @@
+"""The commands of ``fastmaxsim``. They import what they need when called, so that --help is quick."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim import cli
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.schema import RecipeError
+
+BAD_RECIPE = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="fastmaxsim",
+    help="Train late-interaction models with PyLate, without padding and without a similarity tensor.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+errors = Console(stderr=True, soft_wrap=True)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example training.max_steps=100. Repeatable."),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextmanager
+def _one_sentence_for_a_bad_recipe():
+    try:
+        yield
+    except RecipeError as error:
+        errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(BAD_RECIPE) from None
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    resume: Annotated[
+        bool,
+        typer.Option(help="Go on from the last checkpoint in output_dir, or remove its checkpoints and start over."),
+    ] = True,
+) -> None:
+    """Train the model of a recipe, with checkpoints, and save it."""
+    with _one_sentence_for_a_bad_recipe():
+        loaded = load_recipe(recipe, set_ or ())
+        from pylate_fastmaxsim.recipes.report import training_table
+        from pylate_fastmaxsim.recipes.train import last_checkpoint
+        from pylate_fastmaxsim.recipes.train import train as run
+
+        try:
+            result = run(loaded, resume)
+        except KeyboardInterrupt:
+            kept = last_checkpoint(loaded)
+            errors.print(
+                f"\nInterrupted: {kept} is kept, and the same command goes on from there."
+                if kept
+                else "\nInterrupted before the first checkpoint; the same command starts again.",
+                markup=False,
+            )
+            raise typer.Exit(INTERRUPTED) from None
+    if "ndcg@10" in result:  # the main process of a distributed run
+        Console().print(training_table(result))
+
+
+@app.command()
+def compare(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the results go, instead of the recipe's output_dir.")
+    ] = None,
+) -> None:
+    """Train a recipe the stock way and the fast way and show both side by side."""
+    with _one_sentence_for_a_bad_recipe():
+        loaded = load_recipe(recipe, set_ or ())
+        if output is not None:
+            loaded = replace(loaded, output_dir=str(output))
+        from pylate_fastmaxsim.recipes.compare import RunFailed
+        from pylate_fastmaxsim.recipes.compare import compare as run
+        from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison
+
+        try:
+            with _progress() as on_step:
+                comparison = run(loaded, on_step)
+        except RunFailed as error:
+            errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            errors.print("\nInterrupted: a comparison is not resumed, the same command starts it again.")
+            raise typer.Exit(INTERRUPTED) from None
+    picture = Path(loaded.output_dir, "compare.png")
+    draw_comparison(comparison, picture)
+    Console().print(comparison_table(comparison))
+    typer.echo(f"{picture.with_suffix('.json')}\n{picture}")
+
+
+@contextmanager
+def _progress():
+    """A line on the terminal that says which run is at which step."""
+    console = Console(stderr=True)
+    with console.status("preparing data and model") as status:
+        yield lambda mode, step: status.update(f"{mode} run: " + (f"step {step}" if step else "starting"))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    options_metavar="[OPTIONS]",
+)
+def run(context: typer.Context) -> None:
+    """Run a PyLate training script with the plugin switched on: fastmaxsim run SCRIPT.py ARGS."""
+    cli.run(context.args)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, device, what would be patched and what would fall back, and why."""
+    cli.doctor()

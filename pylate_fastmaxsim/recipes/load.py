@@ -1,0 +1,270 @@
+"""Read a recipe: YAML and ``key=value`` overrides to a checked :class:`Recipe`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from pylate_fastmaxsim.recipes.docstrings import package_directory
+from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+
+LOSS_OPTIONS = {
+    "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices"},
+    "cached_contrastive": {
+        "temperature",
+        "size_average",
+        "mini_batch_size",
+        "score_mini_batch_size",
+        "gather_across_devices",
+    },
+    "distillation": {"size_average", "normalize_scores"},
+}
+SOURCE_KEYS = {"docstrings": {"packages"}, "hub": {"name", "config", "split"}, "files": {"files"}}
+REQUIRED_SOURCE_KEY = {"docstrings": "packages", "hub": "name", "files": "files"}
+FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
+
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list[str]: "a list of strings",
+    dict[str, Any]: "a mapping",
+}
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe. Nothing is written or downloaded.
+
+    Parameters
+    ----------
+    path
+        YAML file with the sections of :class:`Recipe`. Its stem is the default of ``name``.
+    overrides
+        ``a.b=value`` items, the value in YAML, applied in order before anything is checked.
+
+    Raises
+    ------
+    RecipeError
+        With one sentence that names the key and what is allowed.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib
+    >>> from pylate_fastmaxsim.recipes.load import load_recipe
+    >>> text = "{output_dir: runs/a, model: {name_or_path: some/model}, data: {source: hub, name: some/data}}"
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = pathlib.Path(directory, "a.yaml")
+    ...     _ = path.write_text(text)
+    ...     load_recipe(path, ["training.learning_rate=3e-6"]).training.learning_rate
+    3e-06
+    """
+    path = Path(path)
+    values = _read_yaml(path)
+    for override in overrides:
+        _apply_override(values, override)
+    values.setdefault("name", path.stem)
+    recipe = _build(Recipe, values, "")
+    _check(recipe)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The recipe as YAML that :func:`load_recipe` reads back to the same recipe."""
+    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, typing.Hashable) and key in seen:
+                raise RecipeError(f"{key!r} is given twice (line {key_node.start_mark.line + 1}); give it once.")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeyLoader)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise RecipeError(f"{where}{line}: not valid YAML: {problem}.") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise RecipeError(f"Cannot read the recipe {path}: {reason}.") from None
+    values = _parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        sections = ", ".join(field.name for field in dataclasses.fields(Recipe))
+        raise RecipeError(f"{path}: a recipe is a mapping with the keys {sections}.")
+    return values
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    *sections, last = dotted.strip().split(".")
+    if not equals or not all([*sections, last]):
+        raise RecipeError(f"--set {override}: write it as key=value, for example training.max_steps=100.")
+    for section in sections:
+        if values.get(section) is None:
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise RecipeError(f"--set {override}: {section} is not a section.")
+    values[last] = _parse_yaml(text, f"--set {dotted}")
+
+
+def _build(section: type, values: Any, path: str) -> Any:
+    """An instance of a schema dataclass from parsed YAML."""
+    if not isinstance(values, dict):
+        names = ", ".join(field.name for field in dataclasses.fields(section))
+        raise RecipeError(f"{path} must be a section with the keys {names}, got {values!r}.")
+    hints = typing.get_type_hints(section)
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    for name in values:
+        if name not in fields:
+            raise RecipeError(_unknown_key(name, path, list(fields)))
+    arguments = {}
+    for name, field in fields.items():
+        dotted = f"{path}.{name}" if path else name
+        if name in values:
+            arguments[name] = _convert(values[name], hints[name], field.metadata.get("minimum"), dotted)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], None)}.")
+    return section(**arguments)
+
+
+def _unknown_key(name: Any, path: str, known: list[str]) -> str:
+    dotted = f"{path}.{name}" if path else name
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(known)}."
+    return f"{dotted} is not a key of a recipe; {hint}"
+
+
+def _convert(value: Any, hint: Any, minimum: float | None, path: str) -> Any:
+    """``value`` if it is of the type that ``hint`` allows; YAML's ``1e-5``, a string, becomes a float."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    (kind,) = [option for option in options if option is not type(None)]
+    if dataclasses.is_dataclass(kind):
+        return _build(kind, value, path)
+    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if not _is_a(value, kind) or (minimum is not None and value < minimum):
+        raise RecipeError(f"{path} must be {_allowed(hint, minimum)}, got {value!r}.")
+    return value
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if kind == list[str]:
+        return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    if kind == dict[str, Any]:
+        return isinstance(value, dict) and all(isinstance(item, str) for item in value)
+    if kind is float:
+        return isinstance(value, float) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _allowed(hint: Any, minimum: float | None) -> str:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    names = []
+    for option in options:
+        if option is type(None):
+            names.append("null")
+        elif typing.get_origin(option) is Literal:
+            names.append("one of " + ", ".join(typing.get_args(option)))
+        elif dataclasses.is_dataclass(option):
+            names.append("a section with the keys " + ", ".join(field.name for field in dataclasses.fields(option)))
+        else:
+            names.append(_TYPE_NAMES[option] + (f" of at least {minimum}" if minimum is not None else ""))
+    return " or ".join(names)
+
+
+def _check(recipe: Recipe) -> None:
+    """Everything that concerns more than one key, or what is on this machine."""
+    _check_model(recipe)
+    _check_data(recipe)
+    for option in dataclasses.fields(recipe.loss):
+        if option.name == "name" or getattr(recipe.loss, option.name) is None:
+            continue
+        if option.name not in LOSS_OPTIONS[recipe.loss.name]:
+            allowed = ", ".join(sorted(LOSS_OPTIONS[recipe.loss.name]))
+            raise RecipeError(
+                f"loss.{option.name} does not apply to the {recipe.loss.name} loss, which takes {allowed}."
+            )
+    if recipe.loss.temperature == 0:
+        raise RecipeError("loss.temperature must be greater than 0, got 0.0.")
+    if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
+        raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
+    if Path(recipe.output_dir).exists() and not Path(recipe.output_dir).is_dir():
+        raise RecipeError(
+            f"output_dir must be a directory or a path yet to be made, but {recipe.output_dir} is a file."
+        )
+
+
+def _check_model(recipe: Recipe) -> None:
+    model = recipe.model
+    if (model.name_or_path is None) == (model.build is None):
+        raise RecipeError("model must have exactly one of name_or_path and build.")
+    if model.name_or_path is not None:
+        path = Path(model.name_or_path).expanduser()
+        if model.name_or_path.startswith(("/", ".", "~")) and not path.is_dir():
+            raise RecipeError(f"model.name_or_path must be a model on the Hub or a directory, but {path} is not there.")
+    if model.build is not None and model.build.hidden_size % (2 * model.build.num_attention_heads):
+        raise RecipeError(
+            "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "
+            f"got {model.build.hidden_size} and {model.build.num_attention_heads}."
+        )
+
+
+def _check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    own = SOURCE_KEYS[data.source]
+    for name in set().union(*SOURCE_KEYS.values()) - own:
+        if getattr(data, name) is not None:
+            raise RecipeError(f"data.{name} does not apply to data.source {data.source}, which takes {', '.join(own)}.")
+    required = REQUIRED_SOURCE_KEY[data.source]
+    if getattr(data, required) is None:
+        raise RecipeError(f"data.{required} is missing; data.source {data.source} needs it.")
+    for file in data.files or []:
+        if Path(file).suffix not in FILE_TYPES:
+            raise RecipeError(f"data.files must end in {' or '.join(FILE_TYPES)}, got {file}.")
+        if not Path(file).is_file():
+            raise RecipeError(f"data.files: {file} is not a file.")
+    if len({Path(file).suffix for file in data.files or []}) > 1:
+        raise RecipeError("data.files must all be of one type, .jsonl or .parquet.")
+    for package in data.packages or []:
+        try:
+            package_directory(package)
+        except ModuleNotFoundError as error:
+            raise RecipeError(f"data.packages: {error}") from None
+    if data.source == "docstrings" and recipe.loss.name == "distillation":
+        raise RecipeError("loss.name must be contrastive or cached_contrastive with data.source docstrings.")
+    if data.columns is not None and len(data.columns) < 2:
+        raise RecipeError("data.columns must name the query column and at least one document column.")

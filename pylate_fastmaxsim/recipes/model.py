@@ -1,0 +1,102 @@
+"""The model of a recipe: loaded from the Hub or disk, or a small ModernBERT made from scratch."""
+
+from __future__ import annotations
+
+import string
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pylate import models
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import models as tokenizer_models
+from tokenizers.trainers import WordPieceTrainer
+from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast, set_seed
+
+from pylate_fastmaxsim.recipes.schema import BuildSection, ModelSection, RecipeError
+
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+
+
+def load_model(section: ModelSection, device: torch.device | str, seed: int) -> models.ColBERT:
+    """A ColBERT model; a projection that the checkpoint lacks is drawn from ``seed``."""
+    set_seed(seed)
+    try:
+        return models.ColBERT(
+            model_name_or_path=section.name_or_path,
+            device=str(device),
+            embedding_size=section.embedding_size,
+            query_length=section.query_length,
+            document_length=section.document_length,
+            do_query_expansion=section.do_query_expansion,
+            attend_to_expansion_tokens=section.attend_to_expansion_tokens,
+            config_kwargs=dict(section.config_kwargs),
+            trust_remote_code=section.trust_remote_code,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise RecipeError(f"model.name_or_path {section.name_or_path} cannot be loaded: {reason}") from error
+
+
+def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
+    """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT model in ``directory``."""
+    tokenizer = train_tokenizer(texts, section.build.vocab_size)
+    set_seed(seed)
+    with tempfile.TemporaryDirectory() as encoder:
+        tokenizer.save_pretrained(encoder)
+        ModernBertModel(_configuration(section.build, tokenizer)).save_pretrained(encoder)
+        model = load_model(replace(section, build=None, name_or_path=encoder), "cpu", seed)
+    model.save(str(directory), create_model_card=False)
+
+
+def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> ModernBertConfig:
+    return ModernBertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=build.hidden_size,
+        num_hidden_layers=build.num_hidden_layers,
+        num_attention_heads=build.num_attention_heads,
+        intermediate_size=build.intermediate_size,
+        local_attention=build.local_attention,
+        global_attn_every_n_layers=build.global_attn_every_n_layers,
+        embedding_dropout=build.dropout,
+        attention_dropout=build.dropout,
+        mlp_dropout=build.dropout,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+        cls_token_id=tokenizer.cls_token_id,
+        sep_token_id=tokenizer.sep_token_id,
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A lower-cased WordPiece tokenizer with BERT's special tokens.
+
+    Every printable ASCII character is in the vocabulary, so that PyLate's punctuation skiplist finds
+    a token for each of its marks.
+    """
+    tokenizer = Tokenizer(tokenizer_models.WordPiece(unk_token=SPECIAL_TOKENS["unk_token"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=list(string.ascii_letters + string.digits + string.punctuation),
+        limit_alphabet=256,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    cls, sep = SPECIAL_TOKENS["cls_token"], SPECIAL_TOKENS["sep_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=8192, **SPECIAL_TOKENS)

@@ -1,0 +1,155 @@
+"""The result of a comparison for people: a table for the terminal and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.table import Table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
+from matplotlib.ticker import MaxNLocator  # noqa: E402
+
+GIBIBYTE = 2**30
+MEBIBYTE = 2**20
+COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
+LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
+
+
+def comparison_table(comparison: dict[str, Any]) -> Table:
+    """The two runs as columns, what was measured as rows."""
+    stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
+    summary = comparison["summary"]
+    table = Table(title=f"{comparison['recipe']['name']} on {device(comparison)}", title_justify="left")
+    table.add_column("")
+    for name in ("stock", "fast", "fast / stock"):
+        table.add_column(name, justify="right")
+
+    def row(title: str, key: str, form: str, scale: float = 1.0, ratio: str = "") -> None:
+        table.add_row(title, *(_cell(run, key, form, scale) for run in (stock, fast)), ratio)
+
+    row("median step", "step_seconds", "{:.3f} s", ratio=_form("{:.2f}x as fast", summary["speedup"]))
+    table.add_row(
+        "peak memory", *(_memory(run, "peak") for run in (stock, fast)), _form("{:.0%}", summary["peak_memory"])
+    )
+    table.add_row("  before training", *(_memory(run, "before") for run in (stock, fast)), "")
+    row("documents per second", "documents_per_second", "{:,.0f}")
+    row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
+    row("padding in documents encoded", "padding", "{:.0%}")
+    table.add_row("final loss", *(_form("{:.4f}", (run["losses"] or [None])[-1]) for run in (stock, fast)), "")
+    row("nDCG@10, held out", "ndcg@10", "{:.4f}", ratio=_form("{:+.4f}", summary["ndcg@10_difference"]))
+    table.caption = caption(comparison)
+    table.caption_justify = "left"
+    return table
+
+
+def caption(comparison: dict[str, Any]) -> str:
+    """What the numbers mean and how close the two runs stayed, in a sentence or two."""
+    steps = min(run["steps"] for run in comparison["runs"].values())
+    difference = comparison["summary"]["largest_loss_difference"]
+    curves = (
+        "" if difference is None else f" Largest difference of the loss curves over {steps} steps: {difference:.2g}."
+    )
+    measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
+    return f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}"
+
+
+def device(comparison: dict[str, Any]) -> str:
+    """What the runs ran on; unknown where neither lived to tell."""
+    environments = [run.get("environment") for run in comparison["runs"].values()]
+    return next((environment["device"] for environment in environments if environment), "unknown device")
+
+
+def _cell(run: dict[str, Any], key: str, form: str, scale: float) -> str:
+    if run["status"] != "finished" and key == "step_seconds":
+        return run["status"]
+    value = run.get(key)
+    return _form(form, None if value is None else value * scale)
+
+
+def _memory(run: dict[str, Any], key: str) -> str:
+    if "memory" not in run:
+        return "-"
+    value = run["memory"][key]
+    return f"{value / GIBIBYTE:.1f} GiB" if value >= 10 * GIBIBYTE else f"{value / MEBIBYTE:,.0f} MiB"
+
+
+def _form(form: str, value: float | None) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
+    """Loss curves on the left; step time, peak memory and padding as bars on the right."""
+    runs = comparison["runs"]
+    figure = plt.figure(figsize=(11, 4.6), layout="constrained")
+    grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
+    _draw_losses(figure.add_subplot(grid[0]), runs)
+    bars = (
+        ("median step (s)", lambda run: run.get("step_seconds"), "{:.2f}", 1.0),
+        ("peak memory (GiB)", lambda run: run.get("memory", {}).get("peak"), "{:.2f}", 1 / GIBIBYTE),
+        ("padding encoded (%)", lambda run: run.get("padding"), "{:.0f}", 100.0),
+    )
+    for place, (title, read, form, scale) in enumerate(bars, start=1):
+        _draw_bars(figure.add_subplot(grid[place]), title, runs, read, form, scale)
+    figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def headline(comparison: dict[str, Any]) -> str:
+    """One line over the picture."""
+    summary, recipe = comparison["summary"], comparison["recipe"]["name"]
+    if summary["speedup"] is None:
+        gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != "finished")
+        return f"{recipe} on {device(comparison)}: {gone} ran out of memory"
+    return (
+        f"{recipe} on {device(comparison)}: {summary['speedup']:.2f}x as fast per step, "
+        f"{summary['peak_memory']:.0%} of the peak memory"
+    )
+
+
+def _draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
+    styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
+    for mode, run in runs.items():
+        score = run.get("ndcg@10")
+        label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
+        axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=COLORS[mode], label=label, **styles[mode])
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_bars(axes: plt.Axes, title: str, runs: dict[str, Any], read: Any, form: str, scale: float) -> None:
+    for place, (mode, run) in enumerate(runs.items()):
+        value = read(run)
+        if run["status"] != "finished" or value is None:
+            axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
+            continue
+        axes.bar(place, value * scale, width=0.65, color=COLORS[mode])
+        axes.text(place, value * scale, form.format(value * scale), ha="center", va="bottom")
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.set_xlim(-0.6, len(runs) - 0.4)
+    axes.margins(y=0.12)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def training_table(result: dict[str, Any]) -> Table:
+    """What a training run did, and where its model is."""
+    table = Table(title=f"{result['recipe']}: trained", title_justify="left", show_header=False)
+    losses = result["losses"]
+    table.add_row(
+        "steps", str(result["steps"]) + (f" (resumed from {result['resumed_from']})" if result["resumed_from"] else "")
+    )
+    table.add_row("time", f"{result['seconds']:,.0f} s")
+    if losses:
+        table.add_row("loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}")
+    table.add_row("nDCG@10, held out", _form("{:.4f}", result["ndcg@10"]))
+    table.add_row("plugin", "on" if result["fast"]["enabled"] else "off")
+    table.add_row("model", result["model"])
+    return table

@@ -1,0 +1,151 @@
+"""The keys of a recipe: their names, types, defaults and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
+
+
+def key(default: Any, *, minimum: float | None = None) -> Any:
+    """A recipe key with a default and the smallest value that makes sense."""
+    return field(default=default, metadata={"minimum": minimum})
+
+
+@dataclass(frozen=True)
+class BuildSection:
+    """A small ModernBERT with random weights, and a WordPiece tokenizer trained on the recipe's own text.
+
+    The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
+    """
+
+    vocab_size: int = key(8192, minimum=512)
+    hidden_size: int = key(128, minimum=2)
+    num_hidden_layers: int = key(4, minimum=1)
+    num_attention_heads: int = key(2, minimum=1)
+    intermediate_size: int = key(256, minimum=1)
+    local_attention: int = key(128, minimum=2)
+    global_attn_every_n_layers: int = key(3, minimum=1)
+    dropout: float = key(0.0, minimum=0)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The model: ``name_or_path`` on the Hub or on disk, or ``build`` for one made from scratch.
+
+    ``config_kwargs`` goes to the encoder's configuration (for example its dropouts), the other keys are
+    arguments of ``pylate.models.ColBERT``; null keeps what the checkpoint says. Code that comes with a
+    checkpoint runs only if ``trust_remote_code`` is true.
+    """
+
+    name_or_path: str | None = None
+    build: BuildSection | None = None
+    embedding_size: int | None = key(None, minimum=1)
+    query_length: int | None = key(None, minimum=3)
+    document_length: int | None = key(None, minimum=3)
+    do_query_expansion: bool | None = None
+    attend_to_expansion_tokens: bool | None = None
+    config_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Rows to train on.
+
+    ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
+    ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
+    .parquet ``files``. ``columns`` says which columns are used and in which order, the query first;
+    for distillation they are the query, a list of documents and a list of teacher scores.
+    ``max_rows`` keeps a random part, drawn with ``seed``.
+    """
+
+    source: Literal["docstrings", "hub", "files"]
+    packages: list[str] | None = None
+    name: str | None = None
+    config: str | None = None
+    split: str | None = None
+    files: list[str] | None = None
+    columns: list[str] | None = None
+    max_rows: int | None = key(None, minimum=2)
+    seed: int = key(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class LossSection:
+    """A loss of PyLate and its options; null keeps PyLate's default."""
+
+    name: Literal["contrastive", "cached_contrastive", "distillation"] = "contrastive"
+    temperature: float | None = key(None, minimum=0)
+    size_average: bool | None = None
+    mini_batch_size: int | None = key(None, minimum=1)
+    score_mini_batch_size: int | None = key(None, minimum=1)
+    gather_across_devices: bool | None = None
+    normalize_scores: bool | None = None
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """Arguments of ``SentenceTransformerTrainingArguments``, under their own names.
+
+    ``precision: auto`` means bf16 where the GPU has it, else fp16, and fp32 on a CPU. ``max_steps``,
+    where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
+    cost at most; null saves no checkpoint.
+    """
+
+    per_device_train_batch_size: int = key(32, minimum=1)
+    gradient_accumulation_steps: int = key(1, minimum=1)
+    num_train_epochs: float = key(1.0, minimum=0)
+    max_steps: int | None = key(None, minimum=1)
+    learning_rate: float = key(3e-6, minimum=0)
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = key(0, minimum=0)
+    weight_decay: float = key(0.0, minimum=0)
+    max_grad_norm: float = key(1.0, minimum=0)
+    optim: str = "adamw_torch"
+    seed: int = key(42, minimum=0)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    gradient_checkpointing: bool = False
+    batch_sampler: Literal["batch_sampler", "no_duplicates"] = "batch_sampler"
+    dataloader_drop_last: bool = False
+    dataloader_num_workers: int = key(0, minimum=0)
+    logging_steps: int = key(10, minimum=1)
+    save_steps: int | None = key(500, minimum=1)
+    save_total_limit: int | None = key(2, minimum=1)
+    report_to: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
+    use_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FastSection:
+    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``."""
+
+    enabled: bool = True
+    padding_free: bool = True
+    compile: bool = False
+    stock_masking: bool = False
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """Retrieval on ``rows`` that are held out of training (0: none), once at the end: nDCG@10 over their documents."""
+
+    rows: int = key(0, minimum=0)
+    batch_size: int = key(32, minimum=1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run. Relative paths are relative to the working directory."""
+
+    name: str
+    output_dir: str
+    model: ModelSection
+    data: DataSection
+    loss: LossSection = field(default_factory=LossSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    fast: FastSection = field(default_factory=FastSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)

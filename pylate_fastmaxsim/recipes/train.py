@@ -1,0 +1,226 @@
+"""Train the model of a recipe with the Sentence Transformers trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from pylate import losses, models, utils
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers.integrations import is_tensorboard_available, is_wandb_available
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.interrupt import StopOnInterrupt
+from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
+
+LOSSES = {
+    "contrastive": losses.Contrastive,
+    "cached_contrastive": losses.CachedContrastive,
+    "distillation": losses.Distillation,
+}
+RECIPE_FILE = "recipe.yaml"
+RESULT_FILE = "train.json"
+MODEL_DIRECTORY = "model"
+
+# The trainer writes this file last, so a checkpoint that has it is complete.
+CHECKPOINT_LAST_FILE = "trainer_state.json"
+
+# What a run may change when it goes on from a checkpoint: none of it changes what is learned.
+FREE_TO_CHANGE = {
+    "name",
+    "training.logging_steps",
+    "training.save_steps",
+    "training.save_total_limit",
+    "training.report_to",
+    "training.dataloader_num_workers",
+    "evaluation.batch_size",
+    "fast.enabled",
+    "fast.padding_free",
+    "fast.compile",
+}
+
+
+def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
+    """Train, evaluate and save the model of a recipe.
+
+    Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``. Under a
+    distributed launcher every process calls this; only the main process writes.
+
+    Parameters
+    ----------
+    recipe
+        What to train.
+    resume
+        Go on from the last complete checkpoint in ``output_dir``; otherwise the checkpoints there
+        are removed and the run starts over.
+
+    Returns
+    -------
+    The content of ``train.json``: steps, losses, seconds, nDCG@10, where the model is.
+
+    Raises
+    ------
+    RecipeError
+        The recipe does not fit its data, or ``output_dir`` holds checkpoints of another recipe.
+    KeyboardInterrupt
+        The user interrupted the run; a checkpoint holds everything up to the last step.
+    """
+    arguments = training_arguments(recipe)
+    with arguments.main_process_first(local=False):
+        prepared = prepare(recipe)
+        data = load_data(prepared)
+        model = load_model(prepared.model, arguments.device, recipe.training.seed)
+        checkpoint = _open_output(recipe, resume, writes=arguments.should_save)
+    with switched(recipe.fast):
+        trainer = build_trainer(recipe, model, data.train, arguments)
+        interrupt = StopOnInterrupt()
+        trainer.add_callback(interrupt)
+        output = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        result = {
+            "recipe": recipe.name,
+            "fast": asdict(recipe.fast),
+            "resumed_from": checkpoint and checkpoint.name,
+            "steps": trainer.state.global_step,
+            "seconds": output.metrics["train_runtime"],
+            "losses": [[entry["step"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry],
+            "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
+        }
+        if arguments.should_save:
+            result["ndcg@10"] = evaluate(prepared, model, data.held_out)
+            _save(recipe, model, result)
+    return result
+
+
+def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
+    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names."""
+    options = asdict(recipe.training)
+    precision, save_steps = options.pop("precision"), options.pop("save_steps")
+    on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
+    if precision == "auto":
+        precision = ("bf16" if torch.cuda.is_bf16_supported() else "fp16") if on_gpu else "fp32"
+    if options["report_to"] == "auto":
+        installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
+        options["report_to"] = [name for name, available in installed.items() if available]
+    arguments = SentenceTransformerTrainingArguments(
+        **{
+            **options,
+            "output_dir": recipe.output_dir,
+            "run_name": recipe.name,
+            "max_steps": recipe.training.max_steps or -1,
+            "bf16": precision == "bf16",
+            "fp16": precision == "fp16",
+            "save_strategy": "no" if save_steps is None else "steps",
+            "save_steps": save_steps or 500,
+            "logging_first_step": True,
+            # A diverged run must show; the filter would also wait for the device in every step.
+            "logging_nan_inf_filter": False,
+            "dataloader_pin_memory": on_gpu,
+            **overrides,
+        }
+    )
+    if arguments.n_gpu > 1:
+        # More GPUs are for `accelerate launch`, one process each, not for threads of one process.
+        arguments._n_gpu = 1
+    return arguments
+
+
+def build_trainer(
+    recipe: Recipe,
+    model: models.ColBERT,
+    rows: Dataset,
+    arguments: SentenceTransformerTrainingArguments,
+    trainer_class: type[SentenceTransformerTrainer] = SentenceTransformerTrainer,
+) -> SentenceTransformerTrainer:
+    """A trainer with PyLate's loss and collator, as PyLate documents it."""
+    options = {name: value for name, value in asdict(recipe.loss).items() if name != "name" and value is not None}
+    return trainer_class(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        loss=LOSSES[recipe.loss.name](model=model, **options),
+        data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
+    )
+
+
+def switched(fast: FastSection) -> AbstractContextManager:
+    """The plugin with the recipe's options, on or off, for the length of a ``with`` block."""
+    if not fast.enabled:
+        return nullcontext()
+    return pylate_fastmaxsim.enabled(
+        padding_free=fast.padding_free, compile=fast.compile, stock_masking=fast.stock_masking
+    )
+
+
+def evaluate(recipe: Recipe, model: models.ColBERT, held_out: Dataset | None) -> float | None:
+    """nDCG@10 on the held-out rows, or None where the recipe holds none out."""
+    if held_out is None:
+        return None
+    evaluator = retrieval_evaluator(recipe, held_out, model.query_length, model.document_length)
+    metrics = evaluator(model)
+    return metrics[evaluator.primary_metric]
+
+
+def last_checkpoint(recipe: Recipe) -> Path | None:
+    """The newest complete checkpoint of a recipe; one that an interruption cut short does not count."""
+    complete = [path.parent for path in Path(recipe.output_dir).glob(f"checkpoint-*/{CHECKPOINT_LAST_FILE}")]
+    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def _open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
+    """Ready ``output_dir`` for this run and return the checkpoint to go on from."""
+    directory = Path(recipe.output_dir)
+    checkpoint = last_checkpoint(recipe) if resume else None
+    if checkpoint is not None and (directory / RECIPE_FILE).exists():
+        _require_same_run(recipe, yaml.safe_load((directory / RECIPE_FILE).read_text(encoding="utf-8")))
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            for path in directory.glob("checkpoint-*"):
+                shutil.rmtree(path)
+        (directory / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+    return checkpoint
+
+
+def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
+    before, now = _flat(earlier), _flat(asdict(recipe))
+    for key in sorted(before.keys() | now.keys()):
+        if key not in FREE_TO_CHANGE and before.get(key) != now.get(key):
+            raise RecipeError(
+                f"{key} is {now.get(key)!r}, but the checkpoints in {recipe.output_dir} were made with "
+                f"{before.get(key)!r}; keep it, choose another output_dir, or start over with --no-resume."
+            )
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in section.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _save(recipe: Recipe, model: models.ColBERT, result: dict[str, Any]) -> None:
+    directory = Path(recipe.output_dir)
+    model.save_pretrained(str(directory / MODEL_DIRECTORY))
+    with open(directory / MODEL_DIRECTORY / "README.md", "a", encoding="utf-8") as card:
+        card.write(
+            f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
+            f"{pylate_fastmaxsim.__version__} (PyLate {version('pylate')}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
+        )
+    (directory / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,17 @@
+"""``python -m pylate_fastmaxsim.run SCRIPT.py ARGS``, for launchers that start a module: ``accelerate launch -m``."""
+
+import sys
+
+from pylate_fastmaxsim.integrations.launcher import run_script
+
+
+def main() -> None:
+    """Run the script that the command line names with PyLate accelerated.
+
+    See :func:`pylate_fastmaxsim.integrations.launcher.run_script`.
+    """
+    run_script(sys.argv[1:], prog="python -m pylate_fastmaxsim.run")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Kernels run on a CPU through Triton's interpreter, against the definition in float64.
+
+Triton decides when a kernel is defined whether it is interpreted, and other tests may have imported it
+before. So the cases below run in a process of their own, started by the one test that pytest sees here.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_kernels_in_the_interpreter():
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+
+else:
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from pylate_fastmaxsim import TokenBatch, reference
+    from pylate_fastmaxsim.kernels import launch, maxsim
+
+    # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
+    TILES = launch.Tiles(
+        launch.ForwardTiles(16, 16, 64, 2, 4, 1),
+        launch.QueryGradientTiles(4, 64, 2, 1),
+        launch.DocumentGradientTiles(16, 16, 64, 32, 4, 1),
+    )
+
+    @pytest.fixture(autouse=True, scope="module")
+    def mended_interpreter():
+        """The interpreter multiplies the bits of bf16 operands, cannot convert sizes under NumPy 2.4, and reduces slowly."""
+        patch = pytest.MonkeyPatch()
+
+        def values(operand):
+            if operand.dtype.scalar != tl.bfloat16:
+                return operand.data
+            return interpreter._convert_float(operand.data, tl.bfloat16, tl.float32, None).view(np.float32)
+
+        def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+            product = np.matmul(values(a), values(b), dtype=d.data.dtype)
+            return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+        def generic_reduce(self, inputs):
+            assert self.combine_fn.fn.__name__ == "maximum_or_nan"
+            return [self.to_tensor(np.max(inputs[0].handle.data, axis=self.axis), inputs[0].dtype)]
+
+        original = interpreter._patch_lang_tensor
+
+        def patch_lang_tensor(tensor, scope):
+            original(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        patch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
+        yield
+        patch.undo()
+
+    def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
+        """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""
+        lengths = torch.tensor(lengths, dtype=torch.int64)
+        order = torch.randperm(len(lengths), generator=generator) if permuted else torch.arange(len(lengths))
+        starts = torch.empty_like(lengths)
+        ends = (lengths[order] + gap).cumsum(0)
+        starts[order] = ends - lengths[order]
+        total = int(ends[-1]) if len(lengths) else 0
+        values = torch.full((total, dim), float("nan"))
+        used = torch.zeros(total, dtype=torch.bool)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            used[start : start + length] = True
+        values[used] = torch.randn(int(used.sum()), dim, generator=generator)
+        mask = None if keep is None else torch.rand(total, generator=generator) < keep
+        longest = int(lengths.max()) if len(lengths) else 0
+        return TokenBatch(values.to(dtype), starts, lengths, longest, mask)
+
+    def arguments(queries, documents, candidates, zero_floor):
+        return (
+            queries.values, queries.starts, queries.lengths, queries.keep,
+            documents.values, documents.starts, documents.lengths, documents.keep,
+            candidates, zero_floor, queries.max_length, documents.max_length,
+        )  # fmt: skip
+
+    def finite(batch):
+        return batch.with_values(batch.values.double().nan_to_num())
+
+    def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
+        exact = queries.values.dtype == torch.float32
+        args = arguments(queries, documents, candidates, zero_floor)
+        scores, winners = maxsim.forward(*args, True, precision, tiles)
+        alone, none = maxsim.forward(*args, False, precision, tiles)
+        q64, d64 = finite(queries), finite(documents)
+        q64.values.requires_grad_()
+        d64.values.requires_grad_()
+        expected = reference.maxsim(q64, d64, candidates, zero_floor)
+        tolerance = {"rtol": 1e-5, "atol": 1e-4}
+        torch.testing.assert_close(scores.double(), expected, **tolerance)
+        assert torch.equal(scores, alone) and none.numel() == 0
+        sentinel = 255 if winners.dtype == torch.uint8 else -1
+        index = winners.long()
+        index[winners == sentinel] = -1
+        assert torch.equal(index, reference.maxsim_winners(q64, d64, candidates, zero_floor))
+
+        grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
+        grad_q, grad_d = maxsim.backward(grad, winners, *args, precision, True, True, tiles)
+        assert grad_q.dtype == queries.values.dtype and grad_d.dtype == documents.values.dtype
+        if expected.requires_grad:
+            expected.backward(grad.double())
+        for ours, wanted in ((grad_q, q64.values.grad), (grad_d, d64.values.grad)):
+            wanted = torch.zeros(ours.shape, dtype=torch.float64) if wanted is None else wanted
+            if exact:
+                torch.testing.assert_close(ours.double(), wanted, **tolerance)
+            else:
+                torch.testing.assert_close(ours.double(), wanted, rtol=1e-2, atol=1e-4)
+            assert torch.equal(ours == 0, ours.double() == 0)
+            assert not ours[wanted.abs().sum(dim=1) == 0].any()
+        return scores, winners
+
+    @pytest.fixture
+    def generator():
+        return torch.Generator().manual_seed(0)
+
+    @pytest.mark.parametrize("dim", [1, 7, 48, 128, 200])
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    def test_ragged(generator, dim, layout):
+        queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8)
+        documents = ragged(generator, [1, 40, 0, 17, 33], dim, keep=0.6)
+        candidates = torch.tensor([[4, 4, 1], [0, 1, 2], [3, 0, 3], [2, 2, 2], [1, 3, 4], [0, 4, 1]])
+        check(queries, documents, candidates if layout == "candidates" else None)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    def test_half(generator, dtype, layout):
+        queries = ragged(generator, [4, 7, 1], 48, dtype)
+        documents = ragged(generator, [20, 3, 35], 48, dtype)
+        check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
+
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    @pytest.mark.parametrize("dim", [16, 80])
+    def test_queries_longer_than_a_tile(generator, layout, dim):
+        queries = ragged(generator, [37, 2, 130], dim, keep=0.9)
+        documents = ragged(generator, [18, 5], dim)
+        check(queries, documents, torch.tensor([[1, 0], [0, 0], [1, 1]]) if layout == "candidates" else None)
+
+    def test_tiles_of_the_table(generator):
+        queries = ragged(generator, [3, 40, 130], 32)
+        check(queries, ragged(generator, [70, 1], 32), tiles=launch.Tiles())
+        check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=launch.Tiles())
+
+    @pytest.mark.parametrize("lengths", [[255, 2], [256, 300]])
+    def test_winner_types(generator, lengths):
+        _, winners = check(ragged(generator, [3, 2], 16), ragged(generator, lengths, 16))
+        assert winners.dtype == (torch.uint8 if max(lengths) <= 255 else torch.int16)
+
+    def test_many_rows_in_a_bucket(generator):
+        check(ragged(generator, [16] * 9, 16), ragged(generator, [2, 18, 3], 16))
+
+    def test_everything_masked(generator):
+        queries = ragged(generator, [4, 2], 16)
+        documents = ragged(generator, [20, 3], 16, keep=0.0)
+        scores, winners = check(queries, documents)
+        assert not scores.any() and (winners == 255).all()
+        check(ragged(generator, [4, 2], 16, keep=0.0), ragged(generator, [20, 3], 16))
+
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    def test_zero_floor(generator, layout):
+        queries = ragged(generator, [6, 3], 2)
+        documents = ragged(generator, [2, 1, 20, 0], 2, keep=0.7)
+        candidates = torch.tensor([[3, 0, 1, 2], [1, 1, 0, 2]]) if layout == "candidates" else None
+        _, winners = check(queries, documents, candidates, torch.tensor([True, True, False, True]))
+        assert (winners == 255).any() and (winners != 255).any()
+
+    def test_first_of_equal_maxima(generator):
+        values = torch.ones(60, 16)
+        documents = TokenBatch.from_padded(values.reshape(1, 60, 16))
+        _, winners = check(ragged(generator, [3], 16), documents)
+        live = winners[0, 1:4]
+        assert not live.any()
+        keep = torch.arange(60).reshape(1, 60) >= 21
+        _, winners = check(ragged(generator, [3], 16), TokenBatch.from_padded(values.reshape(1, 60, 16), keep))
+        assert (winners[0, 1:4] == 21).all()
+
+    def test_nan_shows_and_stays_where_it_is_used(generator):
+        queries = ragged(generator, [3, 2], 16, permuted=False, gap=0)
+        documents = ragged(generator, [20, 40, 5], 16, permuted=False, gap=0)
+        documents.values[20 + 30] = float("nan")
+        documents.values[20 + 35] = float("nan")
+        scores, winners = maxsim.forward(*arguments(queries, documents, None, None), True, "highest", TILES)
+        assert scores.isnan().tolist() == [[False, True, False]] * 2
+        assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
+        keep = torch.ones(65, dtype=torch.bool)
+        keep[[50, 55]] = False
+        masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
+        assert not maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)[0].isnan().any()
+        queries.values[1] = float("nan")
+        scores, _ = maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)
+        assert scores.isnan().tolist() == [[True] * 3, [False] * 3]
+
+    def test_only_one_gradient(generator):
+        queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
+        args = arguments(queries, documents, None, None)
+        scores, winners = maxsim.forward(*args, True, "highest", TILES)
+        both = maxsim.backward(torch.ones_like(scores), winners, *args, "highest", True, True, TILES)
+        grad_q, nothing = maxsim.backward(torch.ones_like(scores), winners, *args, "highest", True, False, TILES)
+        assert torch.equal(grad_q, both[0]) and nothing.numel() == 0
+        nothing, grad_d = maxsim.backward(torch.ones_like(scores), winners, *args, "highest", False, True, TILES)
+        assert torch.equal(grad_d, both[1]) and nothing.numel() == 0
+
+    @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip
+    def test_empty(generator, q_lengths, d_lengths, slots):
+        queries, documents = ragged(generator, q_lengths, 16), ragged(generator, d_lengths, 16)
+        candidates = None if slots is None else torch.zeros(len(q_lengths), slots, dtype=torch.int64)
+        args = arguments(queries, documents, candidates, None)
+        scores, winners = maxsim.forward(*args, True, "highest")
+        assert scores.shape == (len(q_lengths), len(d_lengths) if slots is None else slots) and not scores.any()
+        assert winners.shape == (scores.shape[1], len(queries.values))
+        grad_q, grad_d = maxsim.backward(scores, winners, *args, "highest", True, True)
+        assert grad_q.shape == queries.values.shape and not grad_q.any()
+        assert grad_d.shape == documents.values.shape and not grad_d.any()

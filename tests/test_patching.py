@@ -1,0 +1,116 @@
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+
+from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+
+
+def module(monkeypatch, name, **names):
+    made = ModuleType(name)
+    vars(made).update(names)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+@pytest.fixture
+def fast():
+    # Not a global of this module: undo puts the original wherever a module holds the replacement.
+    return lambda: "fast"
+
+
+@pytest.fixture
+def host(monkeypatch):
+    return module(monkeypatch, "host", score=lambda: "stock")
+
+
+def test_a_module_patch_reaches_every_capture_under_any_name(monkeypatch, host, fast):
+    original = host.score
+    user = module(monkeypatch, "user", renamed=host.score, other=1)
+    monkeypatch.setattr(sys.modules["__main__"], "captured", host.score, raising=False)
+    patches = PatchSet()
+    patches.apply([Patch(host, "score", fast)])
+    assert host.score is user.renamed is sys.modules["__main__"].captured is fast
+    assert patches.targets == ["host.score"]
+    patches.undo()
+    assert patches.targets == []
+    assert host.score is user.renamed is sys.modules["__main__"].captured is original
+
+
+def test_what_is_imported_while_patched_is_put_back_too(monkeypatch, host, fast):
+    original = host.score
+    patches = PatchSet()
+    patches.apply([Patch(host, "score", fast)])
+    late = module(monkeypatch, "late", score=host.score)
+    assert late.score is fast
+    patches.undo()
+    assert late.score is original
+
+
+def test_applying_twice_is_applying_once(host, fast):
+    original = host.score
+    patches = PatchSet()
+    patches.apply([Patch(host, "score", fast)])
+    patches.apply([Patch(host, "score", fast)])
+    assert patches.targets == ["host.score"]
+    patches.undo()
+    patches.undo()
+    assert host.score is original
+
+
+def test_nothing_is_applied_where_one_name_is_missing(host, fast):
+    original = host.score
+    patches = PatchSet()
+    with pytest.raises(AttributeError, match="host.absent"):
+        patches.apply([Patch(host, "score", fast), Patch(host, "absent", fast)])
+    assert host.score is original
+    assert patches.targets == []
+
+
+def test_class_attributes_are_restored_as_they_were_found(fast):
+    class Base:
+        inherited = property(lambda self: "base")
+
+    class Child(Base):
+        @staticmethod
+        def static():
+            return "stock"
+
+    before = dict(vars(Child))
+    patches = PatchSet()
+    patches.apply(
+        [Patch(Child, "inherited", property(lambda self: "patched")), Patch(Child, "static", staticmethod(fast))]
+    )
+    assert (Child().inherited, Child.static(), Base().inherited) == ("patched", "fast", "base")
+    patches.undo()
+    assert dict(vars(Child)) == before
+    assert Child().inherited == "base"
+
+
+def test_somebody_elses_later_patch_is_left_alone(host, fast, caplog):
+    def theirs():
+        return "theirs"
+
+    patches = PatchSet()
+    patches.apply([Patch(host, "score", fast)])
+    host.score = theirs
+    patches.undo()
+    assert host.score is theirs
+    assert "host.score" in caplog.text
+
+
+def test_lazy_modules_are_not_loaded_by_the_search(monkeypatch, tmp_path, host, fast):
+    (tmp_path / "lazy_module.py").write_text("raise RuntimeError('loaded')")
+    spec = importlib.util.spec_from_file_location("lazy_module", tmp_path / "lazy_module.py")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
+    monkeypatch.setitem(sys.modules, "odd", object())
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    patches = PatchSet()
+    patches.apply([Patch(host, "score", fast)])
+    patches.undo()
+    with pytest.raises(RuntimeError, match="loaded"):
+        _ = lazy.anything
