@@ -112,7 +112,7 @@ def distillation(self: Distillation, features: Features, labels: Tensor) -> Tens
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
     scores = _score(queries, queries_mask, scored, candidates)
     if self.normalize_scores:
-        lowest, highest = scores.aminmax(dim=1, keepdim=True)
+        lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
         scores = (scores - lowest) / (highest - lowest + 1e-8)
     return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
 

@@ -1,0 +1,146 @@
+"""Tiny encoders with random weights and tokenizers trained on the spot, so that nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from pylate.models import ColBERT
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModel,
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    PreTrainedTokenizerFast,
+    XLMRobertaConfig,
+)
+
+TEXT = """
+Late interaction keeps one vector for every token of a document, and compares each of them with each
+token of the query. The largest similarity of a query token is its contribution to the score; a document's
+score is the sum over the query. Padding wastes most of the work: texts differ in length, a batch does not.
+Rivers carry sand from the mountains to the sea, where waves sort it by size! Why is the sky blue? Because
+small particles scatter short waves more than long ones. A sorted list can be searched by halving it again
+and again; the number of steps grows with the logarithm of its length (that is, slowly). Bread rises when
+yeast turns sugar into gas. In 1969 two people walked on the moon: it was dusty. Bees tell each other where
+flowers are by dancing. Compilers translate programs, linkers put them together, and loaders start them.
+"""
+
+FAMILIES = ("modernbert", "bert", "xlm-roberta", "minilm")
+
+
+def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
+    """Texts of very uneven length, from 1 word to ``longest``."""
+    words = TEXT.split()
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (torch.rand(count, generator=generator).square() * longest).long() + 1
+    starts = torch.randint(len(words) - longest, (count,), generator=generator)
+    return [" ".join(words[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+
+def build_model(folder: Path, family: str, **changes: object) -> str:
+    """Save a tiny encoder and its tokenizer for ``ColBERT(model_name_or_path=...)``.
+
+    ``changes`` go to the encoder's configuration. Dropout is 0 unless they say otherwise.
+    """
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(family)
+    encoder = AutoModel.from_config(_config(family, len(tokenizer), tokenizer.pad_token_id, changes))
+    with torch.no_grad():
+        for name, weight in encoder.named_parameters():
+            if weight.dim() == 2:
+                # The usual scale of 0.02 makes attention all but uniform, and errors in it invisible.
+                weight.normal_(std=0.3 if "embed" in name else weight.shape[1] ** -0.5)
+    path = folder / f"{family}-{abs(hash(tuple(sorted(changes.items()))))}"
+    encoder.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def load_model(path: str, document_length: int = 32, query_length: int = 12, **options: object) -> ColBERT:
+    torch.manual_seed(0)
+    model = ColBERT(
+        model_name_or_path=path,
+        embedding_size=16,
+        device="cpu",
+        document_length=document_length,
+        query_length=query_length,
+        **options,
+    )
+    return model.train()
+
+
+def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """What PyLate's collator makes of a batch, before ours adds to it."""
+    return [model.tokenize(list(queries), is_query=True, pad=True)] + [
+        model.tokenize(list(column), is_query=False, pad=True) for column in columns
+    ]
+
+
+def _config(family: str, vocabulary: int, padding: int, changes: dict):
+    common = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "pad_token_id": padding,
+        "max_position_embeddings": 64,
+    }
+    undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    if family == "modernbert":
+        # Local layers see 4 tokens to each side: less than most documents have.
+        local = {"local_attention": 8, "global_attn_every_n_layers": 2}
+        return ModernBertConfig(**{**common, **local, "max_position_embeddings": 128, **changes})
+    if family in ("bert", "minilm"):
+        depth = {"num_hidden_layers": 3} if family == "minilm" else {}
+        return BertConfig(**{**common, **undropped, **depth, **changes})
+    if family == "xlm-roberta":
+        return XLMRobertaConfig(**{**common, **undropped, "type_vocab_size": 1, **changes})
+    if family == "electra":
+        return ElectraConfig(**{**common, **undropped, "embedding_size": 24, **changes})
+    if family == "mpnet":
+        return MPNetConfig(**{**common, **undropped, **changes})
+    if family == "distilbert":
+        renamed = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0}
+        kept = {key: common[key] for key in ("vocab_size", "pad_token_id", "max_position_embeddings")}
+        return DistilBertConfig(**{**kept, **renamed, **changes})
+    raise ValueError(f"build_model: unknown family {family!r}.")
+
+
+def _tokenizer(family: str) -> PreTrainedTokenizerFast:
+    roberta = family in ("xlm-roberta", "mpnet")
+    begin, padding, end, unknown, mask = (
+        ("<s>", "<pad>", "</s>", "<unk>", "<mask>") if roberta else ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
+    )
+    special = [begin, padding, end, unknown, mask] if roberta else [padding, begin, end, unknown, mask]
+    if family == "modernbert":
+        tokenizer = Tokenizer(models.BPE(unk_token=unknown))
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
+        trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end)],
+    )
+    names = ["input_ids", "attention_mask"]
+    if family in ("bert", "minilm", "electra"):
+        names.insert(1, "token_type_ids")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        cls_token=begin,
+        pad_token=padding,
+        sep_token=end,
+        unk_token=unknown,
+        mask_token=mask,
+        model_input_names=names,
+        model_max_length=64,
+    )

@@ -1,0 +1,131 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pylate_fastmaxsim.integrations import doctor, launcher, switch
+
+pytest.importorskip("pylate")
+
+SCRIPT = """
+import os, sys
+assert "transformers" not in sys.modules, "PyLate was imported before the script asked for it"
+from pylate.scores import colbert_scores
+print(__name__, sys.argv, sys.path[0] == os.path.dirname(os.path.realpath(__file__)))
+print("accelerated", hasattr(colbert_scores, "__wrapped__"))
+from pylate_fastmaxsim.integrations import switch
+print(switch.options())
+sys.exit(7)
+"""
+
+
+def run(*arguments, cwd, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "pylate_fastmaxsim.run", *map(str, arguments)],
+        cwd=cwd,
+        env={key: value for key, value in os.environ.items() if key != "PYLATE_FASTMAXSIM"} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "folder" / "train.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_runs_accelerated_with_its_own_arguments(script, tmp_path):
+    done = run("--compile", "--no-padding-free", script, "--compile", "--lr", "1", "--", "x", cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == [
+        f"__main__ {[str(script), '--compile', '--lr', '1', '--', 'x']} True",
+        "accelerated True",
+        "Options(padding_free=False, compile=True, stock_masking=False)",
+    ]
+    assert done.stderr.count("is accelerated") == 1
+
+
+def test_a_module_runs_from_the_working_directory_unless_forbidden(script):
+    done = run("-m", "train", "-m", cwd=script.parent, PYLATE_FASTMAXSIM="0")
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == [
+        f"__main__ {[str(script.resolve()), '-m']} True",
+        "accelerated False",
+        "None",
+    ]
+
+
+def test_an_exception_prints_the_script_s_own_traceback(tmp_path):
+    (tmp_path / "fail.py").write_text("def f():\n    raise KeyError('gone')\nf()\n")
+    done = run("fail.py", cwd=tmp_path)
+    plain = subprocess.run([sys.executable, "fail.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == plain.returncode == 1
+    first, _, traceback = done.stderr.partition("\n")
+    assert "fail.py did not import PyLate" in first
+    assert traceback == plain.stderr.replace(str(tmp_path / "fail.py"), "fail.py")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["absent.py"], "there is no script 'absent.py'."),
+        (["-m", "absent_module"], "there is no module 'absent_module'."),
+        (["-m", "absent.module"], "there is no module 'absent.module'."),
+        ([], "name what to run: SCRIPT.py, or -m MODULE."),
+    ],
+)
+def test_nothing_to_run_is_one_sentence(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        launcher.run_script(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"fastmaxsim run: {sentence}\n"
+
+
+def test_a_nonsense_switch_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("PYLATE_FASTMAXSIM", "maybe")
+    with pytest.raises(SystemExit, match="2"):
+        launcher.run_script(["absent.py"])
+    assert "PYLATE_FASTMAXSIM must be" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launcher.run_script(["--fast", "train.py"])
+    assert "--fast" in capsys.readouterr().err
+
+
+def test_the_doctor_says_what_is_here_and_changes_nothing(monkeypatch):
+    monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    found = doctor.report()
+    assert switch.options() is None
+    assert found.versions["torch"] and found.versions["pylate"]
+    assert {"pylate.scores.colbert.colbert_scores", "pylate.rank.rank.rerank"} <= set(found.patches)
+    assert any("PYLATE_SCORES_BACKEND=torch" in line for line in found.fallbacks)
+    text = doctor.render(found)
+    assert all(name in text for name in found.patches)
+    assert all(line in text for line in found.devices + found.fallbacks)
+    assert "PYLATE_FASTMAXSIM      not set" in text
+
+
+def test_the_doctor_works_without_pylate(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pylate", None)
+    found = doctor.report()
+    assert found.patches == []
+    assert "not installed" in found.fallbacks[0]
+    assert "enable() replaces\n  nothing" in doctor.render(found)
+
+
+@pytest.mark.parametrize(("value", "sentence"), [("off", "enable() does nothing"), ("maybe", "enable() raises")])
+def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
+    monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
+    assert any(sentence in line for line in doctor.report().fallbacks)
+
+
+@pytest.mark.cuda
+def test_the_doctor_sees_the_gpu():
+    assert any(line.startswith("cuda:0 ") and "driver" in line for line in doctor.report().devices)
