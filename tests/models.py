@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 from pylate.models import ColBERT
+from pylate.utils import ColBERTCollator
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch.nn import functional as F
 from transformers import (
     AutoModel,
     BertConfig,
@@ -55,18 +57,19 @@ def build_model(folder: Path, family: str, **changes: object) -> str:
             if weight.dim() == 2:
                 # The usual scale of 0.02 makes attention all but uniform, and errors in it invisible.
                 weight.normal_(std=0.3 if "embed" in name else weight.shape[1] ** -0.5)
-    path = folder / f"{family}-{abs(hash(tuple(sorted(changes.items()))))}"
-    encoder.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    encoder.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
-def load_model(path: str, document_length: int = 32, query_length: int = 12, **options: object) -> ColBERT:
+def load_model(
+    path: str, document_length: int = 32, query_length: int = 12, device: str = "cpu", **options: object
+) -> ColBERT:
     torch.manual_seed(0)
     model = ColBERT(
         model_name_or_path=path,
         embedding_size=16,
-        device="cpu",
+        device=device,
         document_length=document_length,
         query_length=query_length,
         **options,
@@ -75,10 +78,40 @@ def load_model(path: str, document_length: int = 32, query_length: int = 12, **o
 
 
 def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """What PyLate's collator makes of a batch, before ours adds to it."""
-    return [model.tokenize(list(queries), is_query=True, pad=True)] + [
-        model.tokenize(list(column), is_query=False, pad=True) for column in columns
+    """A tokenized batch without what our collator adds."""
+    batch = [model.tokenize(list(queries), is_query=True, pad=True)]
+    batch += [model.tokenize(list(column), is_query=False, pad=True) for column in columns]
+    return [{key: value.to(model.device) for key, value in column.items()} for column in batch]
+
+
+def collated(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+    """The same batch from PyLate's collator, as the trainer hands it to a loss."""
+    names = ["query", *(f"document_{index}" for index in range(len(columns)))]
+    rows = [dict(zip(names, row, strict=True)) for row in zip(queries, *columns, strict=True)]
+    batch = ColBERTCollator(tokenize_fn=model.tokenize)(rows)
+    return [
+        {key.removeprefix(f"{name}_"): value.to(model.device) for key, value in batch.items() if key.startswith(name)}
+        for name in names
     ]
+
+
+def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, window, dropout):
+    """What FlashAttention computes for packed documents, one document after the other and on any device."""
+    outputs = []
+    ends = cu_seqlens.tolist()
+    for start, end in zip(ends, ends[1:], strict=False):
+        assert end - start <= max_length
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        left, right = window
+        if left >= 0:
+            seen &= distance <= left
+        if right >= 0:
+            seen &= -distance <= right
+        states = (part[start:end].transpose(0, 1) for part in (query, key, value))
+        output = F.scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, dropout_p=dropout)
+        outputs.append(output.transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _config(family: str, vocabulary: int, padding: int, changes: dict):

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from pylate_fastmaxsim.integrations import doctor, launcher, switch
 
@@ -57,6 +58,22 @@ def test_a_module_runs_from_the_working_directory_unless_forbidden(script):
         "accelerated False",
         "None",
     ]
+
+
+def test_a_pylate_that_is_loaded_already_is_accelerated(tmp_path, monkeypatch, capsys):
+    # In this process, which has PyLate: what the launcher changes in it is put back.
+    import pylate.scores  # noqa: F401
+
+    (tmp_path / "quick.py").write_text("from pylate_fastmaxsim.integrations import switch; print(switch.options())")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(launcher, "_show_log", lambda: None)
+    monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
+    try:
+        launcher.run_script(["--stock-masking", str(tmp_path / "quick.py")])
+    finally:
+        switch.disable()
+    assert capsys.readouterr().out == "Options(padding_free=True, compile=False, stock_masking=True)\n"
 
 
 def test_an_exception_prints_the_script_s_own_traceback(tmp_path):
@@ -127,5 +144,6 @@ def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_doctor_sees_the_gpu():
     assert any(line.startswith("cuda:0 ") and "driver" in line for line in doctor.report().devices)

@@ -13,7 +13,7 @@ from pylate_fastmaxsim.integrations import switch
 pytest.importorskip("pylate")
 
 import pylate  # noqa: E402
-from pylate import losses, models, rank, scores, utils  # noqa: E402
+from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
 
 WHERE = [
     (scores, "colbert_scores"),
@@ -26,7 +26,9 @@ WHERE = [
     (sys.modules["pylate.losses.distillation"], "colbert_kd_scores"),
     (scores.ColBERTScores, "__call__"),
     (rank, "rerank"),
-    (sys.modules["pylate.retrieve.colbert"] if "pylate.retrieve.colbert" in sys.modules else rank, "rerank"),
+    (sys.modules[retrieve.ColBERT.__module__], "rerank"),
+    (sys.modules[evaluation.ColBERTTripletEvaluator.__module__], "colbert_scores_pairwise"),
+    (sys.modules[evaluation.ColBERTDistillationEvaluator.__module__], "colbert_kd_scores"),
     (losses.Contrastive, "forward"),
     (losses.CachedContrastive, "forward"),
     (losses.Distillation, "forward"),

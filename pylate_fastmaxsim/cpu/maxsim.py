@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 20
 SLAB_ELEMENTS = 1 << 16
 
 # Winners that the backward handles at once; each needs some 60 bytes of indices and weights meanwhile.
-WINNER_ELEMENTS = 1 << 18
+WINNER_ELEMENTS = 1 << 17
 
 
 class _Live(NamedTuple):
@@ -93,41 +93,42 @@ def _block_maxima(
 
     Returns maxima ``[B, G, R]`` and, in floating point, one more than the position of the winner (0: none).
     """
-    batch, rows, _ = query_rows.shape
+    batch, rows, dim = query_rows.shape
     dtype = query_rows.dtype
     count = live.count[documents]
     maxima = floor[documents][..., None].expand(*documents.shape, rows).to(dtype, copy=True)
     # Positions are held in floating point because only then does every operation on a slab vectorise.
     winners = torch.zeros_like(maxima) if want_winners else None
 
-    # The token at (position, slot): position-major, and every position uses a prefix of the slots. A document that
-    # is shorter than another block's document of the same slot repeats its last token, which cannot win again.
+    # Position by position, each with a prefix of the slots. A document that is shorter than another block's
+    # document of the same slot repeats its last token, which cannot win again.
     slot_count = count.amax(dim=0)
-    used = torch.arange(int(slot_count[0]), device=count.device)[:, None] < slot_count
-    rank, slot = used.nonzero(as_tuple=True)
-    token = live.first[documents][:, slot] + torch.minimum(rank, count[:, slot] - 1)
-    token.clamp_(0, len(live.row) - 1)  # an empty document beside longer ones takes any token; see below
-    prefixes = used.sum(dim=1).tolist()
+    prefixes = len(slot_count) - slot_count.bincount().cumsum(0)[:-1]
+    runs = list(_split_prefixes(prefixes.tolist(), max(1, BLOCK_ELEMENTS // (batch * max(rows, dim)))))
 
     transposed = query_rows.transpose(1, 2)
-    per_block = max(1, BLOCK_ELEMENTS // (batch * rows))
     changed = torch.empty_like(maxima)
-    workspace = maxima.new_empty(batch * rows * min(max(per_block, prefixes[0]), len(rank)) if prefixes else 0)
-    first = 0
-    for sizes in _split_prefixes(prefixes, per_block):
-        block = token[:, first : first + sum(sizes)]
-        first += block.shape[1]
-        block_values = d_values.index_select(0, live.row[block].view(-1)).to(dtype).view(*block.shape, -1)
-        similarities = workspace[: block.numel() * rows].view(*block.shape, rows)
+    workspace = maxima.new_empty(batch * rows * max(map(sum, runs), default=0))
+    first_rank = 0
+    for sizes in runs:
+        prefix = prefixes[first_rank : first_rank + len(sizes)]
+        rank = torch.repeat_interleave(torch.arange(len(sizes), device=count.device), prefix)
+        slot = torch.arange(len(rank), device=count.device) - (prefix.cumsum(0) - prefix)[rank]
+        token = live.first[documents][:, slot] + torch.minimum(rank + first_rank, count[:, slot] - 1)
+        token.clamp_(0, len(live.row) - 1)  # an empty document beside longer ones takes any token; see below
+        first_rank += len(sizes)
+
+        block_values = d_values.index_select(0, live.row[token].view(-1)).to(dtype).view(*token.shape, dim)
+        similarities = workspace[: token.numel() * rows].view(*token.shape, rows)
         torch.bmm(block_values, transposed, out=similarities)
         slabs = similarities.split(sizes, dim=1)
-        numbers = (live.position[block] + 1).to(dtype)[..., None].split(sizes, dim=1) if want_winners else slabs
-        prefix = -1
+        numbers = (live.position[token] + 1).to(dtype)[..., None].split(sizes, dim=1) if want_winners else slabs
+        width = 0
         for slab, number, size in zip(slabs, numbers, sizes, strict=True):
-            if size != prefix:
-                prefix = size
-                best, better = maxima[:, :prefix], changed[:, :prefix]
-                winner = winners[:, :prefix] if want_winners else None
+            if size != width:
+                width = size
+                best, better = maxima[:, :width], changed[:, :width]
+                winner = winners[:, :width] if want_winners else None
             if want_winners:
                 torch.gt(slab, best, out=better)
                 torch.maximum(winner, better.mul_(number), out=winner)
@@ -138,7 +139,8 @@ def _block_maxima(
         if want_winners:
             winners.masked_fill_(empty, 0)
     if want_winners:
-        # NaN is greater than nothing and so has no winner yet: its gradient goes to the first live token, to show there.
+        # NaN is greater than nothing, so a token of NaN alone has no winner yet. The first live token stands in, for
+        # the gradient of a score of NaN to reach the encoder and be noticed there.
         first = live.first[documents].clamp(max=len(live.row) - 1)
         torch.ne(maxima, maxima, out=changed)
         changed.mul_((live.position[first] + 1).to(dtype)[..., None])
@@ -262,7 +264,7 @@ def backward(
     grad_d = d_values.new_zeros(d_values.shape if need_d else 0, dtype=dtype)
     q_table, d_table = q_values.to(dtype), d_values.to(dtype)
     columns, row_count = winners.shape
-    if winners.numel() == 0:
+    if winners.numel() == 0 or grad_scores.numel() == 0:
         return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)
     query = torch.zeros(row_count, dtype=torch.int64, device=q_values.device)
     live = _live(q_starts, q_lengths, None)

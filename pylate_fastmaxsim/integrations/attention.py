@@ -97,7 +97,9 @@ def variable_length_attention(
         The device or the dtype has no such attention.
     """
     if not query.is_cuda:
-        raise PackingUnsupported(f"variable-length attention needs a CUDA device, the encoder is on {query.device.type}")
+        raise PackingUnsupported(
+            f"variable-length attention needs a CUDA device, the encoder is on {query.device.type}"
+        )
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise PackingUnsupported(
             f"variable-length attention needs bfloat16 or float16 (train with bf16=True or fp16=True), got {query.dtype}"

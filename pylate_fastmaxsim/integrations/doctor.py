@@ -160,7 +160,7 @@ def _fallbacks() -> list[str]:
         lines.append(f"PYLATE_SCORES_BACKEND={backend}: PyLate's scoring functions run as they came.")
     if not torch.cuda.is_available():
         lines.append(
-            "No CUDA device: MaxSim runs on the CPU in blocks, documents are encoded in groups of similar length."
+            "No CUDA device: MaxSim runs in blocks of plain PyTorch, documents are encoded in groups of similar length."
         )
         return lines
     if util.find_spec("triton") is None:

@@ -64,8 +64,12 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    hook = _EnableWithPylate(parsed.padding_free, parsed.compile, parsed.stock_masking)
-    sys.meta_path.insert(0, hook)
+    options = {name: getattr(parsed, name) for name in ("padding_free", "compile", "stock_masking")}
+    hook = _EnableWithPylate(options)
+    if "pylate" in sys.modules:
+        switch.enable(**options)
+    else:
+        sys.meta_path.insert(0, hook)
     try:
         if parsed.module:
             runpy.run_module(parsed.target, run_name="__main__", alter_sys=True)
@@ -80,8 +84,8 @@ def _run(parsed: argparse.Namespace) -> None:
 class _EnableWithPylate(importlib.abc.MetaPathFinder):
     """Calls ``enable`` as soon as PyLate is imported."""
 
-    def __init__(self, padding_free: bool, compile: bool, stock_masking: bool) -> None:
-        self.options = {"padding_free": padding_free, "compile": compile, "stock_masking": stock_masking}
+    def __init__(self, options: dict[str, bool]) -> None:
+        self.options = options
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
         if name != "pylate":

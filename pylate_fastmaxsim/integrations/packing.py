@@ -41,7 +41,9 @@ _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 _modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
 
 
-def encode_documents(model: nn.Module, document_features: Sequence[dict[str, Tensor]], skiplist: list[int]) -> TokenBatch:
+def encode_documents(
+    model: nn.Module, document_features: Sequence[dict[str, Tensor]], skiplist: list[int]
+) -> TokenBatch:
     """Encode the documents of all columns of a batch.
 
     How is decided on the first batch of an encoder and logged where it is not the fastest way:

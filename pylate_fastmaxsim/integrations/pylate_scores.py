@@ -42,7 +42,7 @@ def patches() -> list[Patch]:
     ]
 
 
-class LeftToStock(Exception):
+class _LeftToStock(Exception):
     """Why PyLate's own function has to compute this, or has to raise for it."""
 
 
@@ -60,7 +60,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                 return stock(*args, **kwargs)
             try:
                 return fast(*args, **kwargs)
-            except LeftToStock as error:
+            except _LeftToStock as error:
                 reason = error
             result = stock(*args, **kwargs)
             log_once("%s of PyLate itself computes the scores: %s.", stock.__qualname__, reason)
@@ -85,7 +85,7 @@ def colbert_kd_scores(queries_embeddings, documents_embeddings, queries_mask=Non
     _check_backend(backend)
     _check(queries, documents, 3, 4)
     if len(queries) != len(documents):
-        raise LeftToStock("queries and documents differ in number")
+        raise _LeftToStock("queries and documents differ in number")
     count, ways = documents.shape[:2]
     candidates = torch.arange(count * ways, device=queries.device).view(count, ways)
     return _score(queries, documents, queries_mask, documents_mask, candidates)
@@ -160,25 +160,25 @@ def _replacement_of(function: Callable, replacement: Callable) -> Callable:
 def _check_backend(backend: str | None) -> None:
     if backend is not None:
         if backend.lower() != "auto":
-            raise LeftToStock(f"the call asks for backend={backend!r}")
+            raise _LeftToStock(f"the call asks for backend={backend!r}")
         return
     backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto")
     if backend.lower() != "auto":
-        raise LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
+        raise _LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
 
 
 def _check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: int) -> None:
     """Leave to stock what the operator does not take. Stock raises for most of it, in words its users know."""
     if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
-        raise LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
+        raise _LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
     if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
-        raise LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
+        raise _LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
     if queries.device != documents.device:
-        raise LeftToStock(f"embeddings are on {queries.device} and {documents.device}")
+        raise _LeftToStock(f"embeddings are on {queries.device} and {documents.device}")
     dtypes = (queries.dtype, documents.dtype)
     mixed = queries.dtype != documents.dtype and not torch.is_autocast_enabled(queries.device.type)
     if mixed or not _DTYPES.issuperset(dtypes):
-        raise LeftToStock(f"embeddings have the dtypes {dtypes[0]} and {dtypes[1]}")
+        raise _LeftToStock(f"embeddings have the dtypes {dtypes[0]} and {dtypes[1]}")
 
 
 def _score(queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
@@ -209,13 +209,13 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
         if embeddings.dim() != 3:
-            raise LeftToStock(f"embeddings have the shape {tuple(embeddings.shape)}")
+            raise _LeftToStock(f"embeddings have the shape {tuple(embeddings.shape)}")
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:
-        raise LeftToStock(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
+        raise _LeftToStock(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
     sequences = [convert_to_tensor(sequence) for sequence in embeddings]
     if len({sequence.dtype for sequence in sequences}) > 1:
-        raise LeftToStock("embeddings in a list differ in dtype")
+        raise _LeftToStock("embeddings in a list differ in dtype")
     return _pack(sequences, sequences[0].device)
 
 
@@ -223,7 +223,7 @@ def _pack(sequences: list[Tensor], device: torch.device) -> TokenBatch:
     """Token matrices back to back in the dtype of the first, moved to ``device`` at once."""
     first = sequences[0]
     if any(sequence.dim() != 2 or sequence.shape[1] != first.shape[1] for sequence in sequences):
-        raise LeftToStock("embeddings in a list are not all [tokens, d] of one d")
+        raise _LeftToStock("embeddings in a list are not all [tokens, d] of one d")
     lengths = [len(sequence) for sequence in sequences]
     values = torch.cat([sequence.to(first) for sequence in sequences]).to(device)
     return TokenBatch.from_packed(values, torch.tensor([0, *accumulate(lengths)]), max_length=max(lengths))

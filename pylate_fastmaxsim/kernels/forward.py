@@ -40,6 +40,9 @@ def _best_token(
         # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
         row = tl.minimum(column, document_length - 1 - first)
         d_pointers = d_values + (document_start + first) * DIM + row[:, None] * DIM + k[None, :]
+        if HAS_KEEP:
+            # Loaded ahead of the product, which hides the wait for it.
+            token_live = tl.load(d_keep + document_start + first + row) != 0
         if DIM <= BLOCK_K:
             d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
             similarity = tl.dot(q_tile, tl.trans(d_tile), input_precision=PRECISION)
@@ -51,7 +54,6 @@ def _best_token(
                 d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
                 similarity = tl.dot(q_chunk, tl.trans(d_chunk), similarity, input_precision=PRECISION)
         if HAS_KEEP:
-            token_live = tl.load(d_keep + document_start + first + row) != 0
             similarity = tl.where(token_live[None, :], similarity, float("-inf"))
             any_live = any_live | (tl.max(token_live.to(tl.int32), axis=0) > 0)
         tile_best = tl.reduce(similarity, 1, maximum_or_nan)
@@ -111,16 +113,14 @@ def forward_kernel(
     row_in_tile = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     if QUERIES == 1:
-        query = tl.zeros([BLOCK_M], tl.int32) + tile
         offset = row_in_tile
+        q_start = tl.load(q_starts + tile)
+        q_length = tl.load(q_lengths + tile).to(tl.int32)
     else:
         query = tile * QUERIES + row_in_tile // SLOT
         offset = row_in_tile % SLOT
-    q_start = tl.load(q_starts + query, mask=query < num_queries, other=0)
-    q_length = tl.load(q_lengths + query, mask=query < num_queries, other=0).to(tl.int32)
-    longest = BLOCK_M
-    if LONG_QUERIES:
-        longest = tl.max(q_length, axis=0)
+        q_start = tl.load(q_starts + query, mask=query < num_queries, other=0)
+        q_length = tl.load(q_lengths + query, mask=query < num_queries, other=0).to(tl.int32)
 
     q_row = q_start + offset
     q_live = offset < q_length
@@ -142,12 +142,12 @@ def forward_kernel(
             best = tl.where(tl.load(zero_floor + document) != 0, 0.0, best)
         if LONG_QUERIES:
             total = tl.zeros([BLOCK_M], tl.float32)
-            for first_row in range(0, longest, BLOCK_M):
-                chunk_row = q_row + first_row
+            for first_row in range(0, q_length, BLOCK_M):
+                chunk_row = q_start + first_row + offset
                 live = offset + first_row < q_length
                 if q_keep is not None:
                     live = live & (tl.load(q_keep + chunk_row, mask=live, other=0) != 0)
-                pointers = q_values + chunk_row[:, None] * DIM + k[None, :]
+                pointers = q_values + (q_start + first_row) * DIM + offset[:, None] * DIM + k[None, :]
                 chunk_tile = None
                 if DIM <= BLOCK_K:
                     chunk_tile = tl.load(pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
@@ -170,6 +170,4 @@ def forward_kernel(
         else:
             score = tl.sum(tl.reshape(total, [QUERIES, SLOT]), axis=1)
             tile_query = tile * QUERIES + tl.arange(0, QUERIES)
-            tl.store(
-                scores + tile_query.to(tl.int64) * num_slots + slot, score, mask=tile_query < num_queries
-            )
+            tl.store(scores + tile_query.to(tl.int64) * num_slots + slot, score, mask=tile_query < num_queries)

@@ -38,6 +38,9 @@ class Tiles(NamedTuple):
     document_gradient: DocumentGradientTiles | None = None
 
 
+FROM_TABLES = Tiles()
+
+
 # Arithmetic of the matrix products: 16-bit operands, or float32 under each float32_matmul_precision.
 INPUT_PRECISION = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
 ARCHITECTURES = (80, 90, 100)
@@ -57,13 +60,12 @@ _FORWARD = {
         (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
-    "tf32": [(None, ForwardTiles(64, 64, 32, 1, 4, 3))],
-    "tf32x3": [(None, ForwardTiles(64, 64, 32, 1, 4, 3))],
+    "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
+    (80, "tf32x3"): [(None, ForwardTiles(32, 64, 32, 1, 8, 2))],
+    "tf32x3": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
     "ieee": [(None, ForwardTiles(32, 64, 32, 1, 8, 2))],
 }
-_QUERY_GRADIENT = {
-    kind: [(None, QueryGradientTiles(4, 256, 8, 1))] for kind in ("half", "tf32", "tf32x3", "ieee")
-}
+_QUERY_GRADIENT = {kind: [(None, QueryGradientTiles(4, 256, 8, 1))] for kind in ("half", "tf32", "tf32x3", "ieee")}
 _DOCUMENT_GRADIENT = {
     (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
     "half": [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 3))],

@@ -46,7 +46,7 @@ def forward(
     max_d_length: int,
     want_winners: bool,
     precision: str,
-    tiles: launch.Tiles = launch.Tiles(),
+    tiles: launch.Tiles = launch.FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
     num_queries = q_starts.shape[0]
@@ -120,7 +120,7 @@ def backward(
     precision: str,
     need_q: bool,
     need_d: bool,
-    tiles: launch.Tiles = launch.Tiles(),
+    tiles: launch.Tiles = launch.FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
 
@@ -182,9 +182,7 @@ def _document_gradient(
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
-    tile = tiles.document_gradient or launch.document_gradient_tiles(
-        launch.architecture(q_values.device), kind, dim
-    )
+    tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     row_query = torch.zeros(num_rows, dtype=torch.int32, device=q_values.device)
     row_query_kernel[(q_starts.shape[0],)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
     buckets = torch.empty(
@@ -221,9 +219,7 @@ def _candidate_document_gradient(
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
-    tile = tiles.document_gradient or launch.document_gradient_tiles(
-        launch.architecture(q_values.device), kind, dim
-    )
+    tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     # A stable sort keeps the pairs of a document in one order, so the sums repeat bit by bit.
     named, pairs = torch.sort(candidates.reshape(-1), stable=True)
     documents = torch.arange(d_starts.shape[0] + 1, device=named.device)

@@ -34,6 +34,19 @@ Overrides = Annotated[
 ]
 
 
+def _quiet_libraries() -> None:
+    """Leave the terminal to the training progress: no bar for each file that is read or written."""
+    import logging
+
+    from datasets import disable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("pylate.models.colbert").setLevel(logging.ERROR)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}")
@@ -74,6 +87,7 @@ def train(
         from pylate_fastmaxsim.recipes.train import last_checkpoint
         from pylate_fastmaxsim.recipes.train import train as run
 
+        _quiet_libraries()
         try:
             result = run(loaded, resume)
         except KeyboardInterrupt:
@@ -106,6 +120,7 @@ def compare(
         from pylate_fastmaxsim.recipes.compare import compare as run
         from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison
 
+        _quiet_libraries()
         try:
             with _progress() as on_step:
                 comparison = run(loaded, on_step)
@@ -118,6 +133,8 @@ def compare(
     picture = Path(loaded.output_dir, "compare.png")
     draw_comparison(comparison, picture)
     Console().print(comparison_table(comparison))
+    for warning in comparison["runs"]["fast"].get("warnings", ()):
+        errors.print(f"fast run: {warning}", style="yellow", markup=False, highlight=False)
     typer.echo(f"{picture.with_suffix('.json')}\n{picture}")
 
 

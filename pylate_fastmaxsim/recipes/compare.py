@@ -23,7 +23,9 @@ from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
 MODES = ("stock", "fast")
 WARM_UP_STEPS = 5
-DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Would make the fast run stock.
+SWITCH_VARIABLE = "PYLATE_FASTMAXSIM"
 
 
 class RunFailed(RuntimeError):
@@ -34,7 +36,7 @@ def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, s
     """Run a recipe stock and fast, one after the other, each in its own process, and compare them.
 
     Both start from the same rows in the same order and the same weights. ``output_dir`` receives
-    ``compare.json`` and, per run, a log and the measured steps.
+    ``compare.json`` and, in ``compare/``, a log and the measured steps of each run.
 
     Parameters
     ----------
@@ -58,10 +60,8 @@ def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, s
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     prepared = prepare(recipe)
     directory = Path(recipe.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    recipe_file = directory / "compare-recipe.yaml"
-    recipe_file.write_text(dump_recipe(replace(prepared, output_dir=str(directory / "runs"))), encoding="utf-8")
-    runs = {mode: summarize(*_run(recipe_file, directory, mode, on_step)) for mode in MODES}
+    (directory / "compare").mkdir(parents=True, exist_ok=True)
+    runs = {mode: summarize(*_run(prepared, directory / "compare", mode, on_step)) for mode in MODES}
     comparison = {
         "recipe": yaml.safe_load(dump_recipe(recipe)),
         "runs": runs,
@@ -72,15 +72,18 @@ def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, s
 
 
 def _run(
-    recipe_file: Path, directory: Path, mode: str, on_step: Callable[[str, int], None]
+    prepared: Recipe, directory: Path, mode: str, on_step: Callable[[str, int], None]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measure one mode in a child process: its result, and the steps it finished."""
-    steps_file, result_file, log_file = (directory / f"{mode}.{kind}" for kind in ("steps.jsonl", "json", "log"))
+    kinds = ("yaml", "steps.jsonl", "json", "log")
+    recipe_file, steps_file, result_file, log_file = (directory / f"{mode}.{kind}" for kind in kinds)
     for file in (steps_file, result_file):
         file.unlink(missing_ok=True)
+    recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
+    recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "pylate_fastmaxsim.recipes.measure"]
-    command += [str(recipe_file), mode, str(steps_file), str(result_file)]
-    variables = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
+    command += [str(recipe_file), str(steps_file), str(result_file)]
+    variables = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
     with open(log_file, "w", encoding="utf-8") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
         try:

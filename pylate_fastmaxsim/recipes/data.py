@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_dataset
+from datasets import Dataset, load_dataset
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
 
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 
 # Stock MaxSim holds [queries, documents, query tokens, document tokens] while it evaluates; the
-# evaluator scores documents in chunks, sized so that this stays below 2**26 fp32 values (256 MiB).
-EVALUATION_SIMILARITIES = 2**26
+# evaluator scores documents in chunks, sized so that this stays below 2**27 fp32 values (512 MiB).
+EVALUATION_SIMILARITIES = 2**27
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,11 @@ def _load_rows(data: DataSection) -> Dataset:
 
 
 def _load_dataset(key: str, *arguments, **options) -> Dataset:
-    disable_progress_bars()
     try:
         return load_dataset(*arguments, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         reason = str(error).strip().split("\n")[0]
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
-    finally:
-        enable_progress_bars()
 
 
 def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
@@ -75,11 +72,10 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
     query, *others = columns
     if not ("query" in query or "anchor" in query):
         raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
-    if recipe.loss.name == "distillation":
-        if len(others) != 2 or others[1] not in ("scores", "label"):
-            raise RecipeError(
-                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
-            )
+    if recipe.loss.name == "distillation" and (len(others) != 2 or others[1] not in ("scores", "label")):
+        raise RecipeError(
+            f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+        )
     texts = columns if recipe.loss.name != "distillation" else [query]
     for column in texts:
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):

@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,10 +171,8 @@ def _convert(value: Any, hint: Any, minimum: float | None, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, path)
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
+        with suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if not _is_a(value, kind) or (minimum is not None and value < minimum):
         raise RecipeError(f"{path} must be {_allowed(hint, minimum)}, got {value!r}.")
     return value

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import time
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,19 @@ def measure(recipe: Recipe, steps_file: Path) -> dict[str, Any]:
 
     Returns
     -------
-    ``status`` (finished, or out of memory), ``memory`` in bytes, ``ndcg@10`` and the environment.
+    ``status`` (finished, or out of memory), ``memory`` in bytes, ``ndcg@10``, the ``warnings`` of the
+    plugin (what it could not accelerate, and why) and the environment.
     """
+    warnings = _Warnings()
+    logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     arguments = training_arguments(recipe, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True)
     data = load_data(recipe)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
-    result = {"status": FINISHED, "environment": environment(arguments.device)}
+    result = {
+        "status": FINISHED,
+        "warnings": warnings.messages,
+        "environment": environment(arguments.device),
+    }
     with switched(recipe.fast), open(steps_file, "w", encoding="utf-8") as lines:
         trainer = build_trainer(recipe, model, data.train, arguments, MeasuredTrainer)
         trainer.add_callback(_StepWriter(trainer, lines))
@@ -120,6 +127,17 @@ class _StepWriter(TrainerCallback):
         return time.perf_counter()
 
 
+class _Warnings(logging.Handler):
+    """Keeps the warnings of a logger, so that the comparison can show them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether PyTorch ran out of memory: on a CPU it says so only in the text of a RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
@@ -127,11 +145,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured with."""
+    threads = torch.get_num_threads()
+    cores = "1 thread" if threads == 1 else f"{threads} threads"
     packages = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "torch")
     return {
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({cores})",
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -140,16 +158,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the recipe that the command line names, stock or fast, and write the result."""
+    """Measure the recipe that the command line names and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path, help="prepared recipe")
-    parser.add_argument("mode", choices=["stock", "fast"])
     parser.add_argument("steps", type=Path, help="JSON lines file of the steps")
     parser.add_argument("result", type=Path, help="JSON file of the result")
     arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe)
-    recipe = replace(recipe, fast=replace(recipe.fast, enabled=arguments.mode == "fast"))
-    result = measure(recipe, arguments.steps)
+    result = measure(load_recipe(arguments.recipe), arguments.steps)
     arguments.result.write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,10 +28,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
         else:
-            try:
+            with suppress(OSError):
                 _CLEAR_REFS.write_text("5")  # resets VmHWM to the current resident set, see proc(5)
-            except OSError:
-                pass
             self.before = _resident("VmRSS") or peak_resident()
 
     def peak(self) -> int:

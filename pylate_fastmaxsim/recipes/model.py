@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from pylate import models
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
-from tokenizers.trainers import WordPieceTrainer
+from tokenizers.trainers import BpeTrainer
 from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast, set_seed
 
 from pylate_fastmaxsim.recipes.schema import BuildSection, ModelSection, RecipeError
@@ -24,6 +24,7 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
 def load_model(section: ModelSection, device: torch.device | str, seed: int) -> models.ColBERT:
@@ -78,23 +79,24 @@ def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> M
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A lower-cased WordPiece tokenizer with BERT's special tokens.
+    """A lower-cased BPE tokenizer with BERT's special tokens and words, and PyLate's prefixes.
 
+    BPE rather than WordPiece: the WordPiece trainer numbers its tokens in a different order each time.
     Every printable ASCII character is in the vocabulary, so that PyLate's punctuation skiplist finds
     a token for each of its marks.
     """
-    tokenizer = Tokenizer(tokenizer_models.WordPiece(unk_token=SPECIAL_TOKENS["unk_token"]))
+    tokenizer = Tokenizer(tokenizer_models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = WordPieceTrainer(
-        vocab_size=vocab_size,
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - len(PREFIXES),
         special_tokens=list(SPECIAL_TOKENS.values()),
         initial_alphabet=list(string.ascii_letters + string.digits + string.punctuation),
         limit_alphabet=256,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(PREFIXES)
     cls, sep = SPECIAL_TOKENS["cls_token"], SPECIAL_TOKENS["sep_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)]

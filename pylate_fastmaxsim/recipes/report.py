@@ -8,6 +8,8 @@ from typing import Any
 import matplotlib
 from rich.table import Table
 
+from pylate_fastmaxsim.recipes.measure import FINISHED
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
 from matplotlib.ticker import MaxNLocator  # noqa: E402
@@ -63,7 +65,7 @@ def device(comparison: dict[str, Any]) -> str:
 
 
 def _cell(run: dict[str, Any], key: str, form: str, scale: float) -> str:
-    if run["status"] != "finished" and key == "step_seconds":
+    if run["status"] != FINISHED and key == "step_seconds":
         return run["status"]
     value = run.get(key)
     return _form(form, None if value is None else value * scale)
@@ -86,13 +88,14 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
     grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
     _draw_losses(figure.add_subplot(grid[0]), runs)
-    bars = (
-        ("median step (s)", lambda run: run.get("step_seconds"), "{:.2f}", 1.0),
-        ("peak memory (GiB)", lambda run: run.get("memory", {}).get("peak"), "{:.2f}", 1 / GIBIBYTE),
-        ("padding encoded (%)", lambda run: run.get("padding"), "{:.0f}", 100.0),
+    _draw_bars(
+        figure.add_subplot(grid[1]), "median step (s)", runs, {m: r.get("step_seconds") for m, r in runs.items()}
     )
-    for place, (title, read, form, scale) in enumerate(bars, start=1):
-        _draw_bars(figure.add_subplot(grid[place]), title, runs, read, form, scale)
+    memory = {mode: run.get("memory", {}) for mode, run in runs.items()}
+    peak, before = ({m: x[key] / GIBIBYTE for m, x in memory.items() if x} for key in ("peak", "before"))
+    _draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
+    padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
+    _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
     figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left")
     figure.savefig(file, dpi=150)
     plt.close(figure)
@@ -102,7 +105,7 @@ def headline(comparison: dict[str, Any]) -> str:
     """One line over the picture."""
     summary, recipe = comparison["summary"], comparison["recipe"]["name"]
     if summary["speedup"] is None:
-        gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != "finished")
+        gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != FINISHED)
         return f"{recipe} on {device(comparison)}: {gone} ran out of memory"
     return (
         f"{recipe} on {device(comparison)}: {summary['speedup']:.2f}x as fast per step, "
@@ -117,24 +120,28 @@ def _draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
         label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
         axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=COLORS[mode], label=label, **styles[mode])
     axes.set(xlabel="step", ylabel="training loss")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_bars(axes: plt.Axes, title: str, runs: dict[str, Any], read: Any, form: str, scale: float) -> None:
+def _draw_bars(
+    axes: plt.Axes, title: str, runs: dict[str, Any], values: dict[str, float], pale: dict[str, float] | None = None
+) -> None:
+    """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
     for place, (mode, run) in enumerate(runs.items()):
-        value = read(run)
-        if run["status"] != "finished" or value is None:
+        if run["status"] != FINISHED or values.get(mode) is None:
             axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
             continue
-        axes.bar(place, value * scale, width=0.65, color=COLORS[mode])
-        axes.text(place, value * scale, form.format(value * scale), ha="center", va="bottom")
+        axes.bar(place, values[mode], width=0.65, color=COLORS[mode])
+        if pale:
+            axes.bar(place, pale[mode], width=0.65, color="white", alpha=0.6)
+        axes.text(place, values[mode], f"{values[mode]:.3g}", ha="center", va="bottom")
     axes.set_title(title, fontsize=10)
     axes.set_xticks(range(len(runs)), list(runs))
     axes.set_xlim(-0.6, len(runs) - 0.4)
-    axes.margins(y=0.12)
+    axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
 
@@ -146,7 +153,6 @@ def training_table(result: dict[str, Any]) -> Table:
     table.add_row(
         "steps", str(result["steps"]) + (f" (resumed from {result['resumed_from']})" if result["resumed_from"] else "")
     )
-    table.add_row("time", f"{result['seconds']:,.0f} s")
     if losses:
         table.add_row("loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}")
     table.add_row("nDCG@10, held out", _form("{:.4f}", result["ndcg@10"]))

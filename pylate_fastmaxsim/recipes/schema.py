@@ -17,7 +17,7 @@ def key(default: Any, *, minimum: float | None = None) -> Any:
 
 @dataclass(frozen=True)
 class BuildSection:
-    """A small ModernBERT with random weights, and a WordPiece tokenizer trained on the recipe's own text.
+    """A small ModernBERT with random weights, and a BPE tokenizer trained on the recipe's own text.
 
     The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
     """

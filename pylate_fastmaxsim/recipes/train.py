@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import yaml
 from datasets import Dataset
 from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers import TrainerState
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
-from pylate_fastmaxsim.recipes.interrupt import StopOnInterrupt
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
@@ -68,7 +69,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Returns
     -------
-    The content of ``train.json``: steps, losses, seconds, nDCG@10, where the model is.
+    The content of ``train.json``: steps, losses, nDCG@10, where the model is.
 
     Raises
     ------
@@ -84,25 +85,41 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         checkpoint = _open_output(recipe, resume, writes=arguments.should_save)
     with switched(recipe.fast):
-        trainer = build_trainer(recipe, model, data.train, arguments)
-        interrupt = StopOnInterrupt()
-        trainer.add_callback(interrupt)
-        output = trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-        if interrupt.requested:
-            raise KeyboardInterrupt
+        state = _trained_state(checkpoint)
+        if state is None:
+            state = _run_trainer(build_trainer(recipe, model, data.train, arguments), checkpoint)
+        else:
+            model = load_model(replace(prepared.model, name_or_path=str(checkpoint)), arguments.device, 0)
         result = {
             "recipe": recipe.name,
             "fast": asdict(recipe.fast),
             "resumed_from": checkpoint and checkpoint.name,
-            "steps": trainer.state.global_step,
-            "seconds": output.metrics["train_runtime"],
-            "losses": [[entry["step"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry],
+            "steps": state.global_step,
+            "losses": [[entry["step"], entry["loss"]] for entry in state.log_history if "loss" in entry],
             "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
         }
         if arguments.should_save:
             result["ndcg@10"] = evaluate(prepared, model, data.held_out)
             _save(recipe, model, result)
     return result
+
+
+def _run_trainer(trainer: SentenceTransformerTrainer, checkpoint: Path | None) -> TrainerState:
+    interrupt = StopOnInterrupt()
+    trainer.add_callback(interrupt)
+    trainer.add_callback(ShuffleByEpoch())
+    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    if interrupt.requested:
+        raise KeyboardInterrupt
+    return trainer.state
+
+
+def _trained_state(checkpoint: Path | None) -> TrainerState | None:
+    """The state of a checkpoint with no step left to do, from which the trainer would do one step more."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(checkpoint / CHECKPOINT_LAST_FILE))
+    return state if state.global_step >= state.max_steps else None
 
 
 def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
@@ -129,6 +146,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
             # A diverged run must show; the filter would also wait for the device in every step.
             "logging_nan_inf_filter": False,
             "dataloader_pin_memory": on_gpu,
+            "disable_tqdm": False,
             **overrides,
         }
     )

@@ -1,9 +1,10 @@
-"""Ctrl-C during training: finish the step, save a checkpoint, stop."""
+"""What the trainer lacks for an interrupted run to lose nothing."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -17,17 +18,16 @@ class StopOnInterrupt(TrainerCallback):
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous = None
+        self._previous: Any = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ) -> TrainerControl:
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.world_size == 1 and threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._request)
-        return control
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         if self.requested:
             control.should_training_stop = True
@@ -35,10 +35,9 @@ class StopOnInterrupt(TrainerCallback):
         return control
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ) -> TrainerControl:
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._restore()
-        return control
 
     def _request(self, signum: int, frame: object) -> None:
         self.requested = True
@@ -48,3 +47,22 @@ class StopOnInterrupt(TrainerCallback):
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
+
+
+class ShuffleByEpoch(TrainerCallback):
+    """Tells the batch sampler its epoch before batches are skipped on resuming.
+
+    accelerate wraps the sampler to skip batches and the wrapper does not pass the epoch on, so a run
+    resumed in its second epoch would go through the rows in the order of the first.
+    """
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if hasattr(train_dataloader, "set_epoch"):
+            train_dataloader.set_epoch(int(state.epoch))

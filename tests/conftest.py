@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``encoder(family, **changes)``: the folder of a tiny encoder, built once per session."""
+    from models import build_model
+
+    built: dict[tuple, str] = {}
+
+    def folder(family: str, **changes: object) -> str:
+        key = (family, *sorted(changes.items()))
+        if key not in built:
+            built[key] = build_model(tmp_path_factory.mktemp(family), family, **changes)
+        return built[key]
+
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    """Whatever a test enabled is off again for the next one."""
+    yield
+    if "pylate_fastmaxsim.integrations.switch" in sys.modules:
+        from pylate_fastmaxsim import integrations
+        from pylate_fastmaxsim.integrations import packing, switch
+
+        switch.disable()
+        packing.release()
+        integrations._said.clear()
+
+
+@pytest.fixture(params=["grouped", "packed"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to encode without padding, the packed one with an attention that runs anywhere."""
+    if request.param == "packed":
+        request.getfixturevalue("packed")
+    return request.param
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from models import attend_to_own_document
+
+    from pylate_fastmaxsim.integrations import attention
+
+    monkeypatch.setattr(attention, "variable_length_attention", attend_to_own_document)

@@ -1,0 +1,277 @@
+"""The kernels on a GPU at realistic sizes, against the definition in float64."""
+
+import pytest
+import torch
+
+from pylate_fastmaxsim import TokenBatch, reference
+
+pytest.importorskip("triton")
+
+from pylate_fastmaxsim.kernels import launch, maxsim  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+DEVICE = "cuda"
+# Relative error of gradients (Frobenius norm) and of scores (against their root mean square).
+TOLERANCE = {
+    (torch.float32, "highest"): 1e-5,
+    (torch.float32, "high"): 1e-5,
+    (torch.float32, "medium"): 2e-3,
+    (torch.bfloat16, "highest"): 2e-3,
+    (torch.float16, "highest"): 2e-3,
+}
+
+
+def ragged(generator, count, longest, dim, dtype, keep=None, shortest=1, gap=0):
+    """Sequences of random lengths, in shuffled order, normalised as ColBERT does."""
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator)
+    lengths[0] = longest
+    order = torch.randperm(count, generator=generator)
+    starts = torch.empty_like(lengths)
+    ends = (lengths[order] + gap).cumsum(0)
+    starts[order] = ends - lengths[order]
+    values = torch.randn(int(ends[-1]), dim, generator=generator)
+    values = (torch.nn.functional.normalize(values, dim=-1) if dim > 1 else values).to(dtype)
+    mask = None if keep is None else (torch.rand(len(values), generator=generator) < keep).to(DEVICE)
+    return TokenBatch(values.to(DEVICE), starts.to(DEVICE), lengths.to(DEVICE), longest, mask)
+
+
+def arguments(queries, documents, candidates=None, zero_floor=None):
+    return (
+        queries.values, queries.starts, queries.lengths, queries.keep,
+        documents.values, documents.starts, documents.lengths, documents.keep,
+        candidates, zero_floor, queries.max_length, documents.max_length,
+    )  # fmt: skip
+
+
+def run(queries, documents, candidates=None, zero_floor=None, precision="highest", grad=None, tiles=launch.FROM_TABLES):
+    args = arguments(queries, documents, candidates, zero_floor)
+    scores, winners = maxsim.forward(*args, True, precision, tiles)
+    grad = torch.ones_like(scores) if grad is None else grad
+    return scores, winners, *maxsim.backward(grad, winners, *args, precision, True, True, tiles)
+
+
+def winner_index(winners):
+    index = winners.long()
+    index[winners == (255 if winners.dtype == torch.uint8 else -1)] = -1
+    return index
+
+
+def row_queries(queries):
+    rows = torch.full((len(queries.values),), -1, device=DEVICE)
+    offset = torch.arange(queries.max_length, device=DEVICE)
+    inside = offset < queries.lengths[:, None]
+    number = torch.arange(len(queries), device=DEVICE)[:, None].expand_as(inside)
+    rows[(queries.starts[:, None] + offset)[inside]] = number[inside]
+    return rows
+
+
+def from_winners(queries, documents, candidates, winners, grad):
+    """Scores and gradients in float64 of the winners that the kernel chose."""
+    q, d, grad = queries.values.double(), documents.values.double(), grad.double()
+    query = row_queries(queries)
+    scores, grad_q, grad_d = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(d)
+    for slot, winner in enumerate(winner_index(winners)):
+        rows = (winner >= 0).nonzero()[:, 0]
+        document = slot if candidates is None else candidates[query[rows], slot]
+        token = documents.starts[document] + winner[rows]
+        weight = grad[query[rows], slot][:, None]
+        scores[:, slot].index_add_(0, query[rows], (q[rows] * d[token]).sum(dim=1))
+        grad_q[rows] += weight * d[token]
+        grad_d.index_add_(0, token, weight * q[rows])
+    return scores, grad_q, grad_d
+
+
+def relative_error(ours, exact):
+    return ((ours.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def check(queries, documents, candidates=None, zero_floor=None, precision="highest", tiles=launch.FROM_TABLES):
+    tolerance = TOLERANCE[queries.values.dtype, precision]
+    q64 = queries.with_values(queries.values.double())
+    d64 = documents.with_values(documents.values.double())
+    if candidates is None:
+        step = max(1, 2**27 // max(1, len(documents) * documents.max_length * queries.max_length))
+        parts = [q64.select(torch.arange(i, min(i + step, len(q64)), device=DEVICE)) for i in range(0, len(q64), step)]
+        exact = torch.cat([reference.maxsim(part, d64, None, zero_floor) for part in parts])
+    else:
+        exact = reference.maxsim(q64, d64, candidates, zero_floor)
+    grad = torch.randn(exact.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    scores, winners, grad_q, grad_d = run(queries, documents, candidates, zero_floor, precision, grad, tiles)
+    assert relative_error(scores, exact) < tolerance
+    chosen, exact_q, exact_d = from_winners(queries, documents, candidates, winners, grad)
+    assert relative_error(chosen, exact) < tolerance
+    assert relative_error(grad_q, exact_q) < tolerance
+    assert relative_error(grad_d, exact_d) < tolerance
+    assert not grad_q[exact_q.abs().sum(dim=1) == 0].any()
+    assert not grad_d[exact_d.abs().sum(dim=1) == 0].any()
+    alone = maxsim.forward(*arguments(queries, documents, candidates, zero_floor), False, precision, tiles)[0]
+    assert torch.equal(alone, scores)
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dim", [1, 7, 48, 64, 96, 128, 200, 256, 768, 1024])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_dimensions(dim, dtype, layout):
+    generator = torch.Generator().manual_seed(dim)
+    queries = ragged(generator, 19, 32, dim, dtype)
+    documents = ragged(generator, 37, 300, dim, dtype, keep=0.8)
+    candidates = torch.randint(37, (19, 11), generator=generator).to(DEVICE) if layout == "candidates" else None
+    check(queries, documents, candidates)
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("dim", [48, 128, 768])
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_lower_float32_precision(precision, dim, layout):
+    generator = torch.Generator().manual_seed(dim)
+    queries = ragged(generator, 9, 40, dim, torch.float32)
+    documents = ragged(generator, 23, 200, dim, torch.float32)
+    candidates = torch.randint(23, (9, 5), generator=generator).to(DEVICE) if layout == "candidates" else None
+    check(queries, documents, candidates, precision=precision)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_shapes(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+    dtype, dim = pick(*DTYPES), pick(32, 96, 128)
+    masked = pick(None, 0.7, 0.05)
+    queries = ragged(
+        generator, pick(1, 3, 50), pick(1, 5, 32, 33, 128, 129, 300), dim, dtype, pick(None, 0.8), pick(0, 1), 2
+    )
+    documents = ragged(
+        generator, pick(1, 2, 65), pick(1, 63, 64, 65, 255, 256, 2000), dim, dtype, masked, pick(0, 1), 3
+    )
+    candidates = None
+    if pick(True, False):
+        shape = (len(queries), pick(1, 7, 40))
+        candidates = torch.randint(len(documents), shape, generator=generator).to(DEVICE)
+    zero_floor = pick(None, (torch.rand(len(documents), generator=generator) < 0.5).to(DEVICE))
+    check(queries, documents, candidates, zero_floor)
+
+
+def test_long_documents():
+    generator = torch.Generator().manual_seed(0)
+    documents = ragged(generator, 3, 40000, 64, torch.bfloat16, shortest=30000)
+    check(ragged(generator, 20, 32, 64, torch.bfloat16), documents)
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_runs_repeat_bit_by_bit(layout, dtype):
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 64, 32, 128, dtype)
+    documents = ragged(generator, 128, 300, 128, dtype)
+    candidates = torch.randint(128, (64, 16), generator=generator).to(DEVICE) if layout == "candidates" else None
+    grad = torch.randn(64, 128 if candidates is None else 16, device=DEVICE)
+    first = run(queries, documents, candidates, grad=grad)
+    for _ in range(20):
+        assert all(map(torch.equal, first, run(queries, documents, candidates, grad=grad)))
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_nothing_waits_for_the_device(layout):
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 16, 32, 128, torch.bfloat16, keep=0.9)
+    documents = ragged(generator, 32, 100, 128, torch.bfloat16, keep=0.9)
+    candidates = torch.randint(32, (16, 4), generator=generator).to(DEVICE) if layout == "candidates" else None
+    run(queries, documents, candidates)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(queries, documents, candidates)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_a_cuda_graph_captures_forward_and_backward(layout):
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 16, 32, 128, torch.bfloat16)
+    documents = ragged(generator, 32, 100, 128, torch.bfloat16)
+    candidates = torch.randint(32, (16, 4), generator=generator).to(DEVICE) if layout == "candidates" else None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(queries, documents, candidates)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(queries, documents, candidates)
+    for tensor in (queries.values, documents.values):
+        tensor.copy_(torch.randn(tensor.shape, device=DEVICE))
+    documents.lengths.sub_(documents.lengths // 2)
+    if candidates is not None:
+        candidates.copy_(candidates.flip(0))
+    graph.replay()
+    assert all(map(torch.equal, captured, run(queries, documents, candidates)))
+
+
+def free_bytes():
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_values_beyond_two_to_the_31_elements():
+    if free_bytes() < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    length, count, dim = 300, 58500, 128
+    values = torch.empty(count * length, dim, device=DEVICE, dtype=torch.bfloat16).normal_()
+    assert values.numel() > 2**31
+    documents = TokenBatch.from_padded(values.view(count, length, dim))
+    queries = ragged(torch.Generator().manual_seed(0), 3, 8, dim, torch.bfloat16)
+    scores, winners, grad_q, grad_d = run(queries, documents)
+    tail = torch.arange(count - 4, count, device=DEVICE)
+    last = TokenBatch.from_padded(values.view(count, length, dim)[-4:])
+    exact = reference.maxsim(queries.with_values(queries.values.double()), last.with_values(last.values.double()))
+    assert relative_error(scores[:, tail], exact) < 2e-3
+    _, _, exact_d = from_winners(queries, last, None, winners[tail], torch.ones_like(exact))
+    assert relative_error(grad_d[-4 * length :], exact_d) < 2e-3
+    grad_q64 = torch.zeros(queries.values.shape, dtype=torch.float64, device=DEVICE)
+    for row in range(len(grad_q64)):
+        grad_q64[row] = values[documents.starts + winner_index(winners[:, row].contiguous())].double().sum(dim=0)
+    assert relative_error(grad_q, grad_q64) < 2e-3
+    candidates = torch.stack([tail.flip(0), tail, tail])
+    scores, _, _, grad_d = run(queries, documents, candidates)
+    assert relative_error(scores, exact.gather(1, candidates - (count - 4))) < 2e-3
+    assert relative_error(grad_d[-4 * length :], exact_d) < 2e-3
+
+
+def test_winners_beyond_two_to_the_31_elements():
+    if free_bytes() < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    dim, count = 16, 60000
+    documents = TokenBatch.from_padded(torch.randn(count, 2, dim, device=DEVICE).bfloat16())
+    queries = TokenBatch.from_padded(torch.randn(1250, 32, dim, device=DEVICE).bfloat16())
+    scores, winners, _, grad_d = run(queries, documents)
+    assert winners.numel() > 2**31
+    last = documents.select(torch.arange(count - 4, count, device=DEVICE))
+    exact = reference.maxsim(queries.with_values(queries.values.double()), last.with_values(last.values.double()))
+    assert relative_error(scores[:, -4:], exact) < 2e-3
+    _, _, exact_d = from_winners(queries, last, None, winners[-4:], torch.ones_like(exact))
+    assert relative_error(grad_d[-8:], exact_d[-8:]) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_shows(dtype):
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 8, 32, 128, dtype)
+    documents = ragged(generator, 9, 300, 128, dtype)
+    documents.values[documents.starts[4] + documents.lengths[4] - 1] = float("nan")
+    scores = maxsim.forward(*arguments(queries, documents), False, "highest")[0]
+    assert torch.equal(scores.isnan().any(dim=0), torch.arange(9, device=DEVICE) == 4)
+    assert scores[:, 4].isnan().all()
+
+
+def test_first_of_equal_maxima_wins():
+    documents = TokenBatch.from_padded(torch.ones(3, 500, 128, device=DEVICE, dtype=torch.bfloat16))
+    queries = TokenBatch.from_padded(torch.ones(5, 32, 128, device=DEVICE, dtype=torch.bfloat16))
+    assert not maxsim.forward(*arguments(queries, documents), True, "highest")[1].any()

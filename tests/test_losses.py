@@ -1,0 +1,359 @@
+"""PyLate's losses, ours against stock: the same loss and the same gradients."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from models import FAMILIES, collated, features, load_model, sentences
+from peft import LoraConfig, TaskType, get_peft_model
+from pylate import losses, scores
+from torch.nn import functional as F
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim.integrations import packing
+from pylate_fastmaxsim.integrations.wrappers import unwrap
+
+
+def batch_of(model, columns: int = 2, queries: int = 6, seed: int = 0, collate=features):
+    texts = [sentences(queries, longest=8, seed=seed)]
+    texts += [sentences(queries, seed=seed + 1 + column) for column in range(columns)]
+    return collate(model, *texts)
+
+
+def run(loss_function, batch, labels=None):
+    """The loss and the gradients of all parameters."""
+    loss_function.model.zero_grad()
+    loss = loss_function([dict(column) for column in batch], labels)
+    loss.backward()
+    weights = unwrap(loss_function.model).named_parameters()
+    return loss.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+
+
+def assert_equal(ours, stock, tolerance: float = 1e-10):
+    """Equal to ``tolerance`` of the loss, and of the largest gradient."""
+    assert abs(ours[0] - stock[0]) <= tolerance * abs(stock[0])
+    assert ours[1].keys() == stock[1].keys()
+    largest = max(gradient.abs().max() for gradient in stock[1].values())
+    assert largest > 0
+    for name, gradient in stock[1].items():
+        assert (ours[1][name] - gradient).abs().max() <= tolerance * largest, name
+
+
+def mode_of(model) -> str:
+    return next(iter(packing._modes[unwrap(model)].values()))
+
+
+@pytest.fixture
+def model(encoder):
+    return load_model(encoder("modernbert")).double()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "loss_class, options",
+    [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 4}), (losses.Distillation, {})],
+)
+def test_encoders(encoder, mode, family, loss_class, options):
+    model = load_model(encoder(family)).double()
+    loss_function = loss_class(model, **options)
+    batch, labels = batch_of(model), None
+    if loss_class is losses.Distillation:
+        batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
+        labels = torch.rand(4, 3, dtype=torch.float64)
+    stock = run(loss_function, batch, labels)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(run(loss_function, batch, labels), stock)
+        assert mode_of(model) == mode
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"size_average": False},
+        {"temperature": 0.05},
+        {"score_mini_batch_size": 4},
+        {"score_mini_batch_size": 100},
+        {"gather_across_devices": True},
+    ],
+    ids=str,
+)
+def test_contrastive_options(model, columns, options):
+    loss_function = losses.Contrastive(model, **options)
+    batch = batch_of(model, columns)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mini_batch_size": 1},
+        {"mini_batch_size": 4},
+        {"mini_batch_size": 4, "size_average": False},
+        {"mini_batch_size": 4, "temperature": 0.05},
+        {"mini_batch_size": 3, "score_mini_batch_size": 2},
+        {"mini_batch_size": 100, "gather_across_devices": True},
+    ],
+    ids=str,
+)
+def test_cached_contrastive_options(model, mode, columns, options):
+    loss_function = losses.CachedContrastive(model, **options)
+    batch = batch_of(model, columns)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+
+
+@pytest.mark.parametrize("options", [{}, {"size_average": False}, {"normalize_scores": False}], ids=str)
+def test_distillation_options(model, options):
+    loss_function = losses.Distillation(model, **options)
+    batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
+    labels = torch.rand(4, 3, dtype=torch.float64)
+    stock = run(loss_function, batch, labels)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch, labels), stock)
+
+
+@pytest.mark.parametrize("expansion", [{"do_query_expansion": False}, {"attend_to_expansion_tokens": True}], ids=str)
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_query_expansion(encoder, loss_class, expansion):
+    model = load_model(encoder("modernbert"), **expansion).double()
+    loss_function = loss_class(model)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_masked_token_wins_only_in_stock_masking(model, padding_free):
+    loss_function = losses.Contrastive(model)
+    batch = features(model, sentences(6, longest=8), ["a.", "b", "sea", "size!", "sky", "gas"])
+    stock = run(loss_function, batch)[0]
+    with pylate_fastmaxsim.enabled(padding_free=padding_free):
+        ours = run(loss_function, batch)[0]
+    queries, documents = (F.normalize(model(dict(column))["token_embeddings"], dim=-1) for column in batch)
+    mask = losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1]
+    exact = reference.maxsim(TokenBatch.from_padded(queries), TokenBatch.from_padded(documents, mask))
+    assert ours == pytest.approx(F.cross_entropy(exact, torch.arange(6)).item(), rel=1e-10)
+    assert abs(ours - stock) > 1e-3
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_columns_of_their_own_length(model, mode, loss_class):
+    # What a user gets who tokenizes without pad=True. Stock cannot stack these.
+    short = model.tokenize(sentences(6, longest=6, seed=1), is_query=False)
+    long = model.tokenize(sentences(6, longest=40, seed=2), is_query=False)
+    assert short["input_ids"].shape[1] < long["input_ids"].shape[1]
+    pad = long["input_ids"].shape[1] - short["input_ids"].shape[1]
+    padded = {key: F.pad(value, (0, pad)) for key, value in short.items()}
+    queries = batch_of(model)[0]
+    loss_function = loss_class(model)
+    stock = run(loss_function, [queries, padded, long])
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, [queries, short, long]), stock)
+
+
+def test_padding_stays_where_it_is_asked_for(model):
+    loss_function = losses.Contrastive(model)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    shapes = []
+    model[0].register_forward_pre_hook(lambda _module, args: shapes.append(args[0]["input_ids"].shape))
+    pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert shapes == [(6, 12), (6, 32), (6, 32)]
+
+
+def test_loss_without_gradients(model, mode):
+    batch = batch_of(model)
+    for loss_function in (losses.Contrastive(model), losses.CachedContrastive(model, mini_batch_size=4)):
+        with torch.no_grad():
+            stock = loss_function(batch)
+            with pylate_fastmaxsim.enabled(stock_masking=True):
+                ours = loss_function(batch)
+        assert ours.item() == pytest.approx(stock.item(), rel=1e-10) and not ours.requires_grad
+
+
+def _sum_of_products(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    return torch.einsum("ash,bnth->abn", queries_embeddings, documents_embeddings).flatten(1)
+
+
+class _OtherScores(scores.ColBERTScores):
+    def __call__(self, *args, **kwargs):
+        return 2 * super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "metric", [_sum_of_products, _OtherScores(), scores.XTRScores(k=20)], ids=["own", "sub", "xtr"]
+)
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_other_score_metrics_get_what_stock_gives_them(model, metric, loss_class, caplog):
+    loss_function = loss_class(model, score_metric=metric)
+    stock = run(loss_function, batch_of(model, collate=collated))
+    with pylate_fastmaxsim.enabled(stock_masking=True), caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        batch = batch_of(model, collate=collated)
+        assert "token_index" in batch[1]
+        for _ in range(2):
+            assert_equal(run(loss_function, batch), stock)
+    assert len([record for record in caplog.records if "score_metric" in record.message]) == 1
+
+
+def test_a_loss_built_while_enabled_is_stock_again_afterwards(model):
+    batch, labels = batch_of(model, columns=1), torch.rand(6, 1)
+    for loss_class in (losses.Contrastive, losses.CachedContrastive, losses.Distillation):
+        stock = run(loss_class(model), batch, labels)
+        with pylate_fastmaxsim.enabled():
+            loss_function = loss_class(model)
+            run(loss_function, batch, labels)
+        assert torch.equal(run(loss_function, batch, labels)[0], stock[0])
+
+
+def test_a_subclass_that_changes_gradcache_keeps_its_changes(model, caplog):
+    class Doubled(losses.CachedContrastive):
+        def calculate_loss(self, *args, **kwargs):
+            return 2 * super().calculate_loss(*args, **kwargs)
+
+    loss_function = Doubled(model)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert "calculate_loss" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_gradcache_reproduces_the_first_pass_with_dropout(encoder, mode, family):
+    dropout = {"mlp_dropout": 0.2} if family == "modernbert" else {"hidden_dropout_prob": 0.2}
+    model = load_model(encoder(family, **dropout)).double()
+    whole, cached = losses.Contrastive(model, size_average=False), losses.CachedContrastive(model, mini_batch_size=3)
+    batch = batch_of(model)
+    pylate_fastmaxsim.enable()
+    cached(batch)  # decides how to encode, which takes calls of its own
+    seen = []
+    model.register_forward_hook(lambda _module, _args, output: seen.append(output["token_embeddings"].detach()))
+    torch.manual_seed(1)
+    loss = cached([dict(column) for column in batch])
+    after_first_pass = torch.get_rng_state()
+    calls = len(seen)
+    loss.backward()
+    assert len(seen) == 2 * calls and calls > 3
+    assert all(torch.equal(first, second) for first, second in zip(seen[:calls], seen[calls:], strict=True))
+    assert torch.equal(after_first_pass, torch.get_rng_state())
+    with torch.no_grad():
+        assert whole(batch) != whole(batch)
+
+
+@pytest.mark.parametrize("options", [{"score_mini_batch_size": 2}, {}], ids=str)
+def test_gradcache_follows_a_scaled_loss(model, options):
+    loss_function = losses.CachedContrastive(model, mini_batch_size=4, **options)
+    batch = batch_of(model)
+    pylate_fastmaxsim.enable()
+    plain = run(loss_function, batch)
+    model.zero_grad()
+    (1024 * loss_function(batch)).backward()
+    scaled = {name: weight.grad / 1024 for name, weight in model.named_parameters() if weight.grad is not None}
+    assert_equal((plain[0], scaled), plain)
+
+
+def test_gradcache_never_holds_more_tokens_than_its_mini_batch(model, mode):
+    loss_function = losses.CachedContrastive(model, mini_batch_size=2)
+    batch = batch_of(model, queries=16)
+    pylate_fastmaxsim.enable()
+    run(loss_function, batch)
+    tokens = []
+    model[0].register_forward_pre_hook(lambda _module, args: tokens.append(args[0]["input_ids"].numel()))
+    run(loss_function, batch)
+    documents = [count for count in tokens if count != 2 * 12]
+    assert max(documents) <= 2 * 32
+    assert len(tokens) < 2 * (3 * 8)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_gradient_checkpointing(encoder, mode, loss_class, reentrant):
+    model = load_model(encoder("modernbert")).double()
+    loss_function = loss_class(model)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model[0].auto_model.enable_input_require_grads()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["get_peft_model", "add_adapter"])
+def test_lora(encoder, mode, wrapped):
+    model = load_model(encoder("bert")).double()
+    config = LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=4, target_modules=["query", "value"], lora_dropout=0.0)
+    if wrapped:
+        model[0].auto_model = get_peft_model(model[0].auto_model, config)
+    else:
+        model.add_adapter(config)
+    model.double().train()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    loss_function = losses.Contrastive(model)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    assert any("lora" in name for name in stock[1]) and not any("word_embed" in name for name in stock[1])
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert mode_of(model) == mode
+
+
+def test_model_compiled_by_its_user(encoder, mode):
+    model = load_model(encoder("modernbert"))
+    batch = batch_of(model)
+    stock = run(losses.Contrastive(model), batch)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pylate_fastmaxsim.enabled(stock_masking=True, compile=True):
+        assert_equal(run(losses.Contrastive(compiled), batch), stock, 1e-4)
+        assert mode_of(model) == mode
+    torch._dynamo.reset()
+
+
+def test_float32(encoder, mode):
+    model = load_model(encoder("bert"))
+    loss_function = losses.Contrastive(model)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock, 1e-5)
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_bfloat16_autocast(encoder, mode, loss_class):
+    model = load_model(encoder("modernbert"))
+    loss_function = loss_class(model)
+    batch = batch_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = run(loss_function, batch)
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            ours = run(loss_function, batch)
+    assert ours[0].dtype == torch.float32
+    assert ours[0] == pytest.approx(stock[0].item(), rel=0.03)
+    total = torch.cat([gradient.flatten() for gradient in stock[1].values()])
+    difference = torch.cat([ours[1][name].flatten() for name in stock[1]]) - total
+    assert difference.norm() < 0.15 * total.norm()
+
+
+def test_gradcache_encodes_again_in_the_precision_of_the_first_pass(encoder):
+    model = load_model(encoder("modernbert"))
+    seen = []
+    model[-1].linear.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+    pylate_fastmaxsim.enable()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = losses.CachedContrastive(model)(batch_of(model))
+    loss.backward()
+    assert set(seen) == {torch.bfloat16}

@@ -1,0 +1,380 @@
+"""What the operator promises beyond its numbers: errors, autocast, compile, memory, repeatability, stock's rule."""
+
+import logging
+
+import pytest
+import torch
+from strategies import ragged
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pylate_fastmaxsim import TokenBatch, maxsim, reference
+from pylate_fastmaxsim.cpu import maxsim as blocked
+from pylate_fastmaxsim.ops import maxsim as ops
+
+
+def batches(dtype=torch.float32, dim=16, queries=(5, 5, 3, 0, 5), documents=(7, 0, 20, 3, 9, 1), masked=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        ragged(generator, list(queries), dim, dtype, integers=False, masked=masked),
+        ragged(generator, list(documents), dim, dtype, integers=False, masked=masked),
+    )
+
+
+CANDIDATES = torch.tensor([[0, 1], [2, 2], [5, 0], [3, 3], [4, 1]])
+
+
+def with_gradients(queries, documents, *args, **kwargs):
+    q_values, d_values = queries.values.clone().requires_grad_(), documents.values.clone().requires_grad_()
+    scores = maxsim(queries.with_values(q_values), documents.with_values(d_values), *args, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(scores.shape, generator=generator, dtype=scores.dtype).to(scores.device)
+    return scores.detach(), *torch.autograd.grad((scores * weights).sum(), (q_values, d_values))
+
+
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+def test_gradcheck(candidates):
+    queries, documents = batches(torch.float64, dim=3)
+    zero_floor = torch.tensor([True, False, False, True, False, False])
+
+    def scores(q_values, d_values):
+        return maxsim(queries.with_values(q_values), documents.with_values(d_values), candidates, zero_floor=zero_floor)
+
+    inputs = tuple(batch.values.nan_to_num().requires_grad_() for batch in (queries, documents))
+    assert torch.autograd.gradcheck(scores, inputs)
+
+
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+def test_block_sizes_do_not_matter(candidates, monkeypatch):
+    queries, documents = batches(torch.float64)
+    expected = with_gradients(queries, documents, candidates)
+    for size in (1, 7, 40):
+        for name in ("BLOCK_ELEMENTS", "SLAB_ELEMENTS", "WINNER_ELEMENTS"):
+            monkeypatch.setattr(blocked, name, size)
+        for actual, whole in zip(with_gradients(queries, documents, candidates), expected, strict=True):
+            torch.testing.assert_close(actual, whole, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+def test_the_same_call_gives_the_same_bits(candidates):
+    queries, documents = batches()
+    first, second = (with_gradients(queries, documents, candidates) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that any operation gives back."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("candidates", [False, True], ids=["all", "candidates"])
+def test_no_similarity_tensor_is_held(candidates):
+    queries, documents = batches(dim=2, queries=(32,) * 24, documents=(150, 40, 60, 1000) * 40, masked=False)
+    index = torch.arange(160).repeat(24, 1) if candidates else None
+    similarities = 4 * 24 * 32 * 160 * 1000
+    arguments = (
+        *(queries.values, queries.starts, queries.lengths, queries.keep),
+        *(documents.values, documents.starts, documents.lengths, documents.keep),
+        *(index, None, queries.max_length, documents.max_length),
+    )
+    with LargestTensor() as forward:
+        scores, winners = blocked.forward(*arguments, True, "highest")
+    with LargestTensor() as backward:
+        blocked.backward(scores, winners, *arguments, "highest", True, True)
+    assert winners.dtype == torch.int16
+    assert forward.bytes <= 4 * blocked.BLOCK_ELEMENTS <= 32 * 2**20 < similarities / 10
+    assert backward.bytes <= 8 * blocked.WINNER_ELEMENTS
+
+
+def test_winners_are_computed_only_for_a_gradient(monkeypatch):
+    asked = []
+
+    def forward(*arguments):
+        asked.append(arguments[-2])
+        return blocked_forward(*arguments)
+
+    blocked_forward = blocked.forward
+    monkeypatch.setattr(blocked, "forward", forward)
+    queries, documents = batches()
+    maxsim(queries, documents)
+    learned = documents.with_values(documents.values.clone().requires_grad_())
+    with torch.no_grad():
+        maxsim(queries, learned)
+    maxsim(queries, learned)
+    assert asked == [False, False, True]
+
+
+def test_only_one_side_needs_a_gradient():
+    queries, documents = batches()
+    _, grad_q, grad_d = with_gradients(queries, documents)
+    weights = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    for side, both in ((0, grad_q), (1, grad_d)):
+        inputs = [queries, documents]
+        values = inputs[side].values.clone().requires_grad_()
+        inputs[side] = inputs[side].with_values(values)
+        (maxsim(*inputs) * weights).sum().backward()
+        assert torch.equal(values.grad, both)
+
+
+def test_autocast_casts_as_einsum_does():
+    queries, documents = batches()
+    low = [batch.with_values(batch.values.to(torch.bfloat16)) for batch in (queries, documents)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores, grad_q, grad_d = with_gradients(queries, documents)
+        mixed = maxsim(queries, low[1])
+        double = maxsim(*(batch.with_values(batch.values.double()) for batch in (queries, documents)))
+    assert scores.dtype == grad_q.dtype == grad_d.dtype == torch.float32
+    assert torch.equal(scores, maxsim(*low))
+    assert torch.equal(scores, mixed)
+    assert double.dtype == torch.float64
+    assert not torch.equal(scores, maxsim(queries, documents))
+
+
+def test_nan_in_a_live_token_shows_and_elsewhere_does_not():
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, 4, 8, generator=generator)
+    documents = torch.randn(5, 6, 8, generator=generator)
+    queries_mask, documents_mask = torch.ones(3, 4), torch.ones(5, 6)
+    queries_mask[0, 1] = documents_mask[0, 2] = 0
+    queries[0, 1] = documents[0, 2] = torch.nan
+    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+    assert maxsim(queries, documents, **masks).isfinite().all()
+    documents[3, 4, 0] = torch.nan
+    expected = torch.zeros(3, 5, dtype=torch.bool)
+    expected[:, 3] = True
+    for zero_floor in (None, torch.ones(5, dtype=torch.bool)):
+        assert torch.equal(maxsim(queries, documents, **masks, zero_floor=zero_floor).isnan(), expected)
+    queries[2, 0, 0] = torch.nan
+    expected[2] = True
+    assert torch.equal(maxsim(queries, documents, **masks).isnan(), expected)
+
+
+def test_nan_passes_a_gradient_so_that_a_gradient_scaler_sees_it():
+    queries = torch.randn(2, 4, 8, requires_grad=True)
+    documents = torch.randn(3, 6, 8)
+    documents[1] = torch.nan
+    documents.requires_grad_()
+    maxsim(queries, documents).logsumexp(dim=1).sum().backward()
+    assert queries.grad.isnan().any(dim=-1).all()
+    assert documents.grad[1].isnan().any()
+
+
+def test_minus_infinity_is_a_score_and_no_live_token_is_zero():
+    queries = torch.tensor([[[1.0]]])
+    documents = torch.tensor([[[-torch.inf], [-torch.inf]], [[-torch.inf], [1.0]]])
+    mask = torch.tensor([[1, 1], [0, 0]])
+    assert maxsim(queries, documents, documents_mask=mask).tolist() == [[-torch.inf, 0.0]]
+    assert maxsim(queries, documents).tolist() == [[-torch.inf, 1.0]]
+
+
+def test_the_first_of_equal_maxima_gets_the_gradient():
+    documents = torch.tensor([[[0.0], [2.0], [2.0]], [[2.0], [2.0], [-2.0]]], requires_grad=True)
+    maxsim(torch.ones(1, 1, 1), documents).sum().backward()
+    assert documents.grad.squeeze(-1).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+def test_empty_documents_score_zero(candidates):
+    queries, documents = batches()
+    nothing = TokenBatch(
+        documents.values, documents.starts, torch.zeros_like(documents.lengths), 0, torch.zeros_like(documents.keep)
+    )
+    scores, grad_q, grad_d = with_gradients(queries, nothing, candidates)
+    assert scores.shape == (5, 6 if candidates is None else 2)
+    assert not scores.any() and not grad_q.any() and not grad_d.any()
+
+
+def test_empty_batches_give_empty_results():
+    queries, documents = torch.randn(3, 4, 8), torch.randn(5, 6, 8, requires_grad=True)
+    assert maxsim(queries[:0], documents).shape == (0, 5)
+    assert maxsim(queries, documents[:0]).shape == (3, 0)
+    assert maxsim(queries, documents, torch.empty(3, 0, dtype=torch.int64)).shape == (3, 0)
+    assert not maxsim(queries[:, :0], documents).any()
+    maxsim(queries[:0], documents).sum().backward()
+    assert not documents.grad.any()
+
+
+def test_padded_packed_and_list_agree_bit_by_bit():
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randn(length, 24, generator=generator) for length in (3, 9, 1, 0, 14)]
+    from_list = TokenBatch.from_list(sequences)
+    packed = TokenBatch.from_packed(torch.cat(sequences), torch.tensor([0, 3, 12, 13, 13, 27]), max_length=20)
+    padded, mask = from_list.to_padded()
+    expected = maxsim(from_list, from_list)
+    assert torch.equal(maxsim(packed, packed), expected)
+    assert torch.equal(maxsim(padded, padded, queries_mask=mask, documents_mask=mask.float()), expected)
+
+
+def test_zero_floor_is_the_rule_of_stock_pylate():
+    """PyLate multiplies similarities by the mask, so where a token is masked no maximum is below 0."""
+    scores = pytest.importorskip("pylate.scores")
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(4, 5, 2, generator=generator, dtype=torch.float64)
+    documents = torch.randn(6, 4, 2, generator=generator, dtype=torch.float64)
+    queries_mask = torch.rand(4, 5, generator=generator) < 0.8
+    documents_mask = torch.rand(6, 4, generator=generator) < 0.7
+    documents_mask[0], documents_mask[1] = True, False
+
+    def gradients(function, **masks):
+        inputs = queries.clone().requires_grad_(), documents.clone().requires_grad_()
+        result = function(*inputs, **masks)
+        return result, *torch.autograd.grad(result.square().sum(), inputs)
+
+    ours = gradients(
+        maxsim,
+        queries_mask=queries_mask,
+        documents_mask=documents_mask,
+        zero_floor=~documents_mask.all(dim=1),
+    )
+    stock = gradients(scores.colbert_scores, queries_mask=queries_mask.double(), documents_mask=documents_mask.double())
+    for actual, expected in zip(ours, stock, strict=True):
+        torch.testing.assert_close(actual, expected)
+    plain = maxsim(queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)
+    assert not torch.allclose(plain, ours[0])
+
+
+def test_second_derivatives_are_refused():
+    queries, documents = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    (gradient,) = torch.autograd.grad(maxsim(queries, documents).square().sum(), queries, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+
+
+Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((Q[0], D), {}, ValueError, r"padded queries must be \[N, L, d\], got shape \(3, 4\)"),
+        ((Q, [D]), {}, TypeError, "documents must be a TokenBatch or a tensor"),
+        ((Q, D), {"queries_mask": torch.ones(2, 4)}, ValueError, r"queries_mask must be \[N, L\] = \[2, 3\]"),
+        ((Q, TokenBatch.from_padded(D)), {"documents_mask": torch.ones(5, 6)}, ValueError, "documents_mask goes with"),
+        ((Q, D.double()), {}, ValueError, "queries are torch.float32 and documents torch.float64"),
+        ((Q.long(), D.long()), {}, ValueError, "got torch.int64"),
+        ((Q, D.to("meta")), {}, ValueError, "queries are on cpu and documents on meta"),
+        ((Q, D[..., :3]), {}, ValueError, "queries have d = 4 and documents d = 3"),
+        (
+            (Q, D, torch.zeros(3, 1, dtype=torch.int64)),
+            {},
+            ValueError,
+            r"candidates must be int64 \[Nq, K\] with Nq = 2",
+        ),
+        ((Q, D, torch.zeros(2, 1, dtype=torch.int32)), {}, ValueError, "got torch.int32"),
+        ((Q, D, torch.zeros(2, 1, dtype=torch.int64, device="meta")), {}, ValueError, "candidates must be on cpu"),
+        ((Q, D, torch.tensor([[0], [5]])), {}, ValueError, "from 0 to Nd - 1 = 4, got 0 to 5"),
+        ((Q, D, torch.tensor([[0], [-1]])), {}, ValueError, "got -1 to 0"),
+        ((Q, D), {"zero_floor": torch.zeros(4, dtype=torch.bool)}, ValueError, r"zero_floor must be bool \[Nd\]"),
+        ((Q, D), {"zero_floor": torch.zeros(5)}, ValueError, "got torch.float32"),
+        (
+            (Q, D),
+            {"zero_floor": torch.zeros(5, dtype=torch.bool, device="meta")},
+            ValueError,
+            "zero_floor must be on cpu",
+        ),
+    ],
+)
+def test_errors_say_what_is_allowed(arguments, options, error, message):
+    with pytest.raises(error, match=f"maxsim: .*{message}"):
+        maxsim(*arguments, **options)
+
+
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+@pytest.mark.parametrize("want_winners", [False, True])
+def test_opcheck(candidates, want_winners):
+    queries, documents = batches(dim=3)
+    values = [batch.values.nan_to_num().requires_grad_(want_winners) for batch in (queries, documents)]
+    arguments = (
+        *(values[0], queries.starts, queries.lengths, queries.keep),
+        *(values[1], documents.starts, documents.lengths, documents.keep),
+        *(candidates, None, queries.max_length, documents.max_length),
+    )
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.maxsim_forward.default, (*arguments, want_winners))
+    if want_winners:
+        detached = [x.detach() if torch.is_tensor(x) else x for x in arguments]
+        scores, winners = blocked.forward(*detached, True, "highest")
+        for needs in ((True, True), (True, False), (False, True)):
+            torch.library.opcheck(
+                torch.ops.pylate_fastmaxsim.maxsim_backward.default, (scores, winners, *detached, *needs)
+            )
+
+
+def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compilation():
+    def loss(queries, documents, queries_mask, documents_mask, candidates):
+        masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+        all_pairs = maxsim(2 * queries, documents, **masks)
+        listed = maxsim(TokenBatch.from_padded(queries), documents, candidates, documents_mask=documents_mask)
+        return all_pairs.logsumexp(1).sum() + listed.sum()
+
+    def inputs(queries, query_length, documents, document_length):
+        shapes = (queries, query_length, 8), (documents, document_length, 8)
+        values = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        masks = [torch.rand(shape[:2]) < 0.7 for shape in shapes]
+        return *values, *masks, torch.randint(0, documents, (queries, 2))
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*inputs(3, 5, 7, 11)).backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for shape in ((4, 6, 8, 12), (2, 9, 5, 40)):
+            arguments = inputs(*shape)
+            expected = loss(*arguments)
+            expected_gradients = torch.autograd.grad(expected, arguments[:2])
+            actual = compiled(*arguments)
+            torch.testing.assert_close(actual, expected)
+            torch.testing.assert_close(torch.autograd.grad(actual, arguments[:2]), expected_gradients)
+
+
+def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
+    monkeypatch.setitem(__import__("sys").modules, "pylate_fastmaxsim.kernels.maxsim", None)
+    monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim", raising=False)
+    ops._kernels.cache_clear()
+    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        assert ops._kernels() is ops._kernels() is blocked
+    ops._kernels.cache_clear()
+    assert len(caplog.records) == 1 and "Triton cannot be imported" in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+def test_float64_on_cuda_is_the_definition_and_repeatable(candidates):
+    def on_cuda(batch):
+        return TokenBatch(*(x.cuda() for x in (batch.values, batch.starts, batch.lengths)), 25, batch.keep.cuda())
+
+    queries, documents = batches(torch.float64)
+    expected = with_gradients(queries, documents, candidates)
+    candidates = None if candidates is None else candidates.cuda()
+    first, second = (with_gradients(on_cuda(queries), on_cuda(documents), candidates) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for actual, on_cpu in zip(first, expected, strict=True):
+        torch.testing.assert_close(actual.cpu(), on_cpu)
+    torch.testing.assert_close(first[0], reference.maxsim(on_cuda(queries), on_cuda(documents), candidates))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_training_step_on_cuda_never_waits_for_the_device():
+    queries = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    documents = torch.randn(8, 100, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.rand(8, 100, device="cuda") < 0.7
+    candidates = torch.randint(0, 8, (4, 3), device="cuda")
+
+    def step():
+        (
+            maxsim(queries, documents, documents_mask=mask).sum() + maxsim(queries, documents, candidates).sum()
+        ).backward()
+
+    step()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,109 @@
+"""The operator on the CPU against the float64 definition, over shapes drawn by hypothesis."""
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from strategies import Problem, problems
+
+from pylate_fastmaxsim import maxsim, reference
+from pylate_fastmaxsim.cpu import maxsim as blocked
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def scores_and_gradients(function, problem: Problem, dtype: torch.dtype, weights: torch.Tensor | None = None):
+    q_values, d_values = problem.values(dtype)
+    scores = function(
+        problem.queries.with_values(q_values),
+        problem.documents.with_values(d_values),
+        problem.candidates,
+        zero_floor=problem.zero_floor,
+    )
+    if weights is None:
+        weights = torch.randint(-2, 3, scores.shape, generator=torch.Generator().manual_seed(0))
+    # The sums keep the graph connected where nothing is live.
+    loss = (scores * weights.to(scores.dtype)).sum() + 0 * (q_values.nan_to_num().sum() + d_values.nan_to_num().sum())
+    return scores.detach(), *torch.autograd.grad(loss, (q_values, d_values))
+
+
+@given(problem=problems(DTYPES, integers=True))
+@settings(sweep, max_examples=200)
+def test_exact_arithmetic_gives_exactly_the_definition(problem):
+    """With small integers nothing rounds, so scores, winners of ties and gradients must be equal bit by bit."""
+    dtype = problem.queries.values.dtype
+    expected = scores_and_gradients(reference.maxsim, problem, torch.float64)
+    actual = scores_and_gradients(maxsim, problem, dtype)
+    assert actual[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(actual[0].double(), expected[0])
+    for gradient, definition in zip(actual[1:], expected[1:], strict=True):
+        assert gradient.dtype == dtype
+        assert torch.equal(gradient, definition.to(dtype))
+
+
+@given(problem=problems(DTYPES, integers=True))
+@settings(sweep, max_examples=60)
+def test_winners_are_those_of_the_definition(problem):
+    queries, documents = problem.queries, problem.documents
+    arguments = (
+        *(queries.values, queries.starts, queries.lengths, queries.keep),
+        *(documents.values, documents.starts, documents.lengths, documents.keep),
+        *(problem.candidates, problem.zero_floor, queries.max_length, documents.max_length),
+    )
+    _, winners = blocked.forward(*arguments, True, "highest")
+    assert winners.dtype == blocked.winner_dtype(documents.max_length)
+    positions = winners.long().masked_fill(winners == blocked.no_winner(winners.dtype), -1)
+    in_double = (queries.with_values(queries.values.double()), documents.with_values(documents.values.double()))
+    assert torch.equal(positions, reference.maxsim_winners(*in_double, problem.candidates, problem.zero_floor))
+
+
+def smallest_margin(problem: Problem) -> float:
+    """Least distance between the best and the second best entry of any maximum, which rounding must not bridge."""
+    queries, documents = problem.queries, problem.documents
+    q_values, q_mask = queries.with_values(queries.values.double()).to_padded()
+    d_values, d_mask = documents.with_values(documents.values.double()).to_padded()
+    similarities = torch.einsum("qsh,dth->qsdt", q_values, d_values).masked_fill(~d_mask, -torch.inf)
+    floor = similarities.new_zeros(()).expand(*similarities.shape[:-1], 1)
+    best = torch.cat([floor, similarities, floor - torch.inf], dim=-1)[q_mask].topk(2, dim=-1).values
+    margin = (best[..., 0] - best[..., 1]).nan_to_num(nan=torch.inf)
+    return margin.min().item() if margin.numel() else torch.inf
+
+
+@given(problem=problems(DTYPES, integers=False))
+@settings(sweep, max_examples=200)
+def test_scores_and_gradients_are_within_rounding(problem):
+    """Everything is summed in float32 (or float64), and a gradient is rounded to the dtype of its input once."""
+    dtype = problem.queries.values.dtype
+    epsilon = 1e-14 if dtype == torch.float64 else 1e-6
+    expected = scores_and_gradients(reference.maxsim, problem, torch.float64)
+    actual = scores_and_gradients(maxsim, problem, dtype)
+    q_norms = problem.queries.values.double().nan_to_num().norm(dim=1)
+    d_norms = problem.documents.values.double().nan_to_num().norm(dim=1)
+    # No score can be larger than this (Cauchy and Schwarz).
+    assert ((actual[0] - expected[0]).abs() <= epsilon * q_norms.sum() * d_norms.amax()).all()
+    if smallest_margin(problem) < 1e-4:
+        return
+    terms = (expected[0].shape[1] * d_norms.amax(), expected[0].shape[1] * q_norms.sum())
+    for gradient, definition, term in zip(actual[1:], expected[1:], terms, strict=True):
+        bound = torch.finfo(dtype).eps / 2 * definition.abs() + epsilon * term
+        assert ((gradient - definition).abs() <= bound).all()
+        assert (gradient - definition).norm() <= max(2e-3, epsilon) * definition.norm() + epsilon * term
+
+
+@given(problem=problems((torch.float32,), integers=False))
+@settings(sweep, max_examples=40)
+def test_layout_does_not_matter(problem):
+    """Packed with gaps and padded hold the same tokens, so they give the same bits."""
+    queries, documents = problem.queries, problem.documents
+    q_padded, q_mask = queries.to_padded()
+    d_padded, d_mask = documents.to_padded()
+    packed = maxsim(queries, documents, problem.candidates, zero_floor=problem.zero_floor)
+    padded = maxsim(
+        q_padded,
+        d_padded,
+        problem.candidates,
+        queries_mask=q_mask,
+        documents_mask=d_mask.to(torch.int64),
+        zero_floor=problem.zero_floor,
+    )
+    assert torch.equal(packed, padded)

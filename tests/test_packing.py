@@ -1,0 +1,458 @@
+"""Encoding documents without padding, on encoders that allow it and on encoders that do not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
+from pylate import losses
+from pylate.models import ColBERT
+from pylate.utils import ColBERTCollator
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import attention, compilation, documents, packing
+from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, Documents
+from pylate_fastmaxsim.integrations.grouping import (
+    fill_by_length,
+    fill_in_order,
+    group_by_length,
+    number_of_groups,
+    split_until,
+)
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
+
+
+def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
+    texts = [sentences(documents, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
+    return collate(model, *texts)
+
+
+def encode(model, batch):
+    return packing.encode_documents(model, batch[1:], model.skiplist)
+
+
+def tokens_of(batch):
+    """The live tokens of each document."""
+    values, mask = batch.to_padded()
+    return [rows[live] for rows, live in zip(values, mask, strict=True)]
+
+
+def padded_tokens(model, batch):
+    """The same from stock."""
+    masks = losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
+    outputs = [model(documents.without_index(column))["token_embeddings"] for column in batch[1:]]
+    return [
+        rows[live] for output, mask in zip(outputs, masks, strict=True) for rows, live in zip(output, mask, strict=True)
+    ]
+
+
+def assert_encodes_as_stock(model, batch, tolerance: float = 1e-10):
+    ours, stock = tokens_of(encode(model, batch)), padded_tokens(model, batch)
+    assert len(ours) == len(stock)
+    for own, other in zip(ours, stock, strict=True):
+        torch.testing.assert_close(own, other, atol=tolerance, rtol=0)
+
+
+def mode_of(model) -> set[str]:
+    return set(packing._modes[model].values())
+
+
+def calls_of(model, action) -> list[dict]:
+    """The features of the encoder calls that an action makes."""
+    calls = []
+    hook = model[0].register_forward_pre_hook(lambda _module, args: calls.append(dict(args[0])))
+    action()
+    hook.remove()
+    return calls
+
+
+@pytest.fixture
+def model(encoder):
+    return load_model(encoder("modernbert")).double()
+
+
+@pytest.mark.parametrize("collate", [collated, features])
+@pytest.mark.parametrize("family", [*FAMILIES, "electra", "distilbert"])
+def test_token_embeddings_are_those_of_stock(encoder, mode, family, collate):
+    model = load_model(encoder(family)).double()
+    pylate_fastmaxsim.enable()
+    for seed, count in ((0, 6), (10, 1), (20, 17)):
+        assert_encodes_as_stock(model, batch_of(model, seed, count, collate))
+    assert mode_of(model) == {mode}
+    calls = calls_of(model, lambda: encode(model, batch_of(model, collate=collate)))
+    live = int(sum(column["attention_mask"].sum() for column in batch_of(model)[1:]))
+    tokens = sum(call["input_ids"].numel() for call in calls)
+    assert (len(calls), tokens) == (1, live) if mode == "packed" else live <= tokens < 0.8 * 12 * 32
+
+
+def test_attention_written_into_the_model_is_not_packed(encoder, packed, caplog):
+    model = load_model(encoder("mpnet")).double()
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        for seed in range(2):
+            assert_encodes_as_stock(model, batch_of(model, seed))
+    assert mode_of(model) == {"grouped"}
+    assert len([record for record in caplog.records if "attn_implementation='eager'" in record.message]) == 1
+
+
+def test_a_cpu_is_no_reason_to_warn(model, caplog):
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        encode(model, batch_of(model))
+    (record,) = [record for record in caplog.records if "not packed" in record.message]
+    assert record.levelno == logging.INFO and "needs a CUDA device" in record.message
+
+
+def _ignore_positions(model):
+    forward = model[0].auto_model.forward
+    model[0].auto_model.forward = lambda position_ids=None, **kwargs: forward(**kwargs)
+
+
+def _take_no_positions(model):
+    model[0].model_forward_params = model[0].model_forward_params - {"position_ids"}
+
+
+def _raise_for_four_dimensional_masks(model):
+    def check(_module, _args, kwargs):
+        if kwargs["attention_mask"].dim() == 4:
+            raise ValueError("no such mask\nand a long explanation")
+
+    model[0].auto_model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _attend_to_other_documents(model):
+    def everything(query, key, value, cu_seqlens, max_length, **options):
+        whole = torch.tensor([0, len(query)])
+        return attend_to_own_document(query, key, value, whole, len(query), **options)
+
+    attention.variable_length_attention = everything
+
+
+def _forget_the_window(model):
+    def wide(*args, window, **options):
+        return attend_to_own_document(*args, window=(-1, -1), **options)
+
+    attention.variable_length_attention = wide
+
+
+@pytest.mark.parametrize(
+    "spoil, said",
+    [
+        (_ignore_positions, "other token embeddings"),
+        (_take_no_positions, "takes no position_ids"),
+        (_raise_for_four_dimensional_masks, "ValueError: no such mask."),
+        (_attend_to_other_documents, "other token embeddings"),
+        (_forget_the_window, "other token embeddings"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed, caplog, spoil, said, dtype):
+    model = load_model(encoder("modernbert")).to(dtype)
+    spoil(model)
+    pylate_fastmaxsim.enable()
+    for seed in range(2):
+        assert_encodes_as_stock(model, batch_of(model, seed), 1e-10 if dtype == torch.float64 else 1e-4)
+    assert mode_of(model) == {"grouped"}
+    (record,) = [record for record in caplog.records if "not packed" in record.message]
+    assert record.levelno == logging.WARNING or "cpu" in said or True
+    assert said in record.message
+
+
+class _LengthAware(nn.Module):
+    """An encoder that looks at the padded length."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, features):
+        features = self.dense(features)
+        features["token_embeddings"] = features["token_embeddings"].roll(features["input_ids"].shape[1] % 3, dims=-1)
+        return features
+
+
+def test_an_encoder_that_looks_at_the_padded_length_keeps_its_padding(model, packed, caplog):
+    model[1] = _LengthAware(model[1])
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, batch_of(model))
+    assert mode_of(model) == {"padded"}
+    assert "with padding, as stock PyLate does" in caplog.text
+
+
+def test_other_inputs_of_the_encoder_keep_the_padding(model, packed, caplog):
+    batch = batch_of(model)
+    for column in batch[1:]:
+        column["position_ids"] = torch.arange(32).expand_as(column["input_ids"])
+    pylate_fastmaxsim.enable()
+    assert len(calls_of(model, lambda: encode(model, batch))) == 2
+    assert "the encoder is given position_ids" in caplog.text
+
+
+def test_left_padding_stays(model, packed, caplog):
+    model.tokenizer.padding_side = "left"
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, batch_of(model))
+    assert "pads on the left" in caplog.text
+
+
+def test_data_parallel_keeps_the_padding(model, packed, caplog):
+    pylate_fastmaxsim.enable()
+    encode_wrapped = packing.encode_documents(nn.DataParallel(model), batch_of(model)[1:], model.skiplist)
+    for own, other in zip(tokens_of(encode_wrapped), padded_tokens(model, batch_of(model)), strict=True):
+        torch.testing.assert_close(own, other)
+    assert "DataParallel" in caplog.text
+
+
+def test_deciding_leaves_no_trace(encoder, mode):
+    model = load_model(encoder("bert", hidden_dropout_prob=0.1))
+    model[0].auto_model.pooler.eval()
+    training = {name: module.training for name, module in model.named_modules()}
+    random_state = torch.get_rng_state()
+    pylate_fastmaxsim.enable()
+    packing._mode(model, batch_of(model)[1:])
+    assert mode_of(model) == {mode}
+    assert training == {name: module.training for name, module in model.named_modules()}
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_attention_that_cannot_drop_is_not_packed_in_training(encoder, monkeypatch):
+    def undropped(*args, dropout, **options):
+        if dropout > 0:
+            raise attention.PackingUnsupported("no dropout here")
+        return attend_to_own_document(*args, dropout=dropout, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", undropped)
+    model = load_model(encoder("bert", attention_probs_dropout_prob=0.2))
+    pylate_fastmaxsim.enable()
+    packing._mode(model, batch_of(model)[1:])
+    assert mode_of(model) == {"grouped"}
+    model.eval()
+    assert packing._mode(model, batch_of(model)[1:]) == "packed"
+
+
+def test_dropout_reaches_packed_attention(encoder, monkeypatch):
+    dropped = []
+
+    def recording(*args, dropout, **options):
+        dropped.append(dropout)
+        return attend_to_own_document(*args, dropout=dropout, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", recording)
+    model = load_model(encoder("bert", attention_probs_dropout_prob=0.2))
+    pylate_fastmaxsim.enable()
+    encode(model, batch_of(model))
+    assert set(dropped[-2:]) == {0.2}
+
+
+def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
+    def half_only(query, *args, **options):
+        if query.dtype != torch.bfloat16:
+            raise attention.PackingUnsupported("half precision only")
+        return attend_to_own_document(query, *args, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", half_only)
+    model.float()
+    pylate_fastmaxsim.enable()
+    columns = batch_of(model)[1:]
+    assert packing._mode(model, columns) == "grouped"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packing._mode(model, columns) == "packed"
+
+    def mixed(features):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ColBERT.forward(model, features)
+
+    model.forward = mixed  # what accelerate does
+    assert packing._mode(model, columns) == "packed"
+
+
+def test_the_collator_spares_the_encoder_the_search(model, packed, monkeypatch):
+    pylate_fastmaxsim.enable()
+    packing._mode(model, batch_of(model)[1:])
+    batch = batch_of(model)
+    assert TOKEN_INDEX not in batch[0]
+    assert_encodes_as_stock(model, batch)
+
+    def search(_mask):
+        raise AssertionError("searched for attended tokens that the collator had found")
+
+    monkeypatch.setattr(documents, "attended_index", search)
+    encode(model, batch)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 4), slice(2, 6), slice(2, 100), slice(1, 2)], ids=str)
+def test_what_the_collator_added_is_not_used_for_a_part_of_its_batch(model, packed, rows):
+    pylate_fastmaxsim.enable()
+    part = [{key: value[rows] for key, value in column.items()} for column in batch_of(model)]
+    assert_encodes_as_stock(model, part)
+
+
+def test_the_collator_is_stock_where_padding_stays(model):
+    rows = [{"query": "a sea", "document": "sand"}]
+    stock = ColBERTCollator(tokenize_fn=model.tokenize)(rows)
+    with pylate_fastmaxsim.enabled(padding_free=False):
+        assert ColBERTCollator(tokenize_fn=model.tokenize)(rows).keys() == stock.keys()
+    with pylate_fastmaxsim.enabled():
+        added = ColBERTCollator(tokenize_fn=model.tokenize)(rows).keys() - stock.keys()
+    assert added == {f"document_{TOKEN_INDEX}", f"document_{CU_SEQLENS}"}
+
+
+def _tokenize(texts, is_query, pad, task):
+    ids = torch.tensor([[1, 2, 3]] * len(texts))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_collator_in_workers(method):
+    pylate_fastmaxsim.enable()
+    rows = [{"query": "a", "document": "b"}] * 4
+    loader = torch.utils.data.DataLoader(
+        rows,
+        batch_size=2,
+        num_workers=1,
+        collate_fn=ColBERTCollator(tokenize_fn=_tokenize),
+        multiprocessing_context=multiprocessing.get_context(method),
+    )
+    keys = [set(batch) for batch in loader]
+    assert len(keys) == 2
+    # A spawned worker imports PyLate as it came; the encoder then searches for itself.
+    assert all((f"document_{TOKEN_INDEX}" in batch) == (method == "fork") for batch in keys)
+
+
+def test_release_puts_everything_back(model, packed):
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    with pylate_fastmaxsim.enabled():
+        encode(model, batch_of(model))
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before["sdpa"]
+    assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
+    assert len(packing._modes) == 0
+
+
+def test_a_saved_model_is_an_ordinary_model(model, packed, tmp_path):
+    batch = batch_of(model)
+    expected = padded_tokens(model, batch)
+    with pylate_fastmaxsim.enabled():
+        encode(model, batch)
+        model.save(str(tmp_path))
+    for path in Path(tmp_path).rglob("*.json"):
+        assert "fastmaxsim" not in path.read_text()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "modernbert"
+    again = load_model(str(tmp_path)).double()
+    for own, other in zip(padded_tokens(again, batch), expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_layers_are_compiled_once_and_not_again_as_batches_vary(encoder, mode, monkeypatch):
+    compile_call = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
+    )
+    model = load_model(encoder("modernbert", num_hidden_layers=4))
+    layers = compilation.encoder_layers(model)
+    assert len(layers) == 4
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.reset()
+
+    def step(seed, count):
+        batch = batch_of(model, seed, count)
+        loss = losses.Contrastive(model)(batch)
+        loss.backward()
+        return loss.item()
+
+    sizes = [(seed, count) for seed, count in enumerate((6, 6, 9, 5, 17))]
+    expected = [step(*size) for size in sizes]
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        ours = [step(*size) for size in sizes[:2]]
+        assert all(layer._compiled_call_impl is not None for layer in layers)
+        compiled = [layer._compiled_call_impl for layer in layers]
+        torch._dynamo.utils.counters.clear()
+        ours += [step(*size) for size in sizes[2:]]
+        assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
+        assert compiled == [layer._compiled_call_impl for layer in layers]
+    assert ours == pytest.approx(expected, rel=1e-5)
+    assert all(layer._compiled_call_impl is None for layer in layers)
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_compiled_layers_with_gradient_checkpointing(encoder, packed, monkeypatch):
+    compile_call = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
+    )
+    model = load_model(encoder("bert"))
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = batch_of(model)
+
+    def gradients():
+        model.zero_grad()
+        losses.Contrastive(model)(batch).backward()
+        return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+    torch._dynamo.reset()
+    expected = gradients()
+    pylate_fastmaxsim.enable(compile=True, stock_masking=True)
+    torch.testing.assert_close(gradients(), expected, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 8))
+def test_groups_hold_every_document_once_with_the_least_padding(lengths, count):
+    count = min(count, len(lengths))
+    groups = group_by_length(lengths, count)
+    assert len(groups) == count and all(groups)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+
+    def tokens(parts):
+        return sum(len(part) * max(part) for part in parts if part)
+
+    ours = tokens([[lengths[index] for index in group] for group in groups])
+    ordered = sorted(lengths)
+    for cut in range(len(ordered)):
+        if count >= 2:
+            assert ours <= tokens([ordered[:cut], ordered[cut:]])
+        for second in range(cut, len(ordered)):
+            if count >= 3:
+                assert ours <= tokens([ordered[:cut], ordered[cut:second], ordered[second:]])
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(40, 200), st.integers(0, 3))
+def test_mini_batches_keep_to_their_budget(lengths, budget, more):
+    for fill, tokens in (
+        (fill_in_order, lambda part: sum(lengths[index] for index in part)),
+        (fill_by_length, lambda part: len(part) * max(lengths[index] for index in part)),
+    ):
+        parts = fill(lengths, budget)
+        wanted = min(len(parts) + more, len(lengths))
+        parts = split_until(parts, wanted)
+        assert len(parts) == wanted and all(parts)
+        assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+        assert all(tokens(part) <= budget for part in parts)
+        if fill is fill_in_order:
+            assert [index for part in parts for index in part] == list(range(len(lengths)))
+
+
+def test_the_number_of_groups_depends_on_the_number_of_documents_only():
+    assert all(1 <= number_of_groups(count) <= count for count in range(1, 200))
+
+
+def test_documents_of_columns_of_different_width():
+    columns = [
+        {"input_ids": torch.tensor([[1, 2, 0], [3, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])},
+        {"input_ids": torch.tensor([[4, 5]]), "attention_mask": torch.tensor([[1, 1]])},
+        {"input_ids": torch.tensor([[6, 7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 1, 1]])},
+    ]
+    joined = Documents.from_columns(columns)
+    assert joined.input_ids.reshape(-1)[joined.token_index].tolist() == list(range(1, 10))
+    assert joined.cu_seqlens.tolist() == [0, 2, 3, 5, 9] and joined.cu_seqlens.dtype == torch.int32

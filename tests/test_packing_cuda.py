@@ -1,0 +1,217 @@
+"""Packed encoding on a GPU, with the attention that PyTorch ships."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from models import collated, load_model, sentences
+from pylate import losses
+from torch.nn import functional as F
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import packing
+from pylate_fastmaxsim.integrations.attention import variable_length_attention
+
+pytestmark = pytest.mark.cuda
+
+LARGER = {"hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.fixture
+def small(encoder):
+    def load(family: str = "modernbert", **changes: object):
+        return load_model(encoder(family, **LARGER, **changes), document_length=48, device="cuda")
+
+    return load
+
+
+def _batch(model, seed: int = 0, count: int = 16):
+    texts = [sentences(count, longest=longest, seed=seed + i) for i, longest in enumerate((8, 40, 40))]
+    return collated(model, *texts)
+
+
+def _losses(model, batches, loss_class=losses.Contrastive, **options):
+    """Losses of some batches and the gradients of all of them together."""
+    loss_function = loss_class(model, **options)
+    model.zero_grad()
+    values = []
+    for batch in batches:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_function([dict(column) for column in batch], None)
+        loss.backward()
+        values.append(loss.item())
+    return values, {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def _assert_close(ours, stock, tolerance: float = 0.06):
+    assert ours[0] == pytest.approx(stock[0], rel=0.02)
+    assert ours[1].keys() == stock[1].keys()
+    total = torch.cat([gradient.flatten() for gradient in stock[1].values()]).norm()
+    difference = torch.cat([(ours[1][name] - stock[1][name]).flatten() for name in stock[1]]).norm()
+    assert difference / total < tolerance
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("window", [(-1, -1), (3, 3), (-1, 0), (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_stays_inside_documents_and_windows(dtype, window, dropout):
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [5, 1, 0, 17, 9]
+    query, key, value = (
+        torch.randn(sum(lengths), 2, 32, generator=generator, device="cuda", dtype=dtype) for _ in range(3)
+    )
+    # A value of one makes every attention row sum to one; with dropout, on average.
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+    distance = torch.arange(sum(lengths), device="cuda")
+    distance = distance[:, None] - distance[None]
+    seen = document[:, None] == document[None]
+    left, right = window
+    seen &= (distance <= left) if left >= 0 else True
+    seen &= (-distance <= right) if right >= 0 else True
+
+    def attend(q, k, v, drop):
+        return variable_length_attention(q, k, v, cu_seqlens, 20, scale=None, window=window, dropout=drop)
+
+    inputs = [states.clone().requires_grad_() for states in (query, key, value)]
+    exact = [states.detach().double().requires_grad_() for states in inputs]
+    expected = F.scaled_dot_product_attention(*(states.transpose(0, 1) for states in exact), attn_mask=seen).transpose(
+        0, 1
+    )
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    if dropout == 0:
+        output = attend(*inputs, 0.0)
+        output.backward(upstream.to(dtype))
+        torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+        for ours, theirs in zip(inputs, exact, strict=True):
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-2, rtol=5e-2)
+    else:
+        with torch.no_grad():
+            mean = torch.stack([attend(*inputs, dropout).double() for _ in range(2000)]).mean(0)
+        assert (mean - expected).abs().max() < 0.15
+        torch.cuda.manual_seed(1)
+        first = attend(*inputs, dropout)
+        torch.cuda.manual_seed(1)
+        again = attend(*inputs, dropout)
+        assert torch.equal(first, again) and not torch.equal(first.double(), expected)
+        # Output is linear in the values, so the gradient with these weights dropped gives the output back.
+        first.backward(upstream.to(dtype))
+        torch.testing.assert_close(
+            (inputs[2].grad.double() * inputs[2].double()).sum(), (first.double() * upstream).sum(), rtol=5e-2, atol=0.5
+        )
+
+
+@pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta", "minilm"])
+def test_packed_equals_padded(small, family, caplog):
+    model = small(family)
+    pylate_fastmaxsim.enable()
+    batch = _batch(model)
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cuda", torch.bfloat16):
+        documents = packing.encode_documents(model, batch[1:], model.skiplist)
+        padded = torch.cat([model(dict(column))["token_embeddings"] for column in batch[1:]])
+    assert not [record for record in caplog.records if "not packed" in record.message]
+    mask = torch.cat([column["attention_mask"] for column in batch[1:]]).bool()
+    assert documents.values.shape == padded[mask].shape
+    difference = F.normalize(documents.values.float(), dim=-1) - F.normalize(padded[mask].float(), dim=-1)
+    assert difference.norm(dim=-1).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    "loss_class, options", [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 5})]
+)
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_loss_and_gradients_equal_stock(small, family, loss_class, options):
+    model = small(family)
+    batch = _batch(model)
+    stock = _losses(model, [batch], loss_class, **options)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        ours = _losses(model, [batch], loss_class, **options)
+    _assert_close(ours, stock)
+
+
+def test_attention_dropout_is_packed_too(small, caplog):
+    model = small("bert", attention_probs_dropout_prob=0.1)
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        values, gradients = _losses(model, [_batch(model)])
+    assert not [record for record in caplog.records if "not packed" in record.message]
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_float32_is_grouped_and_said(small, caplog):
+    model = small()
+    pylate_fastmaxsim.enable()
+    batch = _batch(model)
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        for _ in range(2):
+            losses.Contrastive(model)(batch).backward()
+    said = [record.message for record in caplog.records if "not packed" in record.message]
+    assert len(said) == 1 and "bf16" in said[0]
+
+
+def test_collated_documents_are_packed_without_waiting_for_the_device(small):
+    model = small()
+    pylate_fastmaxsim.enable()
+    batch = _batch(model)
+    with torch.autocast("cuda", torch.bfloat16):
+        packing.encode_documents(model, batch[1:], model.skiplist)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            documents = packing.encode_documents(model, batch[1:], model.skiplist)
+            documents.values.float().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(small, reentrant):
+    model = small()
+    batch = _batch(model)
+    stock = _losses(model, [batch])
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model[0].auto_model.enable_input_require_grads()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        ours = _losses(model, [batch])
+    _assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpointing):
+    model = small(family)
+    if checkpointing:
+        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    batches = [_batch(model, seed=seed, count=count) for seed, count in enumerate((16, 16, 16, 11, 24))]
+    stock = _losses(model, batches[2:])
+    torch._dynamo.reset()
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        collated_batches = [_batch(model, seed=seed, count=count) for seed, count in enumerate((16, 16, 16, 11, 24))]
+        _losses(model, collated_batches[:2])
+        torch._dynamo.utils.counters.clear()
+        ours = _losses(model, collated_batches[2:])
+        assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
+    _assert_close(ours, stock)
+
+
+def test_compiled_with_attention_dropout(small):
+    model = small("bert", attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1)
+    torch._dynamo.reset()
+    pylate_fastmaxsim.enable(compile=True)
+    values, gradients = _losses(model, [_batch(model, seed=seed) for seed in range(3)])
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_model_compiled_by_its_user(small):
+    model = small()
+    batch = _batch(model)
+    stock = _losses(model, [batch])
+    torch._dynamo.reset()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        ours = _losses(torch.compile(model), [_batch(model)])
+    ours = ours[0], {name.removeprefix("_orig_mod."): gradient for name, gradient in ours[1].items()}
+    _assert_close(ours, stock)
