@@ -1,6 +1,7 @@
 """What the operator promises beyond its numbers: errors, autocast, compile, memory, repeatability, stock's rule."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -181,6 +182,36 @@ def test_the_first_of_equal_maxima_gets_the_gradient():
     assert documents.grad.squeeze(-1).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("length", "dtype"), [(255, torch.uint8), (256, torch.int16), (32767, torch.int16), (32768, torch.int32)]
+)
+def test_the_last_token_of_a_long_document_can_win(length, dtype):
+    documents = torch.zeros(1, length, 1)
+    documents[0, -1] = 1
+    documents.requires_grad_()
+    maxsim(torch.ones(1, 1, 1), documents).sum().backward()
+    assert documents.grad.nonzero().tolist() == [[0, length - 1, 0]]
+    assert blocked.winner_dtype(length) == dtype
+
+
+def test_an_empty_candidate_beside_a_longer_one():
+    queries = torch.ones(2, 1, 1)
+    for lengths, expected in (((3, 0), [[1], [0]]), ((0, 3), [[0], [1]])):
+        documents = TokenBatch.from_list([torch.ones(length, 1) for length in lengths])
+        assert maxsim(queries, documents, torch.tensor([[0], [1]])).tolist() == expected
+
+
+def test_strided_values():
+    generator = torch.Generator().manual_seed(0)
+    strided = [
+        TokenBatch.from_packed(torch.randn(6, rows, generator=generator).t(), torch.tensor([0, rows]))
+        for rows in (4, 9)
+    ]
+    contiguous = [batch.with_values(batch.values.contiguous()) for batch in strided]
+    for actual, expected in zip(with_gradients(*strided), with_gradients(*contiguous), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
 def test_empty_documents_score_zero(candidates):
     queries, documents = batches()
@@ -333,7 +364,7 @@ def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compila
 
 
 def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
-    monkeypatch.setitem(__import__("sys").modules, "pylate_fastmaxsim.kernels.maxsim", None)
+    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim", None)
     monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim", raising=False)
     ops._kernels.cache_clear()
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):

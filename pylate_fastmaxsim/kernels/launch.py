@@ -51,7 +51,7 @@ ARCHITECTURES = (80, 90, 100)
 # units, which round float32 to TF32.
 _FORWARD = {
     (80, "half"): [
-        (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
+        (128, ForwardTiles(128, 64, 128, 1, 8, 3)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],

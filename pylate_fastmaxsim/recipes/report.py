@@ -72,7 +72,7 @@ def _cell(run: dict[str, Any], key: str, form: str, scale: float) -> str:
 
 
 def _memory(run: dict[str, Any], key: str) -> str:
-    if "memory" not in run:
+    if run["status"] != FINISHED:
         return "-"
     value = run["memory"][key]
     return f"{value / GIBIBYTE:.1f} GiB" if value >= 10 * GIBIBYTE else f"{value / MEBIBYTE:,.0f} MiB"
@@ -88,9 +88,8 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
     grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
     _draw_losses(figure.add_subplot(grid[0]), runs)
-    _draw_bars(
-        figure.add_subplot(grid[1]), "median step (s)", runs, {m: r.get("step_seconds") for m, r in runs.items()}
-    )
+    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
+    _draw_bars(figure.add_subplot(grid[1]), "median step (s)", runs, seconds)
     memory = {mode: run.get("memory", {}) for mode, run in runs.items()}
     peak, before = ({m: x[key] / GIBIBYTE for m, x in memory.items() if x} for key in ("peak", "before"))
     _draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
@@ -131,7 +130,7 @@ def _draw_bars(
 ) -> None:
     """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
     for place, (mode, run) in enumerate(runs.items()):
-        if run["status"] != FINISHED or values.get(mode) is None:
+        if run["status"] != FINISHED or mode not in values:
             axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
             continue
         axes.bar(place, values[mode], width=0.65, color=COLORS[mode])

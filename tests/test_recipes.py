@@ -1,0 +1,395 @@
+"""Recipes: what is accepted, what is built, and that training loses nothing when it is interrupted."""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import torch
+from datasets import Dataset
+from pylate import models
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
+from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
+from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.schema import RecipeError
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+WORDS = (
+    "fused maximum similarity of late interaction retrieval scores every query token against all document "
+    "tokens while packed batches carry no padding and streaming tiles never write the similarity tensor"
+).split()
+
+
+def text(number: int, length: int) -> str:
+    """A sentence of ``length`` words that is different for every number."""
+    return " ".join(WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(length))
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def tiny(pairs_file: Path, output_dir: Path, **sections) -> dict:
+    """A recipe of a one-layer model that trains in a second."""
+    recipe = {
+        "output_dir": str(output_dir),
+        "model": {
+            "build": {
+                "vocab_size": 600,
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "intermediate_size": 16,
+                "dropout": 0.1,
+            },
+            "embedding_size": 8,
+            "query_length": 8,
+            "document_length": 24,
+        },
+        "data": {"source": "files", "files": [str(pairs_file)]},
+        "training": {
+            "per_device_train_batch_size": 4,
+            "max_steps": 14,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_steps": 4,
+            "dataloader_drop_last": True,
+            "report_to": "none",
+            "use_cpu": True,
+        },
+        "evaluation": {"rows": 24},
+        "fast": {"enabled": False},
+    }
+    for section, values in sections.items():
+        recipe[section] = {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
+    return recipe
+
+
+def write(directory: Path, recipe: dict, name: str = "tiny") -> Path:
+    file = directory / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+@pytest.mark.parametrize("name", ["quickstart", "colbert_msmarco"])
+def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "dumped.yaml") == recipe
+    assert recipe.name == name and not recipe.model.trust_remote_code
+
+
+def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(pairs_file, tmp_path):
+    recipe = load_recipe(
+        write(tmp_path, tiny(pairs_file, tmp_path / "out")),
+        ["training.learning_rate=3e-6", "fast.enabled=true", "data.columns=[query, positive]", "loss.temperature=2"],
+    )
+    assert recipe.training.learning_rate == 3e-6
+    assert recipe.fast.enabled is True
+    assert recipe.data.columns == ["query", "positive"]
+    assert recipe.loss.temperature == 2.0
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainin.max_steps=3", "trainin is not a key of a recipe; did you mean 'training'?"),
+        ("training.learning_rat=3", "training.learning_rat is not a key of a recipe; did you mean 'learning_rate'?"),
+        ("model.build.depth=3", "model.build.depth is not a key of a recipe; allowed here: vocab_size, "),
+        ("training.max_steps=many", "training.max_steps must be an integer of at least 1 or null, got 'many'."),
+        ("training.max_steps=0", "training.max_steps must be an integer of at least 1 or null, got 0."),
+        ("training.max_steps=true", "training.max_steps must be an integer of at least 1 or null, got True."),
+        ("training.learning_rate=fast", "training.learning_rate must be a number of at least 0, got 'fast'."),
+        ("training.learning_rate=.nan", "training.learning_rate must be a number of at least 0, got nan."),
+        ("training.precision=int8", "training.precision must be one of auto, fp32, bf16, fp16, got 'int8'."),
+        ("fast.enabled=maybe", "fast.enabled must be true or false, got 'maybe'."),
+        ("fast=true", "fast must be a section with the keys enabled, padding_free, compile, stock_masking, got True."),
+        ("data.files=pairs.jsonl", "data.files must be a list of strings or null, got 'pairs.jsonl'."),
+        ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
+        ("data.files=[rows.csv]", "data.files must end in .jsonl or .parquet, got rows.csv."),
+        ("data.source=web", "data.source must be one of docstrings, hub, files, got 'web'."),
+        ("data.name=some/data", "data.name does not apply to data.source files, which takes files."),
+        ("data.source=null", "data.source must be one of docstrings, hub, files, got None."),
+        ("model.name_or_path=a/b", "model must have exactly one of name_or_path and build."),
+        ("model.build.num_attention_heads=3", "model.build.hidden_size must be a multiple of 2 * num_attention_heads"),
+        ("loss.name=triplet", "loss.name must be one of contrastive, cached_contrastive, distillation, got 'triplet'."),
+        ("loss.mini_batch_size=8", "loss.mini_batch_size does not apply to the contrastive loss, which takes "),
+        ("loss.temperature=0", "loss.temperature must be greater than 0, got 0.0."),
+        ("training", "--set training: write it as key=value, for example training.max_steps=100."),
+        ("name.x=1", "--set name.x=1: name is not a section."),
+        ("training.seed={a: 1, a: 2}", "--set training.seed: 'a' is given twice (line 1); give it once."),
+        ("training.seed=[1", "--set training.seed, line 1: not valid YAML: "),
+    ],
+)
+def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, pairs_file, tmp_path):
+    file = write(tmp_path, {"name": "x", **tiny(pairs_file, tmp_path / "out")})
+    with pytest.raises(RecipeError) as error:
+        load_recipe(file, [override])
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("- a\n", "a recipe is a mapping with the keys name, output_dir, model, "),
+        ("model: {build: {}}\ndata: {source: hub, name: a}\n", "output_dir is missing; it must be a string."),
+        ("output_dir: a\noutput_dir: b\n", "'output_dir' is given twice (line 2); give it once."),
+        ("output_dir: !!python/object/apply:os.getcwd []\n", "not valid YAML: "),
+        ("output_dir: a\nmodel: {build: {}}\ndata: {source: hub}\n", "data.name is missing; data.source hub needs it."),
+        (
+            "output_dir: a\nmodel: {build: {}}\ndata: {source: docstrings, packages: [no_such_package]}\n",
+            "data.packages: No package named 'no_such_package' is installed.",
+        ),
+        (
+            "output_dir: a\nmodel: {name_or_path: ./nowhere}\ndata: {source: hub, name: a}\n",
+            "model.name_or_path must be a model on the Hub or a directory, but nowhere is not there.",
+        ),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(content, sentence, tmp_path):
+    (tmp_path / "bad.yaml").write_text(content)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(tmp_path / "bad.yaml")
+    assert sentence in str(error.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RecipeError, match="Cannot read the recipe .*none.yaml: No such file or directory."):
+        load_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.columns=[query, negative]", "data.columns: no column 'negative', the data has the columns query, positive."),
+        ("data.columns=[positive, query]", "data.columns must start with the query column"),
+        ("evaluation.rows=60", "evaluation.rows must leave at least one training batch, but the data has 60 rows"),
+        ("loss.name=distillation", "data.columns must be [query, documents, scores] for distillation"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sentence, pairs_file, tmp_path):
+    output = tmp_path / "runs" / "out"
+    recipe = load_recipe(write(tmp_path, tiny(pairs_file, output)), [override])
+    with pytest.raises(RecipeError) as error:
+        training.train(recipe)
+    assert sentence in str(error.value)
+    assert not output.parent.exists()
+
+
+def test_docstring_pairs_are_many_uneven_and_the_same_each_time():
+    pairs = docstring_pairs(["torch", "numpy", "scipy"], limit=2000, seed=3)
+    assert pairs == docstring_pairs(["torch", "numpy", "scipy"], limit=2000, seed=3)
+    assert pairs[:50] != docstring_pairs(["torch", "numpy", "scipy"], limit=50, seed=4)
+    assert len(pairs) == 2000
+    assert len({pair["query"] for pair in pairs}) == len({pair["positive"] for pair in pairs}) == 2000
+    for pair in pairs:
+        assert pair["query"].lower() not in pair["positive"].lower()
+        assert pair["query"] == " ".join(pair["query"].split())
+    lengths = [len(pair["positive"].split()) for pair in pairs]
+    quarters = statistics.quantiles(lengths, n=4)
+    assert min(lengths) >= 12 and quarters[2] > 3 * quarters[0]
+
+
+def test_a_docstring_is_split_after_its_first_sentence_and_without_its_signature():
+    rest = "The rest of it is long enough to be a document, i.e. it has at least a dozen words."
+    assert split_docstring(f"\n    take(a, axis=None)\n\n    Take the elements of\n    an array.  {rest}\n") == (
+        "Take the elements of an array.",
+        rest,
+    )
+    assert split_docstring(f"Take the elements of an array\n\n{rest}") == ("Take the elements of an array", rest)
+    assert split_docstring(f"Take it. {rest}") is None
+    assert split_docstring(f"Take the elements of an array. {rest} Take the elements of an array, again.") is None
+
+
+def test_a_built_model_is_the_same_each_time(pairs_file, tmp_path):
+    files = []
+    for place in ("a", "b"):
+        prepared = prepare(load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / place))))
+        assert prepare(load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / place)))) == prepared
+        files.append(Path(prepared.model.name_or_path))
+    assert [path.name for path in (tmp_path / "a" / "prepared").iterdir()] == [files[0].parent.name]
+    for name in ("model.safetensors", "1_Dense/model.safetensors", "tokenizer.json"):
+        assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes()
+    model = models.ColBERT(str(files[0]), device="cpu")
+    assert model.tokenizer.unk_token_id not in model.skiplist
+    assert (model.query_length, model.document_length) == (8, 24)
+
+
+class Interrupt(TrainerCallback):
+    """Sends this process the signal of Ctrl-C in the middle of a step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
+def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(
+    sampler, pairs_file, tmp_path, monkeypatch
+):
+    def recipe(name):
+        # 36 training rows: the interruption falls into the second epoch, between two checkpoints.
+        return load_recipe(
+            write(tmp_path, tiny(pairs_file, tmp_path / name)), [f"training.batch_sampler={sampler}"]
+        )
+
+    whole = training.train(recipe("whole"))
+    build = training.build_trainer
+
+    def build_interrupted(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(Interrupt())
+        return trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "build_trainer", build_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(recipe("parts"))
+    assert training.last_checkpoint(recipe("parts")).name == "checkpoint-11"
+    assert not (tmp_path / "parts" / "train.json").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    parts = training.train(recipe("parts"))
+    assert parts["resumed_from"] == "checkpoint-11"
+    assert parts["losses"] == whole["losses"] and len(whole["losses"]) == 14
+    assert parts["ndcg@10"] == whole["ndcg@10"]
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+    # Nothing is left to do, in the middle of an epoch: the same again, not one step more.
+    assert training.train(recipe("parts"))["losses"] == whole["losses"]
+    for path in (tmp_path / "parts").glob("checkpoint-*"):
+        assert path.name in ("checkpoint-12", "checkpoint-14")
+
+
+def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(pairs_file, tmp_path):
+    file = write(tmp_path, tiny(pairs_file, tmp_path / "out"))
+    training.train(load_recipe(file))
+    changed = load_recipe(file, ["training.learning_rate=0.002", "fast.enabled=true", "training.save_steps=100"])
+    with pytest.raises(RecipeError, match="training.learning_rate is 0.002, but the checkpoints in .* with 0.001"):
+        training.train(changed)
+    result = training.train(changed, resume=False)
+    assert result["resumed_from"] is None
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-14"]
+
+
+def test_a_checkpoint_that_was_cut_short_does_not_count(pairs_file, tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / "out")))
+    assert training.last_checkpoint(recipe) is None
+    for step, complete in ((4, True), (12, True), (100, False)):
+        directory = tmp_path / "out" / f"checkpoint-{step}"
+        directory.mkdir(parents=True)
+        if complete:
+            (directory / "trainer_state.json").write_text("{}")
+    assert training.last_checkpoint(recipe).name == "checkpoint-12"
+
+
+def test_the_saved_model_is_a_pylate_model_whose_card_names_the_recipe(pairs_file, tmp_path):
+    result = training.train(load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / "out"), name="my-recipe")))
+    model = models.ColBERT(result["model"], device="cpu")
+    assert model.encode(["a query"], is_query=True)[0].shape == (8, 8)
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "recipe `my-recipe` of pylate-fastmaxsim 0" in card and "learning_rate: 0.001" in card
+    assert 0 < result["ndcg@10"] <= 1
+    assert json.loads((tmp_path / "out" / "train.json").read_text()) == result
+
+
+def test_stock_and_fast_training_agree_for_every_loss(pairs_file, tmp_path):
+    rows = [
+        {"query": text(i, 4), "documents": [text(i + j, 3 + (i * j) % 11) for j in range(3)], "scores": [2.0, 1.0, 0.5]}
+        for i in range(16)
+    ]
+    (tmp_path / "kd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cases = {
+        "contrastive": ({"temperature": 0.5}, pairs_file),
+        "cached_contrastive": ({"mini_batch_size": 2}, pairs_file),
+        "distillation": ({"normalize_scores": False}, tmp_path / "kd.jsonl"),
+    }
+    for name, (options, file) in cases.items():
+        recipe = tiny(file, tmp_path / name, loss={"name": name, **options}, evaluation={"rows": 4})
+        recipe["model"]["build"]["dropout"] = 0.0
+        recipe["training"] |= {"max_steps": 3, "save_steps": None}
+        path = write(tmp_path, recipe)
+        stock = training.train(load_recipe(path))
+        fast = training.train(load_recipe(path, ["fast.enabled=true", "fast.stock_masking=true"]))
+        for (_, expected), (_, got) in zip(stock["losses"], fast["losses"], strict=True):
+            assert got == pytest.approx(expected, rel=1e-4), name
+
+
+def test_the_msmarco_recipe_trains_on_stand_ins_of_the_same_shape(tmp_path):
+    data = tmp_path / "msmarco-bm25"
+    (data / "triplet").mkdir(parents=True)
+    triplets = [{"query": text(i, 5), "positive": text(i, 9), "negative": text(i + 1, 30)} for i in range(40)]
+    Dataset.from_list(triplets).to_parquet(data / "triplet" / "train-00000-of-00001.parquet")
+    (data / "README.md").write_text(
+        "---\nconfigs:\n- config_name: triplet\n  data_files:\n  - split: train\n    path: triplet/train-*\n---\n"
+    )
+    files = tmp_path / "texts.jsonl"
+    files.write_text("".join(json.dumps({"query": t["query"], "positive": t["negative"]}) + "\n" for t in triplets))
+    encoder = prepare(load_recipe(write(tmp_path, tiny(files, tmp_path / "encoder", evaluation={"rows": 0}))))
+    recipe = load_recipe(
+        RECIPES / "colbert_msmarco.yaml",
+        [
+            f"model.name_or_path={encoder.model.name_or_path}",
+            "model.embedding_size=8",
+            f"data.name={data}",
+            f"output_dir={tmp_path / 'out'}",
+            "evaluation.rows=8",
+            "training.per_device_train_batch_size=8",
+            "training.max_steps=2",
+            "training.use_cpu=true",
+            "training.dataloader_num_workers=0",
+            "training.report_to=none",
+        ],
+    )
+    held_out = load_data(recipe).held_out
+    assert held_out.column_names == ["query", "positive", "negative"]
+    model = load_model(recipe.model, "cpu", seed=0)
+    evaluator = retrieval_evaluator(recipe, held_out, model.query_length, model.document_length)
+    assert (len(evaluator.queries), len(evaluator.corpus)) == (8, 16)
+    result = training.train(recipe)
+    assert result["steps"] == 2 and 0 <= result["ndcg@10"] <= 1
+
+
+def test_data_that_cannot_be_loaded_is_a_sentence(pairs_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    recipe = tiny(pairs_file, tmp_path / "out")
+    recipe["data"] = {"source": "hub", "name": "no-such-owner/no-such-data"}
+    with pytest.raises(RecipeError, match="data.name cannot be loaded: "):
+        training.train(load_recipe(write(tmp_path, recipe)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_processes_train_one_model_and_only_the_main_one_writes_it(pairs_file, tmp_path):
+    recipe = tiny(pairs_file, tmp_path / "out", training={"max_steps": 4, "save_steps": 2})
+    command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += ["-m", "pylate_fastmaxsim.cli", "train", str(write(tmp_path, recipe)), "--set", "fast.enabled=true"]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("tiny: trained") == 1
+    result = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert result["steps"] == 4 and result["ndcg@10"] > 0
+    assert asdict(load_recipe(tmp_path / "out" / "recipe.yaml"))["fast"]["enabled"]
+    assert len(list((tmp_path / "out" / "checkpoint-4").glob("rng_state_*.pth"))) == 2
