@@ -179,10 +179,12 @@ else:
     @pytest.mark.parametrize("layout", ["all", "candidates"])
     def test_zero_floor(generator, layout):
         queries = ragged(generator, [6, 3], 2)
-        documents = ragged(generator, [2, 1, 20, 0], 2, keep=0.7)
-        candidates = torch.tensor([[3, 0, 1, 2], [1, 1, 0, 2]]) if layout == "candidates" else None
-        _, winners = check(queries, documents, candidates, torch.tensor([True, True, False, True]))
-        assert (winners == 255).any() and (winners != 255).any()
+        documents = ragged(generator, [1, 1, 1, 20, 0], 2)
+        candidates = torch.tensor([[3, 0, 1, 2, 4], [1, 1, 0, 2, 3]]) if layout == "candidates" else None
+        floored, _ = check(queries, documents, candidates, torch.tensor([True, True, False, False, True]))
+        plain, _ = check(queries, documents, candidates)
+        if candidates is None:
+            assert (floored != plain).any(dim=0).tolist() == [True, True, False, False, False]
 
     def test_first_of_equal_maxima(generator):
         values = torch.ones(60, 16)
@@ -195,12 +197,12 @@ else:
         assert (winners[0, 1:4] == 21).all()
 
     def test_nan_shows_and_stays_where_it_is_used(generator):
-        queries = ragged(generator, [3, 2], 16, permuted=False, gap=0)
+        queries = ragged(generator, [3, 2, 0], 16, permuted=False, gap=0)
         documents = ragged(generator, [20, 40, 5], 16, permuted=False, gap=0)
         documents.values[20 + 30] = float("nan")
         documents.values[20 + 35] = float("nan")
         scores, winners = maxsim.forward(*arguments(queries, documents, None, None), True, "highest", TILES)
-        assert scores.isnan().tolist() == [[False, True, False]] * 2
+        assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
         assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
         keep = torch.ones(65, dtype=torch.bool)
         keep[[50, 55]] = False
@@ -208,7 +210,7 @@ else:
         assert not maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)[0].isnan().any()
         queries.values[1] = float("nan")
         scores, _ = maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)
-        assert scores.isnan().tolist() == [[True] * 3, [False] * 3]
+        assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
     def test_only_one_gradient(generator):
         queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)

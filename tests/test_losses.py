@@ -313,7 +313,7 @@ def test_lora(encoder, mode, wrapped):
 
 
 def test_model_compiled_by_its_user(encoder, mode):
-    model = load_model(encoder("modernbert"))
+    model = load_model(encoder("modernbert", num_hidden_layers=1))
     batch = batch_of(model)
     stock = run(losses.Contrastive(model), batch)
     compiled = torch.compile(model, backend="aot_eager")

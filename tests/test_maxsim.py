@@ -374,7 +374,6 @@ def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
 def test_float64_on_cuda_is_the_definition_and_repeatable(candidates):
     def on_cuda(batch):
@@ -391,7 +390,6 @@ def test_float64_on_cuda_is_the_definition_and_repeatable(candidates):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_training_step_on_cuda_never_waits_for_the_device():
     queries = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     documents = torch.randn(8, 100, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

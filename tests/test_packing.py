@@ -92,7 +92,7 @@ def test_token_embeddings_are_those_of_stock(encoder, mode, family, collate):
     calls = calls_of(model, lambda: encode(model, batch_of(model, collate=collate)))
     live = int(sum(column["attention_mask"].sum() for column in batch_of(model)[1:]))
     tokens = sum(call["input_ids"].numel() for call in calls)
-    assert (len(calls), tokens) == (1, live) if mode == "packed" else live <= tokens < 0.8 * 12 * 32
+    assert (len(calls), tokens) == (1, live) if mode == "packed" else live <= tokens < 1.3 * live
 
 
 def test_attention_written_into_the_model_is_not_packed(encoder, packed, caplog):
@@ -130,15 +130,15 @@ def _raise_for_four_dimensional_masks(model):
     model[0].auto_model.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def _attend_to_other_documents(model):
+def _attend_to_other_documents(_model):
     def everything(query, key, value, cu_seqlens, max_length, **options):
         whole = torch.tensor([0, len(query)])
         return attend_to_own_document(query, key, value, whole, len(query), **options)
 
-    attention.variable_length_attention = everything
+    attention.variable_length_attention = everything  # the fixture puts it back
 
 
-def _forget_the_window(model):
+def _forget_the_window(_model):
     def wide(*args, window, **options):
         return attend_to_own_document(*args, window=(-1, -1), **options)
 
@@ -146,25 +146,25 @@ def _forget_the_window(model):
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    "family, spoil, said",
     [
-        (_ignore_positions, "other token embeddings"),
-        (_take_no_positions, "takes no position_ids"),
-        (_raise_for_four_dimensional_masks, "ValueError: no such mask."),
-        (_attend_to_other_documents, "other token embeddings"),
-        (_forget_the_window, "other token embeddings"),
+        ("bert", _ignore_positions, "other token embeddings"),
+        ("modernbert", _take_no_positions, "takes no position_ids"),
+        ("modernbert", _raise_for_four_dimensional_masks, "ValueError: no such mask."),
+        ("modernbert", _attend_to_other_documents, "other token embeddings"),
+        ("modernbert", _forget_the_window, "other token embeddings"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed, caplog, spoil, said, dtype):
-    model = load_model(encoder("modernbert")).to(dtype)
+def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed, caplog, family, spoil, said, dtype):
+    model = load_model(encoder(family)).to(dtype)
     spoil(model)
     pylate_fastmaxsim.enable()
-    for seed in range(2):
-        assert_encodes_as_stock(model, batch_of(model, seed), 1e-10 if dtype == torch.float64 else 1e-4)
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        for seed in range(2):
+            assert_encodes_as_stock(model, batch_of(model, seed), 1e-10 if dtype == torch.float64 else 1e-4)
     assert mode_of(model) == {"grouped"}
     (record,) = [record for record in caplog.records if "not packed" in record.message]
-    assert record.levelno == logging.WARNING or "cpu" in said or True
     assert said in record.message
 
 

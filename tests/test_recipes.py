@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("datasets")
 pytest.importorskip("pylate")
@@ -19,6 +18,7 @@ import torch
 from datasets import Dataset
 from pylate import models
 from safetensors.torch import load_file
+from tiny_recipe import text, tiny, write
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes import train as training
@@ -30,65 +30,6 @@ from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-WORDS = (
-    "fused maximum similarity of late interaction retrieval scores every query token against all document "
-    "tokens while packed batches carry no padding and streaming tiles never write the similarity tensor"
-).split()
-
-
-def text(number: int, length: int) -> str:
-    """A sentence of ``length`` words that is different for every number."""
-    return " ".join(WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(length))
-
-
-@pytest.fixture(scope="session")
-def pairs_file(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    rows = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(60)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def tiny(pairs_file: Path, output_dir: Path, **sections) -> dict:
-    """A recipe of a one-layer model that trains in a second."""
-    recipe = {
-        "output_dir": str(output_dir),
-        "model": {
-            "build": {
-                "vocab_size": 600,
-                "hidden_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-                "intermediate_size": 16,
-                "dropout": 0.1,
-            },
-            "embedding_size": 8,
-            "query_length": 8,
-            "document_length": 24,
-        },
-        "data": {"source": "files", "files": [str(pairs_file)]},
-        "training": {
-            "per_device_train_batch_size": 4,
-            "max_steps": 14,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_steps": 4,
-            "dataloader_drop_last": True,
-            "report_to": "none",
-            "use_cpu": True,
-        },
-        "evaluation": {"rows": 24},
-        "fast": {"enabled": False},
-    }
-    for section, values in sections.items():
-        recipe[section] = {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
-    return recipe
-
-
-def write(directory: Path, recipe: dict, name: str = "tiny") -> Path:
-    file = directory / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    return file
 
 
 @pytest.mark.parametrize("name", ["quickstart", "colbert_msmarco"])
@@ -99,9 +40,9 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
     assert recipe.name == name and not recipe.model.trust_remote_code
 
 
-def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(pairs_file, tmp_path):
+def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path):
     recipe = load_recipe(
-        write(tmp_path, tiny(pairs_file, tmp_path / "out")),
+        write(tmp_path, tiny(tmp_path)),
         ["training.learning_rate=3e-6", "fast.enabled=true", "data.columns=[query, positive]", "loss.temperature=2"],
     )
     assert recipe.training.learning_rate == 3e-6
@@ -141,8 +82,8 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(pairs_fi
         ("training.seed=[1", "--set training.seed, line 1: not valid YAML: "),
     ],
 )
-def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, pairs_file, tmp_path):
-    file = write(tmp_path, {"name": "x", **tiny(pairs_file, tmp_path / "out")})
+def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, tmp_path):
+    file = write(tmp_path, {"name": "x", **tiny(tmp_path)})
     with pytest.raises(RecipeError) as error:
         load_recipe(file, [override])
     assert sentence in str(error.value)
@@ -182,15 +123,18 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("data.columns=[query, negative]", "data.columns: no column 'negative', the data has the columns query, positive."),
+        (
+            "data.columns=[query, negative]",
+            "data.columns: no column 'negative', the data has the columns query, positive.",
+        ),
         ("data.columns=[positive, query]", "data.columns must start with the query column"),
         ("evaluation.rows=60", "evaluation.rows must leave at least one training batch, but the data has 60 rows"),
         ("loss.name=distillation", "data.columns must be [query, documents, scores] for distillation"),
     ],
 )
-def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sentence, pairs_file, tmp_path):
+def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sentence, tmp_path):
     output = tmp_path / "runs" / "out"
-    recipe = load_recipe(write(tmp_path, tiny(pairs_file, output)), [override])
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, "runs/out")), [override])
     with pytest.raises(RecipeError) as error:
         training.train(recipe)
     assert sentence in str(error.value)
@@ -199,8 +143,8 @@ def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sen
 
 def test_docstring_pairs_are_many_uneven_and_the_same_each_time():
     pairs = docstring_pairs(["torch", "numpy", "scipy"], limit=2000, seed=3)
-    assert pairs == docstring_pairs(["torch", "numpy", "scipy"], limit=2000, seed=3)
-    assert pairs[:50] != docstring_pairs(["torch", "numpy", "scipy"], limit=50, seed=4)
+    assert pairs[:200] == docstring_pairs(["torch", "numpy", "scipy"], limit=200, seed=3)
+    assert pairs[:20] != docstring_pairs(["torch", "numpy", "scipy"], limit=20, seed=4)
     assert len(pairs) == 2000
     assert len({pair["query"] for pair in pairs}) == len({pair["positive"] for pair in pairs}) == 2000
     for pair in pairs:
@@ -222,11 +166,11 @@ def test_a_docstring_is_split_after_its_first_sentence_and_without_its_signature
     assert split_docstring(f"Take the elements of an array. {rest} Take the elements of an array, again.") is None
 
 
-def test_a_built_model_is_the_same_each_time(pairs_file, tmp_path):
+def test_a_built_model_is_the_same_each_time(tmp_path):
     files = []
     for place in ("a", "b"):
-        prepared = prepare(load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / place))))
-        assert prepare(load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / place)))) == prepared
+        prepared = prepare(load_recipe(write(tmp_path, tiny(tmp_path, place))))
+        assert prepare(load_recipe(write(tmp_path, tiny(tmp_path, place)))) == prepared
         files.append(Path(prepared.model.name_or_path))
     assert [path.name for path in (tmp_path / "a" / "prepared").iterdir()] == [files[0].parent.name]
     for name in ("model.safetensors", "1_Dense/model.safetensors", "tokenizer.json"):
@@ -245,14 +189,10 @@ class Interrupt(TrainerCallback):
 
 
 @pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
-def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(
-    sampler, pairs_file, tmp_path, monkeypatch
-):
+def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(sampler, tmp_path, monkeypatch):
     def recipe(name):
         # 36 training rows: the interruption falls into the second epoch, between two checkpoints.
-        return load_recipe(
-            write(tmp_path, tiny(pairs_file, tmp_path / name)), [f"training.batch_sampler={sampler}"]
-        )
+        return load_recipe(write(tmp_path, tiny(tmp_path, name)), [f"training.batch_sampler={sampler}"])
 
     whole = training.train(recipe("whole"))
     build = training.build_trainer
@@ -283,8 +223,8 @@ def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(
         assert path.name in ("checkpoint-12", "checkpoint-14")
 
 
-def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(pairs_file, tmp_path):
-    file = write(tmp_path, tiny(pairs_file, tmp_path / "out"))
+def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
     training.train(load_recipe(file))
     changed = load_recipe(file, ["training.learning_rate=0.002", "fast.enabled=true", "training.save_steps=100"])
     with pytest.raises(RecipeError, match="training.learning_rate is 0.002, but the checkpoints in .* with 0.001"):
@@ -294,8 +234,8 @@ def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(pai
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-14"]
 
 
-def test_a_checkpoint_that_was_cut_short_does_not_count(pairs_file, tmp_path):
-    recipe = load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / "out")))
+def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
     assert training.last_checkpoint(recipe) is None
     for step, complete in ((4, True), (12, True), (100, False)):
         directory = tmp_path / "out" / f"checkpoint-{step}"
@@ -305,8 +245,8 @@ def test_a_checkpoint_that_was_cut_short_does_not_count(pairs_file, tmp_path):
     assert training.last_checkpoint(recipe).name == "checkpoint-12"
 
 
-def test_the_saved_model_is_a_pylate_model_whose_card_names_the_recipe(pairs_file, tmp_path):
-    result = training.train(load_recipe(write(tmp_path, tiny(pairs_file, tmp_path / "out"), name="my-recipe")))
+def test_the_saved_model_is_a_pylate_model_whose_card_names_the_recipe(tmp_path):
+    result = training.train(load_recipe(write(tmp_path, tiny(tmp_path), name="my-recipe")))
     model = models.ColBERT(result["model"], device="cpu")
     assert model.encode(["a query"], is_query=True)[0].shape == (8, 8)
     card = (tmp_path / "out" / "model" / "README.md").read_text()
@@ -315,21 +255,22 @@ def test_the_saved_model_is_a_pylate_model_whose_card_names_the_recipe(pairs_fil
     assert json.loads((tmp_path / "out" / "train.json").read_text()) == result
 
 
-def test_stock_and_fast_training_agree_for_every_loss(pairs_file, tmp_path):
+def test_stock_and_fast_training_agree_for_every_loss(tmp_path):
     rows = [
         {"query": text(i, 4), "documents": [text(i + j, 3 + (i * j) % 11) for j in range(3)], "scores": [2.0, 1.0, 0.5]}
         for i in range(16)
     ]
     (tmp_path / "kd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cases = {
-        "contrastive": ({"temperature": 0.5}, pairs_file),
-        "cached_contrastive": ({"mini_batch_size": 2}, pairs_file),
-        "distillation": ({"normalize_scores": False}, tmp_path / "kd.jsonl"),
+        "contrastive": ({"temperature": 0.5}, "pairs.jsonl"),
+        "cached_contrastive": ({"mini_batch_size": 2}, "pairs.jsonl"),
+        "distillation": ({"normalize_scores": False}, "kd.jsonl"),
     }
     for name, (options, file) in cases.items():
-        recipe = tiny(file, tmp_path / name, loss={"name": name, **options}, evaluation={"rows": 4})
+        recipe = tiny(tmp_path, name, loss={"name": name, **options}, data={"files": [str(tmp_path / file)]})
         recipe["model"]["build"]["dropout"] = 0.0
         recipe["training"] |= {"max_steps": 3, "save_steps": None}
+        recipe["evaluation"]["rows"] = 4
         path = write(tmp_path, recipe)
         stock = training.train(load_recipe(path))
         fast = training.train(load_recipe(path, ["fast.enabled=true", "fast.stock_masking=true"]))
@@ -347,7 +288,8 @@ def test_the_msmarco_recipe_trains_on_stand_ins_of_the_same_shape(tmp_path):
     )
     files = tmp_path / "texts.jsonl"
     files.write_text("".join(json.dumps({"query": t["query"], "positive": t["negative"]}) + "\n" for t in triplets))
-    encoder = prepare(load_recipe(write(tmp_path, tiny(files, tmp_path / "encoder", evaluation={"rows": 0}))))
+    texts = tiny(tmp_path, "encoder", data={"files": [str(files)]}, evaluation={"rows": 0})
+    encoder = prepare(load_recipe(write(tmp_path, texts)))
     recipe = load_recipe(
         RECIPES / "colbert_msmarco.yaml",
         [
@@ -372,19 +314,18 @@ def test_the_msmarco_recipe_trains_on_stand_ins_of_the_same_shape(tmp_path):
     assert result["steps"] == 2 and 0 <= result["ndcg@10"] <= 1
 
 
-def test_data_that_cannot_be_loaded_is_a_sentence(pairs_file, tmp_path, monkeypatch):
+def test_data_that_cannot_be_loaded_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    recipe = tiny(pairs_file, tmp_path / "out")
+    recipe = tiny(tmp_path)
     recipe["data"] = {"source": "hub", "name": "no-such-owner/no-such-data"}
     with pytest.raises(RecipeError, match="data.name cannot be loaded: "):
         training.train(load_recipe(write(tmp_path, recipe)))
     assert not (tmp_path / "out").exists()
 
 
-def test_two_processes_train_one_model_and_only_the_main_one_writes_it(pairs_file, tmp_path):
-    recipe = tiny(pairs_file, tmp_path / "out", training={"max_steps": 4, "save_steps": 2})
-    command = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+def test_two_processes_train_one_model_and_only_the_main_one_writes_it(tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 4, "save_steps": 2})
+    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += ["-m", "pylate_fastmaxsim.cli", "train", str(write(tmp_path, recipe)), "--set", "fast.enabled=true"]
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

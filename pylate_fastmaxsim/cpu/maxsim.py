@@ -64,13 +64,13 @@ def winner_dtype(max_d_length: int) -> torch.dtype:
     return torch.int16 if max_d_length <= 32767 else torch.int32
 
 
-def _accumulation_dtype(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
-
-
 def no_winner(dtype: torch.dtype) -> int:
     """The value of :func:`winner_dtype` that stands for "none"."""
     return 255 if dtype == torch.uint8 else -1
+
+
+def _accumulation_dtype(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def _split_prefixes(prefixes: list[int], limit: int) -> Iterator[list[int]]:
@@ -97,7 +97,7 @@ def _block_maxima(
     dtype = query_rows.dtype
     count = live.count[documents]
     maxima = floor[documents][..., None].expand(*documents.shape, rows).to(dtype, copy=True)
-    # Positions are held in floating point because only then does every operation on a slab vectorise.
+    # Positions are held in floating point (exact up to 2^24) because only then does every operation on a slab vectorise.
     winners = torch.zeros_like(maxima) if want_winners else None
 
     # Position by position, each with a prefix of the slots. A document that is shorter than another block's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, unwrap
@@ -43,6 +43,14 @@ def compile_layers(model: nn.Module) -> None:
     if _compiled and _recompile_limit_before is None:
         _recompile_limit_before = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(_recompile_limit_before, _RECOMPILE_LIMIT)
+
+
+def mark_varying(features: dict[str, Tensor]) -> None:
+    """Tell ``torch.compile`` that the sizes of these inputs vary, before it learns so by compiling twice."""
+    for tensor in features.values():
+        for dim, size in enumerate(tensor.shape):
+            if size > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from pylate_fastmaxsim.integrations.documents import (
     packed_plan,
     padded_plan,
 )
-from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, runs_in_step, unwrap
+from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # From what every encoder can do to the fastest.
@@ -72,7 +72,11 @@ def encode_documents(
     TokenBatch
         Token embeddings as the model gives them (not normalized), column after column.
     """
-    plan = plan_documents(model, document_features, skiplist)
+    return encode(model, plan_documents(model, document_features, skiplist))
+
+
+def encode(model: nn.Module, plan: EncodingPlan) -> TokenBatch:
+    """Token embeddings of the documents of a plan, as the model gives them."""
     return plan.batch([token_embeddings(model, call) for call in plan.calls])
 
 
@@ -83,6 +87,9 @@ def plan_documents(
     mini_batch_size: int | None = None,
 ) -> EncodingPlan:
     """The encoder calls of :func:`encode_documents`, for whoever makes them one at a time.
+
+    Plan before the queries of the batch are encoded: the encoder is compiled here if that is asked for, and
+    gradient checkpointing must find it in backward as it was in forward.
 
     With ``mini_batch_size`` no call holds more tokens than that many padded documents, and all
     ranks of a distributed run make equally many; to divide waits for the device.
@@ -100,8 +107,13 @@ def plan_documents(
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = partial(_most_of_all_ranks, device=documents.input_ids.device) if runs_in_step(model) else int
     if mode == "grouped":
-        return grouped_plan(documents, skipped, budget, agree)
-    return packed_plan(*_positioned(unwrap(model), documents), skipped, budget, agree)
+        plan = grouped_plan(documents, skipped, budget, agree)
+    else:
+        plan = packed_plan(*_positioned(unwrap(model), documents), skipped, budget, agree)
+    if is_compiled(model):
+        for call in plan.calls:
+            compilation.mark_varying(call)
+    return plan
 
 
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
@@ -151,7 +163,9 @@ def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     )
     decided = _modes.setdefault(core, {})
     if situation not in decided:
-        mode = _fastest_mode(model, columns)
+        # A few calls of odd shapes, not worth compiling for.
+        with torch.compiler.set_stance("force_eager"):
+            mode = _fastest_mode(model, columns)
         if runs_in_step(model):
             slowest = torch.tensor(_MODES.index(mode), device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MIN)

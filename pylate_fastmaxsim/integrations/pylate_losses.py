@@ -84,9 +84,9 @@ class _Scored:
 
 @_replaces(Contrastive.forward)
 def contrastive(self: Contrastive, features: Features, labels: Tensor | None) -> Tensor:
-    queries, queries_mask = _encode_queries(self.model, features)
-    documents = packing.encode_documents(self.model, features[1:], unwrap(self.model).skiplist)
-    scored = _scored(self, documents.with_values(_normalize(documents.values)), features)
+    queries, documents = _encode(self.model, features)
+    queries_mask = _queries_mask(self.model, features)
+    scored = _scored(self, documents, features)
     if self.gather_across_devices:
         scored = _gather(scored)
     batch_size = len(queries)
@@ -105,11 +105,11 @@ def contrastive(self: Contrastive, features: Features, labels: Tensor | None) ->
 
 @_replaces(Distillation.forward)
 def distillation(self: Distillation, features: Features, labels: Tensor) -> Tensor:
-    queries, queries_mask = _encode_queries(self.model, features)
-    documents = packing.encode_documents(self.model, features[1:2], unwrap(self.model).skiplist)
-    scored = _scored(self, documents.with_values(_normalize(documents.values)), features[:2])
+    features = features[:2]
+    queries, documents = _encode(self.model, features)
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
-    scores = _score(queries, queries_mask, scored, candidates)
+    scored = _scored(self, documents, features)
+    scores = _score(queries, _queries_mask(self.model, features), scored, candidates)
     if self.normalize_scores:
         lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
         scores = (scores - lowest) / (highest - lowest + 1e-8)
@@ -218,10 +218,12 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
     return iter(tqdm.tqdm(steps, desc=description, disable=not self.show_progress_bar))
 
 
-def _encode_queries(model: nn.Module, features: Features) -> tuple[Tensor, Tensor | None]:
-    """Unit token embeddings of the queries, ``[B, L, d]``, and their mask if it counts."""
-    embeddings = _normalize(packing.token_embeddings(model, without_index(features[0])))
-    return embeddings, _queries_mask(model, features)
+def _encode(model: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
+    """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
+    plan = packing.plan_documents(model, features[1:], unwrap(model).skiplist)
+    queries = _normalize(packing.token_embeddings(model, without_index(features[0])))
+    documents = packing.encode(model, plan)
+    return queries, documents.with_values(_normalize(documents.values))
 
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-MINUS_INFINITY = tl.constexpr(-8388608)  # the bits of float32's -inf, as an int32
-
 
 @triton.jit
 def maximum_or_nan(a, b):
@@ -13,17 +11,30 @@ def maximum_or_nan(a, b):
 
 
 @triton.jit
+def live_tokens_kernel(d_starts, d_lengths, d_keep, live_tokens, live_lengths, BLOCK: tl.constexpr):
+    """Lists the tokens of a document that count, in order, at live_tokens[start of the document]."""
+    document = tl.program_id(0)
+    start = tl.load(d_starts + document)
+    length = tl.load(d_lengths + document).to(tl.int32)
+    count = 0
+    for first in range(0, length, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        live = (tl.load(d_keep + start + token, mask=token < length, other=0) != 0).to(tl.int32)
+        tl.store(live_tokens + start + count + tl.cumsum(live, axis=0) - 1, token, mask=live > 0)
+        count += tl.sum(live, axis=0)
+    tl.store(live_lengths + document, count)
+
+
+@triton.jit
 def _best_token(
     q_tile,
     q_pointers,
     row_live,
-    d_values,
-    d_keep,
-    document_start,
+    document,
+    live_tokens,
     document_length,
     best,
     DIM: tl.constexpr,
-    HAS_KEEP: tl.constexpr,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -31,23 +42,21 @@ def _best_token(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Maximum and first winner of BLOCK_M query rows over one document; `best` is what they start from."""
+    """Maximum and first winner of BLOCK_M query rows over one document; `best` is what they start from.
+
+    `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all.
+    """
     winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
     column = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    any_live = document_length > 0
-    seen = tl.zeros([BLOCK_N], tl.int32)
     for first in range(0, document_length, BLOCK_N):
         # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
-        row = tl.minimum(column, document_length - 1 - first)
-        d_pointers = d_values + (document_start + first) * DIM + row[:, None] * DIM + k[None, :]
-        if HAS_KEEP:
-            # Loaded ahead of the product, which hides the wait. All bits of a live token, none of a masked
-            # one; and the reverse with the bits of -inf.
-            live = tl.load(d_keep + document_start + first + row).to(tl.int32)
-            live_bits = -live
-            dead_bits = (1 - live) * MINUS_INFINITY
-            seen |= live
+        if live_tokens is None:
+            row = tl.minimum(column, document_length - 1 - first)
+            d_pointers = document + tl.cast(first, tl.int64) * DIM + row[:, None] * DIM + k[None, :]
+        else:
+            row = tl.load(live_tokens + tl.minimum(first + column, document_length - 1))
+            d_pointers = document + row.to(tl.int64)[:, None] * DIM + k[None, :]
         if DIM <= BLOCK_K:
             d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
             similarity = tl.dot(q_tile, tl.trans(d_tile), input_precision=PRECISION)
@@ -58,10 +67,6 @@ def _best_token(
                 q_chunk = tl.load(q_pointers + first_k, mask=row_live[:, None] & in_dim, other=0.0)
                 d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
                 similarity = tl.dot(q_chunk, tl.trans(d_chunk), similarity, input_precision=PRECISION)
-        if HAS_KEEP:
-            # A select by bits is one instruction (LOP3) per similarity, where a predicate takes two.
-            bits = (similarity.to(tl.int32, bitcast=True) & live_bits[None, :]) | dead_bits[None, :]
-            similarity = bits.to(tl.float32, bitcast=True)
         tile_best = tl.reduce(similarity, 1, maximum_or_nan)
         if WANT_WINNERS:
             # Nothing is less than a NaN threshold, so look for the first similarity that is itself NaN.
@@ -70,9 +75,9 @@ def _best_token(
             better = (tile_best > best) | ((tile_best != tile_best) & (best == best))
             winner = tl.where(better, tl.minimum(first + first_column, document_length - 1), winner)
         best = maximum_or_nan(best, tile_best)
-    if HAS_KEEP:
-        any_live = tl.max(seen, axis=0) > 0
-    return tl.where(row_live & any_live, best, 0.0), winner
+    if live_tokens is not None and WANT_WINNERS:
+        winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
+    return tl.where(row_live & (document_length > 0), best, 0.0), winner
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows"])
@@ -84,7 +89,7 @@ def forward_kernel(
     d_values,
     d_starts,
     d_lengths,
-    d_keep,
+    live_tokens,
     candidates,
     zero_floor,
     scores,
@@ -106,12 +111,14 @@ def forward_kernel(
 ):
     """A tile of query rows against a few documents.
 
+    With `live_tokens`, a list for each document at its start, `d_lengths` counts the live tokens only:
+    masked ones are neither loaded nor multiplied.
+
     The tile holds BLOCK_M // SLOT queries, one every SLOT rows (one query where candidates are given,
     as each query then has documents of its own). Slot p of `num_slots` is document p, or the p-th
     candidate of the query. Queries longer than a tile are taken BLOCK_M rows at a time.
     """
     HAS_CANDIDATES: tl.constexpr = candidates is not None
-    HAS_KEEP: tl.constexpr = d_keep is not None
     QUERIES: tl.constexpr = 1 if HAS_CANDIDATES else BLOCK_M // SLOT
     # Tiles vary fastest, so that programs running together share documents in L2.
     program = tl.program_id(0)
@@ -145,6 +152,9 @@ def forward_kernel(
             document = tl.load(candidates + tile.to(tl.int64) * num_slots + slot)
         document_start = tl.load(d_starts + document)
         document_length = tl.load(d_lengths + document).to(tl.int32)
+        document_tokens = None
+        if live_tokens is not None:
+            document_tokens = live_tokens + document_start
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         if zero_floor is not None:
             best = tl.where(tl.load(zero_floor + document) != 0, 0.0, best)
@@ -160,16 +170,16 @@ def forward_kernel(
                 if DIM <= BLOCK_K:
                     chunk_tile = tl.load(pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
                 value, winner = _best_token(
-                    chunk_tile, pointers, live, d_values, d_keep, document_start, document_length, best,
-                    DIM, HAS_KEEP, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                    chunk_tile, pointers, live, d_values + document_start * DIM, document_tokens, document_length, best,
+                    DIM, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 total += value
                 if WANT_WINNERS:
                     tl.store(winners + tl.cast(slot, tl.int64) * num_rows + chunk_row, winner, mask=live)
         else:
             total, winner = _best_token(
-                q_tile, q_pointers, q_live, d_values, d_keep, document_start, document_length, best,
-                DIM, HAS_KEEP, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                q_tile, q_pointers, q_live, d_values + document_start * DIM, document_tokens, document_length, best,
+                DIM, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if WANT_WINNERS:
                 tl.store(winners + tl.cast(slot, tl.int64) * num_rows + q_row, winner, mask=q_live)

@@ -51,13 +51,18 @@ ARCHITECTURES = (80, 90, 100)
 # units, which round float32 to TF32.
 _FORWARD = {
     (80, "half"): [
-        (128, ForwardTiles(128, 64, 128, 1, 8, 3)),
+        (128, ForwardTiles(128, 64, 128, 1, 8, 2)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
-    "half": [
+    (90, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
         (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
+        (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
+    ],
+    (100, "half"): [
+        (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
+        (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],

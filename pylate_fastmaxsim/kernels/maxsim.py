@@ -12,7 +12,7 @@ from pylate_fastmaxsim.kernels.document_gradient import (
     document_gradient_kernel,
     row_query_kernel,
 )
-from pylate_fastmaxsim.kernels.forward import forward_kernel
+from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
 
 
@@ -25,6 +25,10 @@ def _winner_type(max_d_length: int) -> tuple[torch.dtype, int]:
 
 def _on_device_of(tensor: Tensor):
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _contiguous(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
@@ -49,6 +53,7 @@ def forward(
     tiles: launch.Tiles = launch.FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
+    q_starts, q_lengths, d_starts, d_lengths = _contiguous(q_starts, q_lengths, d_starts, d_lengths)
     num_queries = q_starts.shape[0]
     num_rows, dim = q_values.shape
     num_slots = d_starts.shape[0] if candidates is None else candidates.shape[1]
@@ -69,6 +74,14 @@ def forward(
     num_tiles = num_queries if candidates is not None else triton.cdiv(num_queries, tile.block_m // slot)
     scores = torch.empty((num_queries, num_slots), dtype=torch.float32, device=q_values.device)
     with _on_device_of(q_values):
+        live_tokens = None
+        if d_keep is not None:
+            live_tokens = torch.empty(d_keep.shape, dtype=torch.int32, device=d_keep.device)
+            live_lengths = torch.empty(d_lengths.shape, dtype=torch.int32, device=d_lengths.device)
+            live_tokens_kernel[(d_starts.shape[0],)](
+                d_starts, d_lengths, _as_bytes(d_keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
+            )
+            d_lengths = live_lengths
         forward_kernel[(num_tiles * triton.cdiv(num_slots, tile.documents_per_program),)](
             q_values.contiguous(),
             q_starts,
@@ -77,7 +90,7 @@ def forward(
             d_values.contiguous(),
             d_starts,
             d_lengths,
-            _as_bytes(d_keep),
+            live_tokens,
             None if candidates is None else candidates.contiguous(),
             _as_bytes(zero_floor),
             scores,
@@ -126,6 +139,7 @@ def backward(
 
     The masks and the floor are already in the winners: a row that they silence has none.
     """
+    q_starts, q_lengths, d_starts, d_lengths = _contiguous(q_starts, q_lengths, d_starts, d_lengths)
     grad_q = torch.zeros_like(q_values, memory_format=torch.contiguous_format) if need_q else q_values.new_empty(0)
     grad_d = torch.zeros_like(d_values, memory_format=torch.contiguous_format) if need_d else d_values.new_empty(0)
     num_queries, num_slots = grad_scores.shape

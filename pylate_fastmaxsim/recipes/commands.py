@@ -146,16 +146,6 @@ def _progress():
         yield lambda mode, step: status.update(f"{mode} run: " + (f"step {step}" if step else "starting"))
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    options_metavar="[OPTIONS]",
-)
-def run(context: typer.Context) -> None:
-    """Run a PyLate training script with the plugin switched on: fastmaxsim run SCRIPT.py ARGS."""
-    cli.run(context.args)
-
-
-@app.command()
-def doctor() -> None:
-    """Show versions, device, what would be patched and what would fall back, and why."""
-    cli.doctor()
+# Listed here for --help; the command line reaches them without typer (see cli.main).
+app.command()(cli.run)
+app.command()(cli.doctor)

@@ -1,0 +1,108 @@
+"""The command line: what it prints, what it returns, and that it works without its extra where it can."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+from tiny_recipe import tiny, write
+from typer.testing import CliRunner
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.recipes.commands import app
+
+SCRIPT = """
+import sys
+from pylate.scores import colbert_scores
+print(sys.argv[1:], hasattr(colbert_scores, "__wrapped__"))
+"""
+
+
+def fastmaxsim(*arguments, code="", **options):
+    """Run the command in a process of its own, after ``code``."""
+    program = (
+        f"import sys\nsys.argv = ['fastmaxsim', *sys.argv[1:]]\n{code}\nfrom pylate_fastmaxsim.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
+def test_version_and_help():
+    assert CliRunner().invoke(app, ["--version"]).output == f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}\n"
+    listed = CliRunner().invoke(app, ["--help"]).output
+    assert all(command in listed for command in ("train", "compare", "run", "doctor"))
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_bad_recipe_is_one_line_with_exit_code_2_and_no_output_directory(command, tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    for override in ("training.max_step=3", "data.columns=[query, document]"):
+        done = CliRunner().invoke(app, [command, str(file), "--set", override])
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"fastmaxsim: {override.partition('=')[0]}") and done.stderr.count("\n") == 1
+        assert not done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_prints_a_summary(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2}))
+    done = CliRunner().invoke(app, ["train", str(file), "--set", "name=my-run", "--no-resume"])
+    assert done.exit_code == 0, done.output
+    assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
+
+
+def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 100_000, "save_steps": 20}))
+    command = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(f"Interrupted: {tmp_path}/out/checkpoint-") and "goes on from there" in last
+    assert "Traceback" not in errors
+
+
+def test_run_hands_all_arguments_to_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "PYLATE_FASTMAXSIM"}
+    done = fastmaxsim("run", script, "--help", "--set", "a=b", "-v", "--", "--version", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['--help', '--set', 'a=b', '-v', '--', '--version'] True"
+
+
+@pytest.mark.parametrize("missing", ["typer", "yaml"])
+def test_without_the_recipes_extra_it_says_what_to_install(missing, tmp_path):
+    code = f"sys.modules['{missing}'] = None"
+    done = fastmaxsim("train", "recipe.yaml", code=code)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"fastmaxsim: {missing} is missing, which every command but run and doctor needs: "
+        'pip install "pylate-fastmaxsim[recipes]".\n'
+    )
+
+
+def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
+    code = "for name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = fastmaxsim("run", script, "--help", code=code)
+    assert done.stdout.strip() == "['--help'] True", done.stderr
+    done = fastmaxsim("doctor", code=code)
+    assert done.returncode == 0 and "pylate" in done.stdout.lower(), done.stderr
+
+
+def test_doctor_prints_the_report():
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    assert pylate_fastmaxsim.__version__ in done.stdout

@@ -1,0 +1,171 @@
+"""Stock against fast: both really run, and what goes wrong in one of them is said or shown."""
+
+import io
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+pytest.importorskip("pylate")
+
+import torch
+from PIL import Image
+from rich.console import Console
+from tiny_recipe import tiny, write
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.compare import contrast, read_steps, summarize
+from pylate_fastmaxsim.recipes.measure import is_out_of_memory
+from pylate_fastmaxsim.recipes.memory import PeakMemory, peak_resident
+from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison
+
+MEBIBYTE = 2**20
+
+
+def compare(recipe: Path, *overrides: str):
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    return CliRunner().invoke(app, ["compare", str(recipe), *arguments])
+
+
+def shown(comparison: dict) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(comparison_table(comparison))
+    return console.file.getvalue()
+
+
+def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 8, "learning_rate": 1e-3})
+    recipe["model"]["build"]["dropout"] = 0.0
+    done = compare(write(tmp_path, recipe), "model.document_length=64", "fast.stock_masking=true")
+    assert done.exit_code == 0, done.output
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
+    for run in (stock, fast):
+        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == 8
+        assert run["step_seconds"] > 0 and run["documents_per_second"] > 0
+        assert run["memory"]["peak"] >= run["memory"]["before"] > 50 * MEBIBYTE
+        assert 0 < run["ndcg@10"] <= 1
+    # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.
+    assert stock["padding"] > 0.5 > fast["padding"] >= 0
+    assert comparison["summary"]["largest_loss_difference"] < 1e-4
+    assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
+    assert comparison["summary"]["speedup"] == stock["step_seconds"] / fast["step_seconds"]
+    assert comparison["recipe"]["name"] == "tiny"
+    with Image.open(tmp_path / "out" / "compare.png") as picture:
+        assert picture.width > 1000
+    assert "median step" in done.stdout and "compare.png" in done.stdout
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_running_out_of_memory_is_a_result(tmp_path):
+    # The stock similarity tensor, 800 x 800 x 16 x 200 fp32 values, is 7.6 GiB; this process has half of it left.
+    limited = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)),) * 2)\n"
+        "from pylate_fastmaxsim.cli import main\n"
+        "main()\n"
+    )
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 900})
+    recipe["model"] |= {"query_length": 16, "document_length": 200}
+    recipe["training"] |= {"per_device_train_batch_size": 800, "max_steps": 1}
+    recipe["evaluation"]["rows"] = 0
+    command = [sys.executable, "-c", limited, str(used + 3584 * MEBIBYTE), "compare", str(write(tmp_path, recipe))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
+    assert runs["stock"]["status"] == "out of memory" and runs["fast"]["status"] == "finished"
+    assert "out of memory" in done.stdout
+    assert (tmp_path / "out" / "compare.png").exists()
+
+
+def test_a_run_that_fails_otherwise_shows_its_last_line_of_error(tmp_path, monkeypatch):
+    # The children cannot import what they need; the parent already has.
+    (tmp_path / "broken" / "accelerate").mkdir(parents=True)
+    (tmp_path / "broken" / "accelerate" / "__init__.py").write_text("raise OSError('no such device')")
+    file = write(tmp_path, tiny(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    done = compare(file)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("fastmaxsim: The stock run failed: OSError: no such device (see ")
+    assert not (tmp_path / "out" / "compare.json").exists()
+
+
+def test_a_comparison_under_a_distributed_launcher_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = compare(write(tmp_path, tiny(tmp_path)))
+    assert done.exit_code == 2 and "without a distributed launcher" in done.stderr
+
+
+def steps(seconds: list[float], encoded: int) -> list[dict]:
+    return [
+        {"loss": 1 / (place + 1), "seconds": s, "documents": 4, "live": 30, "query_tokens": 20, "encoded": encoded}
+        for place, s in enumerate(seconds)
+    ]
+
+
+def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
+    run = summarize({"status": "finished"}, steps([9.0] * 5 + [1.0, 2.0, 3.0] + [2.0] * 8, encoded=80))
+    assert run["step_seconds"] == 2.0
+    assert run["documents_per_second"] == 4 * 11 / 22
+    assert run["live_tokens_per_second"] == 30 * 11 / 22
+    assert run["padding"] == 0.5
+    # In a short run the warm-up is a third.
+    assert summarize({"status": "finished"}, steps([9.0, 1.0, 1.0], encoded=80))["step_seconds"] == 1.0
+    assert "step_seconds" not in summarize({"status": "out of memory"}, [])
+
+
+def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
+    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": 0.5}
+    fast = summarize({**result, "environment": {"device": "some GPU"}}, steps([1.0] * 6, encoded=50))
+    for stock in (
+        summarize({"status": "out of memory"}, steps([2.0] * 3, encoded=80)),
+        summarize({"status": "out of memory"}, []),
+        summarize({**result, "ndcg@10": 0.4}, steps([2.0] * 6, encoded=80)),
+    ):
+        runs = {"stock": stock, "fast": fast}
+        comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(stock, fast)}
+        draw_comparison(comparison, tmp_path / "compare.png")
+        table = shown(comparison)
+        if stock["status"] == "finished":
+            assert comparison["summary"]["speedup"] == 2.0 and comparison["summary"]["peak_memory"] == 1.0
+            assert "2.00x as fast" in table and "+0.1000" in table and "x on some GPU" in table
+        else:
+            assert comparison["summary"]["speedup"] is None
+            assert "out of memory" in table
+    both = {"stock": stock, "fast": stock}
+    assert contrast(stock, stock)["largest_loss_difference"] == 0.0
+    assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock)})
+
+
+def test_a_line_still_being_written_is_not_a_step(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    assert read_steps(file) == []
+    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert read_steps(file) == [{"step": 1}, {"step": 2}]
+
+
+def test_what_counts_as_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(error.value)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_peak_memory_counts_from_where_it_starts():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the kernel does not let a process reset its peak memory")
+    torch.ones(64 * MEBIBYTE, dtype=torch.uint8)  # earlier, so it does not count
+    memory = PeakMemory(torch.device("cpu"))
+    assert memory.peak() - memory.before < 32 * MEBIBYTE
+    torch.ones(128 * MEBIBYTE, dtype=torch.uint8)
+    assert 120 * MEBIBYTE < memory.peak() - memory.before < 200 * MEBIBYTE
+    assert peak_resident() == memory.peak()

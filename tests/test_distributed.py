@@ -1,0 +1,149 @@
+"""Losses in two real processes, under DistributedDataParallel and with documents gathered from both."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import attend_to_own_document, build_model, features, load_model, sentences
+from pylate import losses
+from torch.nn.parallel import DistributedDataParallel
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import attention, packing
+
+RANKS = 2
+
+
+def _batch(model, rank: int, queries: int = 6):
+    # Rank 0 has short documents and rank 1 long ones: each alone would divide them differently.
+    longest = (6, 40)[rank]
+    texts = [sentences(queries, longest=8, seed=rank)]
+    texts += [sentences(queries, longest=longest, seed=10 * column + rank) for column in (1, 2)]
+    return features(model, *texts)
+
+
+def _compare(loss_class, wrapped: bool, packed: bool, checkpointing: bool = False, **options) -> Callable[[str], None]:
+    def run(folder: str) -> None:
+        rank = dist.get_rank()
+        core = load_model(f"{folder}/modernbert").double()
+        batch = _batch(core, rank)
+        if checkpointing:
+            core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = DistributedDataParallel(core) if wrapped else core
+        loss_function = loss_class(model, **options)
+
+        def step():
+            core.zero_grad()
+            loss = loss_function([dict(column) for column in batch])
+            loss.backward()
+            return loss.item(), {name: weight.grad.clone() for name, weight in core.named_parameters()}
+
+        stock = step()
+        if packed:
+            attention.variable_length_attention = attend_to_own_document
+        calls = []
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            step()
+            core[0].register_forward_pre_hook(lambda _module, args: calls.append(args[0]["input_ids"].numel()))
+            ours = step()
+            assert set(packing._modes[core].values()) == {"packed" if packed else "grouped"}
+        assert ours[0] == pytest.approx(stock[0], rel=1e-10)
+        largest = max(gradient.abs().max() for gradient in stock[1].values())
+        for name, gradient in stock[1].items():
+            assert (ours[1][name] - gradient).abs().max() <= 1e-10 * largest, name
+        if wrapped:
+            counts = [None] * RANKS
+            dist.all_gather_object(counts, len(calls))
+            assert len(set(counts)) == 1, counts
+            # Averaged over the ranks, so equal on all of them.
+            total = torch.stack([gradient.sum() for gradient in ours[1].values()]).sum()
+            totals = [torch.empty_like(total) for _ in range(RANKS)]
+            dist.all_gather(totals, total)
+            torch.testing.assert_close(totals[0], totals[1])
+
+    return run
+
+
+def _disagreeing(folder: str) -> None:
+    """One rank cannot pack: all encode the way that it can."""
+    core = load_model(f"{folder}/modernbert").double()
+    if dist.get_rank() == 0:
+        attention.variable_length_attention = attend_to_own_document
+    pylate_fastmaxsim.enable()
+    losses.Contrastive(DistributedDataParallel(core))(_batch(core, dist.get_rank())).backward()
+    assert set(packing._modes[core].values()) == {"grouped"}
+
+
+CASES = {
+    f"{loss_class.__name__}-{'ddp' if wrapped else 'bare'}-{'gathered' if gathered else 'local'}-"
+    f"{'packed' if packed else 'grouped'}": _compare(
+        loss_class, wrapped, packed, gather_across_devices=gathered, **options
+    )
+    for loss_class, options in ((losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 2}))
+    for wrapped, gathered in ((True, True), (True, False), (False, True))
+    for packed in (True, False)
+}
+CASES["checkpointing"] = _compare(losses.Contrastive, True, True, checkpointing=True)
+CASES["options"] = _compare(
+    losses.Contrastive,
+    True,
+    True,
+    gather_across_devices=True,
+    size_average=False,
+    temperature=0.1,
+    score_mini_batch_size=4,
+)
+CASES["cached options"] = _compare(
+    losses.CachedContrastive, True, True, gather_across_devices=True, size_average=False, score_mini_batch_size=4
+)
+CASES["disagreeing"] = _disagreeing
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    searched = attention.variable_length_attention
+    for name, case in CASES.items():
+        try:
+            case(folder)
+            said = "passed"
+        except Exception:
+            said = traceback.format_exc()
+        attention.variable_length_attention = searched
+        pylate_fastmaxsim.disable()
+        packing.release()
+        (Path(folder) / f"{name}-{rank}").write_text(said)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """Runs all cases in one pair of processes, because starting it takes longer than they do."""
+    folder = tmp_path_factory.mktemp("ranks")
+    build_model(folder / "modernbert", "modernbert")
+    context = mp.spawn(_process, (str(folder),), nprocs=RANKS, join=False)
+    deadline = time.monotonic() + 120
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            break
+
+    def outcome(name: str) -> list[str]:
+        files = [folder / f"{name}-{rank}" for rank in range(RANKS)]
+        return [file.read_text() if file.exists() else "did not end" for file in files]
+
+    return outcome
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes(outcomes, case):
+    for rank, outcome in enumerate(outcomes(case)):
+        assert outcome == "passed", f"rank {rank}: {outcome}"
