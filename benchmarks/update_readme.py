@@ -1,6 +1,6 @@
 """Write the tables of the README from the committed results.
 
-    python benchmarks/update_readme.py
+python benchmarks/update_readme.py
 """
 
 from __future__ import annotations

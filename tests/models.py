@@ -18,6 +18,7 @@ from transformers import (
     ModernBertConfig,
     MPNetConfig,
     PreTrainedTokenizerFast,
+    Qwen3Config,
     XLMRobertaConfig,
 )
 
@@ -136,6 +137,10 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
         return ElectraConfig(**{**common, **undropped, "embedding_size": 24, **changes})
     if family == "mpnet":
         return MPNetConfig(**{**common, **undropped, **changes})
+    if family == "qwen3":
+        # Causal, and both heads share their keys and values.
+        grouped = {"num_key_value_heads": 1, "head_dim": 16}
+        return Qwen3Config(**{**common, **grouped, **changes})
     if family == "distilbert":
         renamed = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0}
         kept = {key: common[key] for key in ("vocab_size", "pad_token_id", "max_position_embeddings")}

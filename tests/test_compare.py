@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
 
 
 def test_running_out_of_memory_is_a_result(tmp_path):
-    # The stock similarity tensor, 800 x 800 x 16 x 200 fp32 values, is 7.6 GiB; this process has half of it left.
+    # The stock similarity tensor, 640 x 640 x 16 x 200 fp32 values, is 4.9 GiB; a process has about half of it left.
     limited = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)),) * 2)\n"
@@ -72,17 +73,36 @@ def test_running_out_of_memory_is_a_result(tmp_path):
         "main()\n"
     )
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 900})
+    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 640})
     recipe["model"] |= {"query_length": 16, "document_length": 200}
-    recipe["training"] |= {"per_device_train_batch_size": 800, "max_steps": 1}
+    recipe["training"] |= {"per_device_train_batch_size": 640, "max_steps": 1}
     recipe["evaluation"]["rows"] = 0
-    command = [sys.executable, "-c", limited, str(used + 3584 * MEBIBYTE), "compare", str(write(tmp_path, recipe))]
+    command = [sys.executable, "-c", limited, str(used + 2560 * MEBIBYTE), "compare", str(write(tmp_path, recipe))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
     assert runs["stock"]["status"] == "out of memory" and runs["fast"]["status"] == "finished"
     assert "out of memory" in done.stdout
     assert (tmp_path / "out" / "compare.png").exists()
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_nothing_is_padded_and_stock_runs_out_of_memory_first(tmp_path):
+    # A batch whose similarity tensor, batch x batch x 32 x 300 fp32 values, is larger than the GPU.
+    batch = math.ceil(math.sqrt(1.1 * torch.cuda.get_device_properties(0).total_memory / (32 * 300 * 4)))
+    packages = ["numpy", "scipy", "torch", "transformers"]
+    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": packages, "max_rows": batch + 400})
+    recipe["model"] |= {"query_length": 32, "document_length": 300}
+    recipe["training"] |= {"use_cpu": False, "max_steps": 3}
+    small = compare(write(tmp_path, recipe), "training.per_device_train_batch_size=64")
+    assert small.exit_code == 0, small.output
+    runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
+    assert runs["fast"]["padding"] == 0 < runs["stock"]["padding"]
+    assert runs["fast"]["memory"]["peak"] < runs["stock"]["memory"]["peak"]
+    large = compare(write(tmp_path, recipe), f"training.per_device_train_batch_size={batch}")
+    assert large.exit_code == 0, large.output
+    runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
+    assert (runs["stock"]["status"], runs["fast"]["status"]) == ("out of memory", "finished")
 
 
 def test_a_run_that_fails_otherwise_shows_its_last_line_of_error(tmp_path, monkeypatch):

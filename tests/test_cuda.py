@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim.winners import no_winner
 
 pytest.importorskip("triton")
 
@@ -56,7 +57,7 @@ def run(queries, documents, candidates=None, zero_floor=None, precision="highest
 
 def winner_index(winners):
     index = winners.long()
-    index[winners == (255 if winners.dtype == torch.uint8 else -1)] = -1
+    index[winners == no_winner(winners.dtype)] = -1
     return index
 
 

@@ -27,7 +27,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Where it lets one more block fit on a multiprocessor, ptxas parks a few values that live across a loop even
 # with registers to spare, and which kernels it does that to changes with every edit. More than that would be
 # a spill inside the loop. The 16-bit kernels of the GPU that the tiles were measured on spill nothing.
-PARKED_BYTES = 64
+PARKED_BYTES = 0
 ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "ieee": "*fp32", "tf32x3": "*fp32", "tf32": "*fp32"}
 TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
     "scores": "*fp32",

@@ -33,6 +33,7 @@ else:
 
     from pylate_fastmaxsim import TokenBatch, reference
     from pylate_fastmaxsim.kernels import launch, maxsim
+    from pylate_fastmaxsim.winners import no_winner
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
     TILES = launch.Tiles(
@@ -110,9 +111,8 @@ else:
         tolerance = {"rtol": 1e-5, "atol": 1e-4}
         torch.testing.assert_close(scores.double(), expected, **tolerance)
         assert torch.equal(scores, alone) and none.numel() == 0
-        sentinel = 255 if winners.dtype == torch.uint8 else -1
         index = winners.long()
-        index[winners == sentinel] = -1
+        index[winners == no_winner(winners.dtype)] = -1
         assert torch.equal(index, reference.maxsim_winners(q64, d64, candidates, zero_floor))
 
         grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))

@@ -146,6 +146,24 @@ def test_a_masked_token_wins_only_in_stock_masking(model, padding_free):
     assert abs(ours - stock) > 1e-3
 
 
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
+def test_stock_masking_where_some_documents_have_no_masked_token(encoder, mode, loss_class):
+    model = load_model(encoder("modernbert"), document_length=6).double()
+    batch = batch_of(model, columns=1 if loss_class is losses.Distillation else 2, queries=12)
+    labels = torch.rand(12, 1, dtype=torch.float64)
+    full = torch.cat(losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]).all(dim=1)
+    assert full.any() and not full.all()
+    loss_function = loss_class(model, **({"normalize_scores": False} if loss_class is losses.Distillation else {}))
+    if loss_class is losses.Distillation:
+        batch[1] = {key: value[torch.randperm(12)].repeat(2, 1) for key, value in batch[1].items()}
+        labels = torch.rand(12, 2, dtype=torch.float64)
+    stock = run(loss_function, batch, labels)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(run(loss_function, batch, labels), stock)
+    with pylate_fastmaxsim.enabled():
+        assert abs(run(loss_function, batch, labels)[0] - stock[0]) > 1e-6
+
+
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 def test_columns_of_their_own_length(model, mode, loss_class):
     # What a user gets who tokenizes without pad=True. Stock cannot stack these.

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import maxsim as ops
+from pylate_fastmaxsim.winners import winner_dtype
 
 
 def batches(dtype=torch.float32, dim=16, queries=(5, 5, 3, 0, 5), documents=(7, 0, 20, 3, 9, 1), masked=True, seed=0):
@@ -191,7 +192,7 @@ def test_the_last_token_of_a_long_document_can_win(length, dtype):
     documents.requires_grad_()
     maxsim(torch.ones(1, 1, 1), documents).sum().backward()
     assert documents.grad.nonzero().tolist() == [[0, length - 1, 0]]
-    assert blocked.winner_dtype(length) == dtype
+    assert winner_dtype(length) == dtype
 
 
 def test_an_empty_candidate_beside_a_longer_one():

@@ -6,6 +6,7 @@ from strategies import Problem, problems
 
 from pylate_fastmaxsim import maxsim, reference
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,8 +52,8 @@ def test_winners_are_those_of_the_definition(problem):
         *(problem.candidates, problem.zero_floor, queries.max_length, documents.max_length),
     )
     _, winners = blocked.forward(*arguments, True, "highest")
-    assert winners.dtype == blocked.winner_dtype(documents.max_length)
-    positions = winners.long().masked_fill(winners == blocked.no_winner(winners.dtype), -1)
+    assert winners.dtype == winner_dtype(documents.max_length)
+    positions = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
     in_double = (queries.with_values(queries.values.double()), documents.with_values(documents.values.double()))
     assert torch.equal(positions, reference.maxsim_winners(*in_double, problem.candidates, problem.zero_floor))
 

@@ -82,7 +82,7 @@ def model(encoder):
 
 
 @pytest.mark.parametrize("collate", [collated, features])
-@pytest.mark.parametrize("family", [*FAMILIES, "electra", "distilbert"])
+@pytest.mark.parametrize("family", [*FAMILIES, "electra", "distilbert", "qwen3"])
 def test_token_embeddings_are_those_of_stock(encoder, mode, family, collate):
     model = load_model(encoder(family)).double()
     pylate_fastmaxsim.enable()

@@ -32,25 +32,45 @@ def _batch(model, seed: int = 0, count: int = 16):
     return collated(model, *texts)
 
 
-def _losses(model, batches, loss_class=losses.Contrastive, **options):
+def _losses(model, batches, loss_class=losses.Contrastive, autocast=True, **options):
     """Losses of some batches and the gradients of all of them together."""
     loss_function = loss_class(model, **options)
     model.zero_grad()
     values = []
     for batch in batches:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             loss = loss_function([dict(column) for column in batch], None)
         loss.backward()
         values.append(loss.item())
-    return values, {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    return torch.tensor(values), gradients
 
 
-def _assert_close(ours, stock, tolerance: float = 0.06):
-    assert ours[0] == pytest.approx(stock[0], rel=0.02)
-    assert ours[1].keys() == stock[1].keys()
-    total = torch.cat([gradient.flatten() for gradient in stock[1].values()]).norm()
-    difference = torch.cat([(ours[1][name] - stock[1][name]).flatten() for name in stock[1]]).norm()
-    assert difference / total < tolerance
+@pytest.fixture
+def stock(monkeypatch):
+    """Losses and gradients of PyLate's own code, in bf16 autocast and in float32."""
+
+    def run(model, batches, *args, **options):
+        with monkeypatch.context() as context:
+            # Where a fused-kernel package is installed PyLate would score with that, under another rule for masks.
+            context.setenv("PYLATE_SCORES_BACKEND", "torch")
+            return tuple(_losses(model, batches, *args, autocast=autocast, **options) for autocast in (True, False))
+
+    return run
+
+
+def _assert_as_exact(ours, stock):
+    """Gradients may be no further from float32 than those of stock in bf16 are, give or take a quarter."""
+    rounded, exact = stock
+    # The tiny encoder attends sharply on purpose, so bf16 shows: 2.5% of a loss were seen.
+    torch.testing.assert_close(ours[0], exact[0], rtol=0.04, atol=0)
+    assert ours[1].keys() == exact[1].keys()
+
+    def error(gradients):
+        difference = torch.cat([(gradients[name] - exact[1][name]).flatten() for name in exact[1]]).norm()
+        return (difference / torch.cat([gradient.flatten() for gradient in exact[1].values()]).norm()).item()
+
+    assert error(ours[1]) <= 1.25 * error(rounded[1]) + 0.01
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -123,13 +143,13 @@ def test_packed_equals_padded(small, family, caplog):
     "loss_class, options", [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 5})]
 )
 @pytest.mark.parametrize("family", ["modernbert", "bert"])
-def test_loss_and_gradients_equal_stock(small, family, loss_class, options):
+def test_loss_and_gradients_are_as_exact_as_stock(small, stock, family, loss_class, options):
     model = small(family)
     batch = _batch(model)
-    stock = _losses(model, [batch], loss_class, **options)
+    expected = stock(model, [batch], loss_class, **options)
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(model, [batch], loss_class, **options)
-    _assert_close(ours, stock)
+    _assert_as_exact(ours, expected)
 
 
 def test_attention_dropout_is_packed_too(small, caplog):
@@ -168,26 +188,26 @@ def test_collated_documents_are_packed_without_waiting_for_the_device(small):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(small, reentrant):
+def test_gradient_checkpointing(small, stock, reentrant):
     model = small()
     batch = _batch(model)
-    stock = _losses(model, [batch])
+    expected = stock(model, [batch])
     model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model[0].auto_model.enable_input_require_grads()
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(model, [batch])
-    _assert_close(ours, stock)
+    _assert_as_exact(ours, expected)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["modernbert", "bert"])
-def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpointing):
+def test_compiled_layers_do_not_recompile_as_batches_vary(small, stock, family, checkpointing):
     model = small(family)
     if checkpointing:
         model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
     batches = [_batch(model, seed=seed, count=count) for seed, count in enumerate((16, 16, 16, 11, 24))]
-    stock = _losses(model, batches[2:])
+    expected = stock(model, batches[2:])
     torch._dynamo.reset()
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         collated_batches = [_batch(model, seed=seed, count=count) for seed, count in enumerate((16, 16, 16, 11, 24))]
@@ -195,7 +215,7 @@ def test_compiled_layers_do_not_recompile_as_batches_vary(small, family, checkpo
         torch._dynamo.utils.counters.clear()
         ours = _losses(model, collated_batches[2:])
         assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
-    _assert_close(ours, stock)
+    _assert_as_exact(ours, expected)
 
 
 def test_compiled_with_attention_dropout(small):
@@ -206,12 +226,12 @@ def test_compiled_with_attention_dropout(small):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_model_compiled_by_its_user(small):
+def test_model_compiled_by_its_user(small, stock):
     model = small()
     batch = _batch(model)
-    stock = _losses(model, [batch])
+    expected = stock(model, [batch])
     torch._dynamo.reset()
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(torch.compile(model), [_batch(model)])
     ours = ours[0], {name.removeprefix("_orig_mod."): gradient for name, gradient in ours[1].items()}
-    _assert_close(ours, stock)
+    _assert_as_exact(ours, expected)

@@ -22,6 +22,7 @@ from tiny_recipe import text, tiny, write
 from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.compare import compare
 from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
@@ -320,6 +321,17 @@ def test_data_that_cannot_be_loaded_is_a_sentence(tmp_path, monkeypatch):
     recipe["data"] = {"source": "hub", "name": "no-such-owner/no-such-data"}
     with pytest.raises(RecipeError, match="data.name cannot be loaded: "):
         training.train(load_recipe(write(tmp_path, recipe)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", [{}, {"source": "docstrings", "packages": ["numpy"], "files": None}])
+@pytest.mark.parametrize("command", [training.train, compare])
+def test_a_model_that_cannot_be_loaded_leaves_nothing_behind(command, source, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    recipe = tiny(tmp_path, data=source)
+    recipe["model"] = {"name_or_path": "no-such-owner/no-such-model"}
+    with pytest.raises(RecipeError, match="model.name_or_path no-such-owner/no-such-model cannot be loaded: "):
+        command(load_recipe(write(tmp_path, recipe)))
     assert not (tmp_path / "out").exists()
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pylate_fastmaxsim.winners import no_winner, winner_dtype
+
 # Similarities that the forward holds at once: 4 MiB of float32, which stay close to the caches.
 BLOCK_ELEMENTS = 1 << 20
 
@@ -55,18 +57,6 @@ def _rows_of(live: _Live, sequences: Tensor) -> Tensor:
     count = live.count[sequences]
     begin = torch.repeat_interleave(live.first[sequences] - (count.cumsum(0) - count), count)
     return live.row[begin + torch.arange(len(begin), device=begin.device)]
-
-
-def winner_dtype(max_d_length: int) -> torch.dtype:
-    """Smallest integer type that holds a token's position in its document, and one value more for "none"."""
-    if max_d_length <= 255:
-        return torch.uint8
-    return torch.int16 if max_d_length <= 32767 else torch.int32
-
-
-def no_winner(dtype: torch.dtype) -> int:
-    """The value of :func:`winner_dtype` that stands for "none"."""
-    return 255 if dtype == torch.uint8 else -1
 
 
 def _accumulation_dtype(values: Tensor) -> torch.dtype:

@@ -186,6 +186,9 @@ def _packed_attention(
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    # The backward keeps the values. As a view of the product that made queries, keys and values they would keep all
+    # three, two of which live on in rotated form as well.
+    value = value.contiguous()
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from pylate_fastmaxsim.integrations.wrappers import is_compiled, unwrap
 # times queries and documents, times training and evaluation, times autocast on and off.
 _RECOMPILE_LIMIT = 64
 
-_compiled: WeakSet[nn.Module] = WeakSet()
+_compiled: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 _recompile_limit_before: int | None = None
 
 
@@ -30,17 +30,19 @@ def compile_layers(model: nn.Module) -> None:
         A ``pylate.models.ColBERT``, possibly wrapped.
     """
     global _recompile_limit_before
+    core = unwrap(model)
+    if core in _compiled:
+        return
     if is_compiled(model):
         log_once("The model is compiled already; compile=True does nothing to it.")
         return
-    layers = encoder_layers(unwrap(model))
+    layers = [layer for layer in encoder_layers(core) if layer._compiled_call_impl is None]
     if not layers:
-        log_once("compile=True does nothing: %s has no list of layers.", type(unwrap(model)).__name__)
+        log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__)
     for layer in layers:
-        if layer._compiled_call_impl is None:
-            layer.compile(dynamic=True)
-            _compiled.add(layer)
-    if _compiled and _recompile_limit_before is None:
+        layer.compile(dynamic=True)
+    _compiled[core] = layers
+    if _recompile_limit_before is None:
         _recompile_limit_before = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(_recompile_limit_before, _RECOMPILE_LIMIT)
 
@@ -68,8 +70,9 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 def release() -> None:
     """Run the layers uncompiled again that :func:`compile_layers` compiled."""
     global _recompile_limit_before
-    for layer in _compiled:
-        layer._compiled_call_impl = None
+    for layers in _compiled.values():
+        for layer in layers:
+            layer._compiled_call_impl = None
     _compiled.clear()
     if _recompile_limit_before is not None:
         torch._dynamo.config.recompile_limit = _recompile_limit_before

@@ -16,9 +16,9 @@ def number_of_groups(documents: int) -> int:
     Examples
     --------
     >>> [number_of_groups(n) for n in (1, 8, 32, 64, 1024)]
-    [1, 2, 4, 8, 8]
+    [1, 2, 6, 8, 8]
     """
-    return min(documents, 8, max(2, documents // 8))
+    return min(documents, 8, max(2, documents // 5))
 
 
 def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:

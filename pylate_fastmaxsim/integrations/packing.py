@@ -40,6 +40,9 @@ _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
 _modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
 
+# Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token types.
+_counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
+
 
 def encode_documents(
     model: nn.Module, document_features: Sequence[dict[str, Tensor]], skiplist: list[int]
@@ -237,10 +240,13 @@ def _encoder(core: nn.Module) -> nn.Module:
 def _positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tensor]:
     """Documents with all that the encoder would otherwise make up from the shape of its input, and their positions."""
     encoder = _encoder(core)
+    if encoder not in _counting:
+        takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters
+        _counting[encoder] = (_padding_position(encoder), takes_types)
+    padding, takes_types = _counting[encoder]
     input_ids = documents.input_ids
-    if documents.token_type_ids is None and "token_type_ids" in inspect.signature(encoder.forward).parameters:
+    if takes_types and documents.token_type_ids is None:
         documents = replace(documents, token_type_ids=torch.zeros_like(input_ids))
-    padding = _padding_position(encoder)
     if padding is None:
         return documents, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     # RoBERTa counts from behind the position of its padding token, and only what is not that token.

@@ -58,12 +58,14 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
 
 def _reason_to_leave(loss: nn.Module) -> str | None:
     metric = loss.score_metric
-    default = type(metric) is stock_scores.ColBERTScores or undecorated(metric) is undecorated(
-        stock_scores.colbert_kd_scores
-    )
+    if isinstance(loss, Distillation):
+        # Built while enabled, a loss holds the replacement of the function; both unwrap to the original.
+        default = undecorated(metric) is undecorated(stock_scores.colbert_kd_scores)
+    else:
+        default = type(metric) is stock_scores.ColBERTScores
     if not default:
         name = getattr(metric, "__name__", type(metric).__name__)
-        return f"its score_metric {name} needs padded embeddings"
+        return f"its score_metric {name} takes padded embeddings"
     if os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower() != "auto":
         return f"the environment asks for PYLATE_SCORES_BACKEND={os.environ['PYLATE_SCORES_BACKEND']}"
     if isinstance(loss, CachedContrastive):

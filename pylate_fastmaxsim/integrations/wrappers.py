@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
-    """A model and what DistributedDataParallel, DataParallel and ``torch.compile`` wrapped, outermost first.
+    """A model and what DistributedDataParallel, DataParallel, DeepSpeed and ``torch.compile`` wrapped, outermost first.
 
     FullyShardedDataParallel counts as innermost: what it wraps has no whole parameters to run with.
 
@@ -20,13 +20,12 @@ def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
     True
     """
     layers = [model]
-    while True:
-        if isinstance(layers[-1], (DistributedDataParallel, DataParallel)):
-            layers.append(layers[-1].module)
-        elif hasattr(layers[-1], "_orig_mod"):
-            layers.append(layers[-1]._orig_mod)
-        else:
-            return layers
+    while not isinstance(layers[-1], FullyShardedDataParallel):
+        inner = getattr(layers[-1], "_orig_mod", None) or getattr(layers[-1], "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        layers.append(inner)
+    return layers
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -42,8 +41,10 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def runs_in_step(model: nn.Module) -> bool:
-    """Whether the ranks of a distributed run must call a model equally often, because each call or its backward waits for all."""
+    """Whether all ranks of a distributed run must call a model equally often, because a call or its backward waits for all."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    parallel = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-    return any(isinstance(layer, parallel) for layer in layers_of_wrapping(model))
+    *around, core = layers_of_wrapping(model)
+    return isinstance(core, (FullyShardedDataParallel, FSDPModule)) or any(
+        not hasattr(layer, "_orig_mod") and not isinstance(layer, DataParallel) for layer in around
+    )

@@ -56,7 +56,7 @@ _FORWARD = {
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
     (90, "half"): [
-        (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
+        (128, ForwardTiles(256, 64, 128, 4, 8, 3)),
         (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
@@ -70,14 +70,18 @@ _FORWARD = {
     "tf32x3": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
     "ieee": [(None, ForwardTiles(32, 64, 32, 1, 8, 2))],
 }
-_QUERY_GRADIENT = {kind: [(None, QueryGradientTiles(4, 256, 8, 1))] for kind in ("half", "tf32", "tf32x3", "ieee")}
+_QUERY_GRADIENT = {kind: [(None, QueryGradientTiles(4, 256, 8, 2))] for kind in ("half", "tf32", "tf32x3", "ieee")}
 _DOCUMENT_GRADIENT = {
     (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
-    "half": [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 3))],
+    "half": [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
     "tf32": [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 2))],
     "tf32x3": [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 2))],
     "ieee": [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))],
 }
+
+
+# Several for each multiprocessor of the largest GPU, so that none is idle at the end.
+_ENOUGH_PROGRAMS = 1024
 
 
 def next_power_of_2(n: int) -> int:
@@ -105,10 +109,21 @@ def _row(table: dict, arch: int, kind: str, dim: int):
 def forward_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
     """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
     tiles = _row(_FORWARD, arch, kind, dim)
+    block_m = max(16, min(tiles.block_m, next_power_of_2(q_rows)))
     return tiles._replace(
-        block_m=max(16, min(tiles.block_m, next_power_of_2(q_rows))),
+        block_m=block_m,
         block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),
+        # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
+        num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
     )
+
+
+def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -> int:
+    """Documents that a program takes in turn: as the table says, but fewer where the GPU would run out of programs."""
+    count = tiles.documents_per_program
+    while count > 1 and num_tiles * -(-num_slots // count) < _ENOUGH_PROGRAMS:
+        count //= 2
+    return count
 
 
 def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:

@@ -14,13 +14,7 @@ from pylate_fastmaxsim.kernels.document_gradient import (
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
-
-
-def _winner_type(max_d_length: int) -> tuple[torch.dtype, int]:
-    """Smallest integer that holds a token index, and its value for "no winner"."""
-    if max_d_length <= 255:
-        return torch.uint8, 255
-    return (torch.int16 if max_d_length <= 32767 else torch.int32), -1
+from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 
 def _on_device_of(tensor: Tensor):
@@ -57,12 +51,14 @@ def forward(
     num_queries = q_starts.shape[0]
     num_rows, dim = q_values.shape
     num_slots = d_starts.shape[0] if candidates is None else candidates.shape[1]
-    winner_dtype, sentinel = _winner_type(max_d_length)
-    if want_winners:
-        # Rows of no query and dead rows are not written by the kernel.
-        winners = torch.full((num_slots, num_rows), sentinel, dtype=winner_dtype, device=q_values.device)
-    else:
-        winners = torch.empty((0, 0), dtype=winner_dtype, device=q_values.device)
+    index_dtype = winner_dtype(max_d_length)
+    # Rows of no query and dead rows are not written by the kernel.
+    winners = torch.full(
+        (num_slots, num_rows) if want_winners else (0, 0),
+        no_winner(index_dtype),
+        dtype=index_dtype,
+        device=q_values.device,
+    )
     if 0 in (num_queries, num_slots, max_q_length, max_d_length, dim):
         return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
 
@@ -72,6 +68,7 @@ def forward(
     tile = tiles.forward or launch.forward_tiles(launch.architecture(q_values.device), kind, dim, q_rows)
     slot = min(slot, tile.block_m)
     num_tiles = num_queries if candidates is not None else triton.cdiv(num_queries, tile.block_m // slot)
+    per_program = launch.documents_per_program(tile, num_tiles, num_slots)
     scores = torch.empty((num_queries, num_slots), dtype=torch.float32, device=q_values.device)
     with _on_device_of(q_values):
         live_tokens = None
@@ -82,7 +79,7 @@ def forward(
                 d_starts, d_lengths, _as_bytes(d_keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
             )
             d_lengths = live_lengths
-        forward_kernel[(num_tiles * triton.cdiv(num_slots, tile.documents_per_program),)](
+        forward_kernel[(num_tiles * triton.cdiv(num_slots, per_program),)](
             q_values.contiguous(),
             q_starts,
             q_lengths,
@@ -103,12 +100,12 @@ def forward(
             SLOT=slot,
             LONG_QUERIES=max_q_length > tile.block_m,
             WANT_WINNERS=want_winners,
-            SENTINEL=sentinel,
+            SENTINEL=no_winner(index_dtype),
             PRECISION=launch.INPUT_PRECISION[precision],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
-            DOCUMENTS_PER_PROGRAM=tile.documents_per_program,
+            DOCUMENTS_PER_PROGRAM=per_program,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -150,7 +147,7 @@ def backward(
         if need_q:
             _query_gradient(
                 grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
-                max_q_length, max_d_length, precision, tiles, grad_q,
+                max_q_length, precision, tiles, grad_q,
             )  # fmt: skip
         if need_d:
             gradient = _document_gradient if candidates is None else _candidate_document_gradient
@@ -163,7 +160,7 @@ def backward(
 
 def _query_gradient(
     grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
-    max_q_length, max_d_length, precision, tiles, grad_q,
+    max_q_length, precision, tiles, grad_q,
 ):  # fmt: skip
     dim = d_values.shape[1]
     kind = launch.arithmetic(d_values.dtype, precision)
@@ -182,7 +179,7 @@ def _query_gradient(
         winners.shape[1],
         row_blocks,
         DIM=dim,
-        SENTINEL=_winner_type(max_d_length)[1],
+        SENTINEL=no_winner(winners.dtype),
         BLOCK_ROWS=tile.block_rows,
         BLOCK_D=tile.block_d,
         UNROLL=tile.unroll,
@@ -216,7 +213,7 @@ def _document_gradient(
         num_rows,
         tiles_per_document,
         DIM=dim,
-        SENTINEL=_winner_type(max_d_length)[1],
+        SENTINEL=no_winner(winners.dtype),
         PRECISION=launch.INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
@@ -255,7 +252,7 @@ def _candidate_document_gradient(
         num_rows,
         tiles_per_document,
         DIM=dim,
-        SENTINEL=_winner_type(max_d_length)[1],
+        SENTINEL=no_winner(winners.dtype),
         PRECISION=launch.INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,

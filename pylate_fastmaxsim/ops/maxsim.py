@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.winners import winner_dtype
 
 logger = logging.getLogger("pylate_fastmaxsim")
 
@@ -231,7 +232,7 @@ def _forward_fake(
     dtype = torch.float64 if q_values.dtype == torch.float64 else torch.float32
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=dtype)
     shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
-    return scores, q_values.new_empty(shape, dtype=blocked.winner_dtype(max_d_length))
+    return scores, q_values.new_empty(shape, dtype=winner_dtype(max_d_length))
 
 
 @torch.library.register_fake("pylate_fastmaxsim::maxsim_backward")

@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
+from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
@@ -59,6 +61,9 @@ def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, s
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     prepared = prepare(recipe)
+    # Both runs would fail on these: better here, before anything is written. It also downloads them once.
+    load_data(prepared)
+    load_model(prepared.model, "cpu", recipe.training.seed)
     directory = Path(recipe.output_dir)
     (directory / "compare").mkdir(parents=True, exist_ok=True)
     runs = {mode: summarize(*_run(prepared, directory / "compare", mode, on_step)) for mode in MODES}

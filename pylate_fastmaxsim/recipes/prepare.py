@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs
-from pylate_fastmaxsim.recipes.model import build_model
+from pylate_fastmaxsim.recipes.model import build_model, load_model
 from pylate_fastmaxsim.recipes.schema import Recipe
 
 PAIRS = "pairs.parquet"
@@ -32,7 +32,7 @@ def prepare(recipe: Recipe) -> Recipe:
     Raises
     ------
     RecipeError
-        The rows do not fit the recipe.
+        The rows do not fit the recipe, or its model cannot be loaded.
     """
     if recipe.data.source != "docstrings" and recipe.model.build is None:
         return recipe
@@ -58,6 +58,8 @@ def _fingerprint(recipe: Recipe) -> str:
 
 
 def _make(recipe: Recipe, root: Path, directory: Path) -> None:
+    if recipe.model.build is None:
+        load_model(recipe.model, "cpu", recipe.training.seed)  # fails here, before anything is written
     made = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))

@@ -104,6 +104,7 @@ class TrainingSection:
     lr_scheduler_type: str = "linear"
     warmup_steps: int = key(0, minimum=0)
     weight_decay: float = key(0.0, minimum=0)
+    adam_epsilon: float = key(1e-8, minimum=0)
     max_grad_norm: float = key(1.0, minimum=0)
     optim: str = "adamw_torch"
     seed: int = key(42, minimum=0)
