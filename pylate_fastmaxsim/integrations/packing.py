@@ -158,6 +158,8 @@ def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     core = unwrap(model)
     device = columns[0]["input_ids"].device
     situation = (
+        # The ranks of a distributed run decide together, also after one of them has used the model alone.
+        *(type(layer) for layer in layers_of_wrapping(model)),
         core.training,
         device.type,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),

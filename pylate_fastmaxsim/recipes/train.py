@@ -119,7 +119,7 @@ def _trained_state(checkpoint: Path | None) -> TrainerState | None:
     if checkpoint is None:
         return None
     state = TrainerState.load_from_json(str(checkpoint / CHECKPOINT_LAST_FILE))
-    return None
+    return state if state.global_step >= state.max_steps else None
 
 
 def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
