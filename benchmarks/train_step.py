@@ -111,7 +111,7 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
             elif cell["status"] != "ok":
                 entries.append(cell["status"])
             else:
-                text = f"{cell['step_ms']:.0f} ms, {cell['peak_gib']:.1f} GiB"
+                text = f"{cell['step_ms']:.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}, {cell['peak_gib']:.1f} GiB"
                 if stock and stock["status"] == "ok" and cell is not stock:
                     text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
                 entries.append(text)
@@ -127,7 +127,7 @@ def plot(cells: dict, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5))
     colours = dict(zip(PATHS, ["#555555", "#1f77b4", "#2ca02c", "#d62728"], strict=True))
     for axis, key, label in zip(axes, ["step_ms", "peak_gib"], ["step time (ms)", "peak memory (GiB)"], strict=True):
         for compiled, path in itertools.product([False, True], PATHS):
@@ -143,12 +143,16 @@ def plot(cells: dict, target: Path) -> None:
                 axis.plot(*zip(*points, strict=True), "o--" if compiled else "o-", color=colours[path], label=title)
         axis.set(xlabel="batch size (queries)", ylabel=label, xscale="log", yscale="log")
         axis.set_xticks(sorted({cell["cell"]["batch"] for cell in cells.values()}))
-        axis.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+            scale.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.grid(alpha=0.3, which="both")
-    axes[0].legend(fontsize=7)
-    figure.suptitle("One training step of ModernBERT-base: a line ends where memory does")
-    figure.tight_layout()
+        axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axis.grid(alpha=0.3)
+    handles, titles = axes[0].get_legend_handles_labels()
+    figure.suptitle("One training step of ModernBERT-base")
+    figure.legend(handles, titles, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
     figure.savefig(target, dpi=150)
 
 

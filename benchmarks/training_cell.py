@@ -160,6 +160,7 @@ def run_cell(options: argparse.Namespace) -> dict:
     times = [elapsed(*pair) for pair in zip(marks, marks[1:], strict=False)]
     return {
         "status": "ok",
+        "timing": "CUDA events" if cuda else "host clock",
         "step_ms": statistics.median(times) * 1e3,
         "step_ms_min": min(times) * 1e3,
         "step_ms_max": max(times) * 1e3,

@@ -4,6 +4,10 @@ from typing import NamedTuple
 
 import torch
 
+# The most that a thread can have. Left to itself (None), ptxas may allow itself fewer, to fit one more block on a
+# multiprocessor, and spill a few values for that.
+_ALL_REGISTERS = 255
+
 
 class ForwardTiles(NamedTuple):
     block_m: int
@@ -12,6 +16,7 @@ class ForwardTiles(NamedTuple):
     documents_per_program: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = _ALL_REGISTERS
 
 
 class QueryGradientTiles(NamedTuple):
@@ -53,10 +58,10 @@ _FORWARD = {
     (80, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 8, 2)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
-        (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
+        (None, ForwardTiles(128, 64, 32, 1, 8, 3)),
     ],
     (90, "half"): [
-        (128, ForwardTiles(256, 64, 128, 4, 8, 3)),
+        (128, ForwardTiles(256, 64, 128, 4, 8, 3, None)),
         (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
@@ -66,17 +71,18 @@ _FORWARD = {
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
-    (80, "tf32x3"): [(None, ForwardTiles(32, 64, 32, 1, 8, 2))],
+    (80, "tf32x3"): [(None, ForwardTiles(64, 64, 16, 1, 8, 2))],
     "tf32x3": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
-    "ieee": [(None, ForwardTiles(32, 64, 32, 1, 8, 2))],
+    "ieee": [(None, ForwardTiles(32, 64, 16, 1, 4, 2))],
 }
-_QUERY_GRADIENT = {kind: [(None, QueryGradientTiles(4, 256, 8, 2))] for kind in ("half", "tf32", "tf32x3", "ieee")}
+_QUERY_GRADIENT = {
+    (80, "half"): [(128, QueryGradientTiles(4, 256, 8, 2)), (None, QueryGradientTiles(4, 256, 4, 2))],
+    **dict.fromkeys(("half", "tf32", "tf32x3", "ieee"), [(None, QueryGradientTiles(4, 256, 8, 2))]),
+}
 _DOCUMENT_GRADIENT = {
-    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
-    "half": [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
-    "tf32": [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 2))],
-    "tf32x3": [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 2))],
-    "ieee": [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))],
+    (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
+    "half": [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
+    **dict.fromkeys(("tf32", "tf32x3", "ieee"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))]),
 }
 
 
@@ -115,6 +121,7 @@ def forward_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
         block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),
         # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
+        max_registers=tiles.max_registers if block_m == tiles.block_m else _ALL_REGISTERS,
     )
 
 

@@ -108,6 +108,7 @@ def forward(
             DOCUMENTS_PER_PROGRAM=per_program,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
         )
     return scores, winners
 
