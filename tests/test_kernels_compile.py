@@ -2,8 +2,10 @@
 
 import re
 import subprocess
+from typing import NamedTuple
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 compiler = pytest.importorskip("triton.compiler")
@@ -18,21 +20,18 @@ from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not isinstance(forward_kernel, triton.runtime.JITFunction), reason="kernels are interpreted in this process"
 )
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Where it lets one more block fit on a multiprocessor, ptxas parks a few values that live across a loop even
-# with registers to spare, and which kernels it does that to changes with every edit. More than that would be
-# a spill inside the loop. The 16-bit kernels of the GPU that the tiles were measured on spill nothing.
-PARKED_BYTES = 0
 ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "ieee": "*fp32", "tf32x3": "*fp32", "tf32": "*fp32"}
+WINNERS = {torch.uint8: "*u8", torch.int16: "*i16"}
 TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
     "scores": "*fp32",
     "grad_scores": "*fp32",
-    "winners": "*i16",
     "buckets": "*i16",
     "row_query": "*i32",
     "live_tokens": "*i32",
@@ -42,9 +41,11 @@ POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pai
 SIZES = ["num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "row_blocks", "tiles_per_document"]
 
 
-def compiled(kernel, arch, operand, num_warps, num_stages, absent=(), **constants):
+def compiled(kernel, arch, operand, options, absent=(), winners=torch.uint8, **constants):
     """PTX and shared memory of a kernel, called the way maxsim.py calls it; `absent` pointers are None."""
     types = TYPES | dict.fromkeys(POINTERS, "*i64") | dict.fromkeys(SIZES, "i32")
+    types["winners"] = WINNERS[winners]
+    constants["SENTINEL"] = no_winner(winners)
     types |= dict.fromkeys(["q_values", "d_values", "grad_q", "grad_d"], ELEMENT[operand])
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants |= dict.fromkeys(set(absent) & set(kernel.arg_names))
@@ -53,7 +54,6 @@ def compiled(kernel, arch, operand, num_warps, num_stages, absent=(), **constant
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")
     }
     source = compiler.ASTSource(kernel, signature, constants, aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
     result = compiler.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return result.asm["ptx"], result.metadata.shared
 
@@ -71,15 +71,18 @@ def check(arch, operand, ptx, shared, directory):
         check=True,
     )
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", run.stderr)]
-    assert spilled and max(spilled) <= (0 if arch == 90 and kind(operand) == "half" else PARKED_BYTES), run.stderr
+    assert max(spilled) == 0, run.stderr
     assert shared <= SHARED_MEMORY[arch]
     if operand == "ieee":
         assert "tf32" not in ptx, "float32 at the highest precision must not be rounded to TF32"
-    return ptx
 
 
 def kind(operand):
     return "half" if operand in ("bf16", "fp16") else operand
+
+
+def precision(operand):
+    return launch.INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
 
 
 CASES = [("bf16", 128), ("bf16", 96), ("bf16", 256), ("bf16", 768), ("fp16", 128)]
@@ -87,40 +90,68 @@ CASES += [("ieee", 128), ("ieee", 100), ("tf32x3", 128), ("tf32", 128)]
 MASKS = ("q_keep", "live_tokens", "zero_floor")
 
 
+class Batch(NamedTuple):
+    """What the compiled forward depends on, besides the vectors; the number of tiles decides the documents of a program."""
+
+    rows: int
+    tiles: int
+    long_queries: bool = False
+    candidates: bool = False
+    masks: bool = False
+    winners: torch.dtype | None = torch.uint8
+
+
+# Each pair of properties occurs once at least.
+BATCHES = {
+    "training": Batch(4096, 8),
+    "scoring": Batch(4096, 1, masks=True, winners=None),
+    "long-training": Batch(4096, 4, long_queries=True, masks=True, winners=torch.int16),
+    "long-scoring": Batch(4096, 1, long_queries=True, winners=None),
+    "candidates-training": Batch(32, 4, candidates=True, masks=True),
+    "candidates-scoring": Batch(32, 8, candidates=True, winners=None),
+}
+
+
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
-@pytest.mark.parametrize("layout", ["short", "long", "candidates"])
-def test_forward(arch, operand, dim, layout, tmp_path):
-    if layout == "long" and (operand, dim) not in CASES[::3]:
-        pytest.skip("long queries differ from short ones by a loop: a few cases are enough")
-    tile = launch.forward_tiles(arch, kind(operand), dim, 32 if layout == "candidates" else 4096)
-    absent = {"short": ("candidates", *MASKS), "long": ("candidates",), "candidates": ()}[layout]
+@pytest.mark.parametrize("name", BATCHES)
+def test_forward(arch, operand, dim, name, tmp_path):
+    if name == "long-scoring" and (operand, dim) not in CASES[::3]:
+        pytest.skip("a few cases are enough for what the other batches cover already")
+    batch = BATCHES[name]
+    tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows)
+    absent = (() if batch.candidates else ("candidates",)) + (() if batch.masks else MASKS)
     ptx, shared = compiled(
         forward_kernel,
         arch,
         operand,
-        tile.num_warps,
-        tile.num_stages,
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers},
         absent,
+        batch.winners or torch.uint8,
         DIM=dim,
-        SLOT=tile.block_m if layout == "long" else min(32, tile.block_m),
-        LONG_QUERIES=layout == "long",
-        WANT_WINNERS=True,
-        SENTINEL=-1,
-        PRECISION=launch.INPUT_PRECISION["highest"] if operand in ("bf16", "fp16") else operand,
+        SLOT=tile.block_m if batch.long_queries else min(32, tile.block_m),
+        LONG_QUERIES=batch.long_queries,
+        WANT_WINNERS=batch.winners is not None,
+        PRECISION=precision(operand),
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        DOCUMENTS_PER_PROGRAM=tile.documents_per_program,
+        DOCUMENTS_PER_PROGRAM=launch.documents_per_program(tile, batch.tiles, 512),
     )
     check(arch, operand, ptx, shared, tmp_path)
-    if layout == "short" and kind(operand) == "half":
+    if name == "training" and kind(operand) == "half":
         unit = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch]
         assert unit in ptx
 
 
+def test_the_batches_cover_every_number_of_documents():
+    tile = launch.forward_tiles(90, "half", 128, 4096)
+    counts = {launch.documents_per_program(tile, batch.tiles, 512) for batch in BATCHES.values()}
+    assert counts == {1, 2, 4}
+
+
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
-@pytest.mark.parametrize("operand, dim", [("bf16", 128), ("fp16", 768), ("ieee", 128)])
+@pytest.mark.parametrize("operand, dim", [("bf16", 128), ("bf16", 768), ("ieee", 128)])
 @pytest.mark.parametrize("absent", [("candidates",), ()], ids=["all", "candidates"])
 def test_query_gradient(arch, operand, dim, absent, tmp_path):
     tile = launch.query_gradient_tiles(arch, kind(operand), dim)
@@ -128,11 +159,9 @@ def test_query_gradient(arch, operand, dim, absent, tmp_path):
         query_gradient_kernel,
         arch,
         operand,
-        tile.num_warps,
-        3,
+        {"num_warps": tile.num_warps},
         absent,
         DIM=dim,
-        SENTINEL=-1,
         BLOCK_ROWS=tile.block_rows,
         BLOCK_D=tile.block_d,
         UNROLL=tile.unroll,
@@ -141,21 +170,28 @@ def test_query_gradient(arch, operand, dim, absent, tmp_path):
 
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize(
-    "operand, dim", [("bf16", 128), ("bf16", 768), ("fp16", 128), ("fp16", 96), ("ieee", 128), ("ieee", 100), ("tf32x3", 128), ("tf32", 128)]
-)  # fmt: skip
-@pytest.mark.parametrize("kernel", [document_gradient_kernel, candidate_document_gradient_kernel], ids=["all", "candidates"])  # fmt: skip
-def test_document_gradient(arch, operand, dim, kernel, tmp_path):
+    "kernel, winners",
+    [
+        (document_gradient_kernel, torch.uint8),
+        (document_gradient_kernel, torch.int16),
+        (candidate_document_gradient_kernel, torch.uint8),
+    ],
+    ids=["all", "all-int16", "candidates"],
+)
+def test_document_gradient(arch, operand, dim, kernel, winners, tmp_path):
+    if winners == torch.int16 and (operand, dim) not in CASES[::3]:
+        pytest.skip("wider winners are another load: a few cases are enough")
     tile = launch.document_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
         kernel,
         arch,
         operand,
-        tile.num_warps,
-        tile.num_stages,
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        winners=winners,
         DIM=dim,
-        SENTINEL=-1,
-        PRECISION="ieee" if operand in ("bf16", "fp16") else operand,
+        PRECISION=precision(operand),
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
         BLOCK_D=tile.block_d,
@@ -166,8 +202,8 @@ def test_document_gradient(arch, operand, dim, kernel, tmp_path):
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 def test_helpers(arch, tmp_path):
-    check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", 1, 3, BLOCK=128), tmp_path)
-    check(arch, "bf16", *compiled(live_tokens_kernel, arch, "bf16", 2, 3, BLOCK=256), tmp_path)
+    check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", {"num_warps": 1}, BLOCK=128), tmp_path)
+    check(arch, "bf16", *compiled(live_tokens_kernel, arch, "bf16", {"num_warps": 2}, BLOCK=256), tmp_path)
 
 
 def test_tiles_shrink_to_the_input():

@@ -70,9 +70,8 @@ _FORWARD = {
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
-    "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
-    (80, "tf32x3"): [(None, ForwardTiles(64, 64, 16, 1, 8, 2))],
-    "tf32x3": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
+    **dict.fromkeys(((80, "tf32"), (80, "tf32x3")), [(None, ForwardTiles(64, 64, 16, 1, 8, 2))]),
+    **dict.fromkeys(("tf32", "tf32x3"), [(None, ForwardTiles(64, 64, 32, 1, 8, 2))]),
     "ieee": [(None, ForwardTiles(32, 64, 16, 1, 4, 2))],
 }
 _QUERY_GRADIENT = {
@@ -82,6 +81,7 @@ _QUERY_GRADIENT = {
 _DOCUMENT_GRADIENT = {
     (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
     "half": [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
+    (80, "tf32"): [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 1))],
     **dict.fromkeys(("tf32", "tf32x3", "ieee"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))]),
 }
 
