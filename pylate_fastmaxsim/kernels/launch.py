@@ -74,14 +74,12 @@ _FORWARD = {
     **dict.fromkeys(("tf32", "tf32x3"), [(None, ForwardTiles(64, 64, 32, 1, 8, 2))]),
     "ieee": [(None, ForwardTiles(32, 64, 16, 1, 4, 2))],
 }
-_QUERY_GRADIENT = {
-    (80, "half"): [(128, QueryGradientTiles(4, 256, 8, 2)), (None, QueryGradientTiles(4, 256, 4, 2))],
-    **dict.fromkeys(("half", "tf32", "tf32x3", "ieee"), [(None, QueryGradientTiles(4, 256, 8, 2))]),
-}
+_QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "tf32x3", "ieee"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
+    (80, "half"): [(None, DocumentGradientTiles(64, 16, 128, 1024, 4, 2))],
     (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
-    "half": [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
-    (80, "tf32"): [(None, DocumentGradientTiles(64, 16, 64, 1024, 4, 1))],
+    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
+    (80, "tf32"): [(None, DocumentGradientTiles(64, 32, 64, 1024, 4, 2))],
     **dict.fromkeys(("tf32", "tf32x3", "ieee"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))]),
 }
 
