@@ -184,7 +184,7 @@ def main() -> None:
             result = measure(path, batch, compiled, checkpointing, extra, options.timeout)
             cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
             content["cells"][name] = {"cell": cell, **result, "environment": recorded}
-            print(name, {k: v for k, v in result.items() if k not in ("losses", "stderr")}, flush=True)
+            print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
             write(target, content)
     for checkpointing in choices["both"]:
         if any(cell["cell"]["checkpointing"] == checkpointing for cell in content["cells"].values()):

@@ -165,6 +165,7 @@ def run_cell(options: argparse.Namespace) -> dict:
         "step_ms_min": min(times) * 1e3,
         "step_ms_max": max(times) * 1e3,
         "steps": len(times),
+        "each_ms": [round(seconds * 1e3, 2) for seconds in times],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "warmup_seconds": warmup_seconds,
         "live_tokens": statistics.mean(live),
@@ -184,10 +185,13 @@ def main() -> None:
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
     parser.add_argument("--layers", type=int, help="fewer encoder layers than ModernBERT-base has, for a trial run")
     parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, help="steps before timing; by default each batch once")
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
     options = parser.parse_args()
+    if options.warmup is None:
+        # Batches of other sizes still make the allocator ask for memory, which a long run leaves behind.
+        options.warmup = options.batches
     import torch
 
     try:
