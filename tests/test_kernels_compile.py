@@ -16,10 +16,10 @@ from pylate_fastmaxsim.kernels import launch  # noqa: E402
 from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
-    row_query_kernel,
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_buckets import row_query_kernel  # noqa: E402
 from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

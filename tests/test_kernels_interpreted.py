@@ -39,7 +39,7 @@ else:
     TILES = launch.Tiles(
         launch.ForwardTiles(16, 16, 64, 2, 4, 1),
         launch.QueryGradientTiles(4, 64, 2, 1),
-        launch.DocumentGradientTiles(16, 16, 64, 32, 4, 1),
+        launch.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
     )
 
     @pytest.fixture(autouse=True, scope="module")
@@ -57,8 +57,14 @@ else:
             return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
         def generic_reduce(self, inputs):
-            assert self.combine_fn.fn.__name__ == "maximum_or_nan"
-            return [self.to_tensor(np.max(inputs[0].handle.data, axis=self.axis), inputs[0].dtype)]
+            arrays = [tensor.handle.data for tensor in inputs]
+            if self.combine_fn.fn.__name__ == "maximum_or_nan":
+                results = [np.max(arrays[0], axis=self.axis)]
+            else:
+                assert self.combine_fn.fn.__name__ == "_first_maximum"
+                place = np.expand_dims(np.argmax(arrays[0], axis=self.axis), self.axis)
+                results = [np.take_along_axis(array, place, self.axis).squeeze(self.axis) for array in arrays]
+            return [self.to_tensor(result, tensor.dtype) for result, tensor in zip(results, inputs, strict=True)]
 
         original = interpreter._patch_lang_tensor
 

@@ -31,6 +31,7 @@ class DocumentGradientTiles(NamedTuple):
     block_r: int
     block_d: int
     block_scan: int
+    scan_warps: int
     num_warps: int
     num_stages: int
 
@@ -76,11 +77,11 @@ _FORWARD = {
 }
 _QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "tf32x3", "ieee"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
-    (80, "half"): [(None, DocumentGradientTiles(64, 16, 128, 1024, 4, 2))],
-    (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
-    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
-    (80, "tf32"): [(None, DocumentGradientTiles(64, 32, 64, 1024, 4, 2))],
-    **dict.fromkeys(("tf32", "tf32x3", "ieee"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))]),
+    (80, "half"): [(None, DocumentGradientTiles(64, 16, 128, 1024, 4, 4, 2))],
+    (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 4, 3))],
+    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 4, 2))],
+    (80, "tf32"): [(None, DocumentGradientTiles(64, 32, 64, 1024, 4, 4, 2))],
+    **dict.fromkeys(("tf32", "tf32x3", "ieee"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
 }
 
 
