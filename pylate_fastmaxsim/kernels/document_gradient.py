@@ -3,13 +3,15 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.products import product
+
 
 @triton.jit
 def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
     """total[t] += sum of weight[r] * q_rows[r] over the rows r with token[r] == t, as a matrix product.
 
-    The weights keep at least 16 bits of mantissa: where the operands' format holds fewer, they are
-    split into a high and a low part. fp16 goes through TF32, whose exponent also holds tiny weights.
+    The weights keep 16 bits of mantissa at least: for bf16 rows they are split into a high and a low part; fp16 rows
+    are exact in two bf16 parts, whose exponents also hold tiny weights.
     """
     weights = tl.where(tl.arange(0, BLOCK_T)[:, None] == token[None, :], weight[None, :], 0.0)
     if q_rows.dtype == tl.bfloat16:
@@ -18,13 +20,9 @@ def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PREC
         total = tl.dot(high, q_rows, total)
         total = tl.dot(low, q_rows, total)
     elif q_rows.dtype == tl.float16:
-        # TF32 drops the last 13 bits of a float32.
-        high = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        q_rows = q_rows.to(tl.float32)
-        total = tl.dot(high, q_rows, total, input_precision="tf32")
-        total = tl.dot(weights - high, q_rows, total, input_precision="tf32")
+        total = product(weights, q_rows.to(tl.float32), total, "bf16x3")
     else:
-        total = tl.dot(weights, q_rows, total, input_precision=PRECISION)
+        total = product(weights, q_rows, total, PRECISION)
     return total
 
 

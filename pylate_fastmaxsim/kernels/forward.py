@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.products import product
+
 
 @triton.jit
 def maximum_or_nan(a, b):
@@ -77,16 +79,16 @@ def _best_token(
         else:
             row = tl.load(live_tokens + tl.minimum(first + column, document_length - 1))
             d_pointers = document + row.to(tl.int64)[:, None] * DIM + k[None, :]
+        similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if DIM <= BLOCK_K:
             d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
-            similarity = tl.dot(q_tile, tl.trans(d_tile), input_precision=PRECISION)
+            similarity = product(q_tile, tl.trans(d_tile), similarity, PRECISION)
         else:
-            similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first_k in range(0, DIM, BLOCK_K):
                 in_dim = first_k + k[None, :] < DIM
                 q_chunk = tl.load(q_pointers + first_k, mask=row_live[:, None] & in_dim, other=0.0)
                 d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
-                similarity = tl.dot(q_chunk, tl.trans(d_chunk), similarity, input_precision=PRECISION)
+                similarity = product(q_chunk, tl.trans(d_chunk), similarity, PRECISION)
         similarity = tl.reshape(similarity, [BLOCK_M, GROUPS, 8])
         if WANT_WINNERS:
             tile_best, tile_group = tl.reduce((similarity, group_column), 1, _first_maximum)

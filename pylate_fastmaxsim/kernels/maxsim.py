@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.document_gradient import (
     candidate_document_gradient_kernel,
     document_gradient_kernel,
@@ -18,6 +19,8 @@ from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Rows times documents whose buckets are held at once: 32 MiB of entries and weights.
 _BUCKET_ENTRIES = 2**22
+# Comparisons that a GPU makes in less time than the launches of a sort take.
+_QUADRATIC_ORDER = 2**26
 
 
 def _on_device_of(tensor: Tensor):
@@ -260,10 +263,7 @@ def _candidate_document_gradient(
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
-    # A stable sort keeps the pairs of a document in one order, so the sums repeat bit by bit.
-    named, pairs = torch.sort(candidates.reshape(-1), stable=True)
-    documents = torch.arange(d_starts.shape[0] + 1, device=named.device)
-    pair_offsets = torch.searchsorted(named, documents)
+    pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
     tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
     grid = (d_starts.shape[0] * tiles_per_document, triton.cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
@@ -289,3 +289,21 @@ def _candidate_document_gradient(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
+    """Flat indices of `candidates` in the order of documents, and where those of each document begin, ``[Nd + 1]``.
+
+    The order among the pairs of one document is always the same, so that their sum repeats bit by bit.
+    """
+    num_pairs = candidates.numel()
+    if num_pairs * (num_pairs + num_documents) > _QUADRATIC_ORDER:
+        named, pairs = torch.sort(candidates.reshape(-1), stable=True)
+        return pairs, torch.searchsorted(named, torch.arange(num_documents + 1, device=named.device))
+    pairs = candidates.new_empty(num_pairs)
+    pair_offsets = candidates.new_empty(num_documents + 1)
+    block = 64
+    candidate_order_kernel[(triton.cdiv(num_pairs + num_documents + 1, block),)](
+        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=128
+    )
+    return pairs, pair_offsets
