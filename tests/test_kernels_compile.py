@@ -20,10 +20,7 @@ from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_buckets import (
-    bucket_kernel,  # noqa: E402
-    row_query_kernel,  # noqa: E402
-)
+from pylate_fastmaxsim.kernels.winner_buckets import bucket_kernel, row_query_kernel  # noqa: E402
 from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -45,17 +42,9 @@ TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
 }
 POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pairs", "pair_offsets"]
 SIZES = [
-    "first_document",
-    "num_groups",
-    "num_pairs",
-    "num_queries",
-    "num_documents",
-    "num_slots",
-    "num_tiles",
-    "num_rows",
-    "row_blocks",
-    "tiles_per_document",
-]
+    "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_groups", "num_pairs",
+    "first_document", "documents_per_program", "row_blocks", "tiles_per_document",
+]  # fmt: skip
 
 
 def compiled(kernel, arch, operand, options, absent=(), winners=torch.uint8, **constants):
@@ -108,10 +97,9 @@ MASKS = ("q_keep", "live_tokens", "zero_floor")
 
 
 class Batch(NamedTuple):
-    """What the compiled forward depends on, besides the vectors; the number of tiles decides the documents of a program."""
+    """What the compiled forward depends on, besides the vectors."""
 
     rows: int
-    tiles: int
     long_queries: bool = False
     candidates: bool = False
     masks: bool = False
@@ -120,12 +108,12 @@ class Batch(NamedTuple):
 
 # Each pair of properties occurs once at least.
 BATCHES = {
-    "training": Batch(4096, 8),
-    "scoring": Batch(4096, 1, masks=True, winners=None),
-    "long-training": Batch(4096, 4, long_queries=True, masks=True, winners=torch.int16),
-    "long-scoring": Batch(4096, 1, long_queries=True, winners=None),
-    "candidates-training": Batch(32, 4, candidates=True, masks=True),
-    "candidates-scoring": Batch(32, 8, candidates=True, winners=None),
+    "training": Batch(4096),
+    "scoring": Batch(4096, masks=True, winners=None),
+    "long-training": Batch(4096, long_queries=True, masks=True, winners=torch.int16),
+    "long-scoring": Batch(4096, long_queries=True, winners=None),
+    "candidates-training": Batch(32, candidates=True, masks=True),
+    "candidates-scoring": Batch(32, candidates=True, winners=None),
 }
 
 
@@ -136,7 +124,7 @@ def test_forward(arch, operand, dim, name, tmp_path):
     if name == "long-scoring" and (operand, dim) not in CASES[::3]:
         pytest.skip("a few cases are enough for what the other batches cover already")
     batch = BATCHES[name]
-    tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows)
+    tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None)
     absent = (() if batch.candidates else ("candidates",)) + (() if batch.masks else MASKS)
     ptx, shared = compiled(
         forward_kernel,
@@ -153,18 +141,11 @@ def test_forward(arch, operand, dim, name, tmp_path):
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        DOCUMENTS_PER_PROGRAM=launch.documents_per_program(tile, batch.tiles, 512),
     )
     check(arch, operand, ptx, shared, tmp_path)
     if name == "training" and kind(operand) == "half":
         unit = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch]
         assert unit in ptx
-
-
-def test_the_batches_cover_every_number_of_documents():
-    tile = launch.forward_tiles(90, "half", 128, 4096)
-    counts = {launch.documents_per_program(tile, batch.tiles, 512) for batch in BATCHES.values()}
-    assert counts == {1, 2, 4}
 
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
@@ -188,31 +169,36 @@ def test_query_gradient(arch, operand, dim, absent, tmp_path):
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
-@pytest.mark.parametrize(
-    "kernel, winners",
-    [
-        (document_gradient_kernel, torch.uint8),
-        (document_gradient_kernel, torch.int16),
-        (candidate_document_gradient_kernel, torch.uint8),
-    ],
-    ids=["all", "all-int16", "candidates"],
-)
-def test_document_gradient(arch, operand, dim, kernel, winners, tmp_path):
-    if winners == torch.int16 and (operand, dim) not in CASES[::3]:
-        pytest.skip("wider winners are another load: a few cases are enough")
+def test_document_gradient(arch, operand, dim, tmp_path):
     tile = launch.document_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
-        kernel,
+        document_gradient_kernel,
         arch,
         operand,
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        winners=winners,
         DIM=dim,
         PRECISION=precision(operand),
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
         BLOCK_D=tile.block_d,
-        BLOCK_SCAN=tile.block_scan,
+    )
+    check(arch, operand, ptx, shared, tmp_path)
+
+
+@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("operand, dim", CASES)
+def test_candidate_document_gradient(arch, operand, dim, tmp_path):
+    tile = launch.candidate_gradient_tiles(arch, kind(operand), dim)
+    ptx, shared = compiled(
+        candidate_document_gradient_kernel,
+        arch,
+        operand,
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        DIM=dim,
+        PRECISION=precision(operand),
+        BLOCK_T=tile.block_t,
+        BLOCK_R=tile.block_r,
+        BLOCK_D=tile.block_d,
     )
     check(arch, operand, ptx, shared, tmp_path)
 
@@ -229,13 +215,13 @@ def test_buckets(arch, winners, tmp_path):
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 def test_helpers(arch, tmp_path):
     check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", {"num_warps": 1}, BLOCK=128), tmp_path)
-    order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=64, BLOCK_SCAN=128)
+    order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=16, BLOCK_SCAN=256)
     check(arch, "bf16", *order, tmp_path)
     check(arch, "bf16", *compiled(live_tokens_kernel, arch, "bf16", {"num_warps": 2}, BLOCK=256), tmp_path)
 
 
 def test_tiles_shrink_to_the_input():
-    tiles = launch.forward_tiles(90, "half", 48, 5)
+    tiles = launch.forward_tiles(90, "half", 48, 5, False)
     assert (tiles.block_m, tiles.block_k) == (64, 64)
     assert launch.document_gradient_tiles(90, "half", 7).block_d == 16
     assert launch.query_gradient_tiles(90, "half", 1).block_d == 1

@@ -186,6 +186,27 @@ def test_collated_documents_are_packed_without_waiting_for_the_device(small):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_a_step_waits_for_nothing(small, family):
+    model = small(family)
+    pylate_fastmaxsim.enable()
+    batch = _batch(model)
+    loss_function = losses.Contrastive(model)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_function([dict(column) for column in batch], None)
+        loss.backward()
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(small, stock, reentrant):
     model = small()

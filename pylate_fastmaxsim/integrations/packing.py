@@ -25,6 +25,7 @@ from pylate_fastmaxsim.integrations.documents import (
     packed_plan,
     padded_plan,
 )
+from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -121,7 +122,8 @@ def plan_documents(
 
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     """Token embeddings ``[N, L, d]`` of one call of the model, which leaves the features as they are."""
-    return model(dict(features))["token_embeddings"]
+    with uninspected():
+        return model(dict(features))["token_embeddings"]
 
 
 def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:

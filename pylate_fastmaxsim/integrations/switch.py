@@ -19,7 +19,7 @@ _options: Options | None = None
 
 _ON = ("", "1", "true", "on", "yes")
 _OFF = ("0", "false", "off", "no")
-_PROVIDERS = ("pylate_scores", "pylate_losses", "pylate_collator")
+_PROVIDERS = ("pylate_scores", "pylate_losses", "pylate_collator", "uninspected_masks")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.products import product
+from pylate_fastmaxsim.kernels.products import product, split
 
 
 @triton.jit
@@ -13,16 +13,19 @@ def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PREC
     The weights keep 16 bits of mantissa at least: for bf16 rows they are split into a high and a low part; fp16 rows
     are exact in two bf16 parts, whose exponents also hold tiny weights.
     """
-    weights = tl.where(tl.arange(0, BLOCK_T)[:, None] == token[None, :], weight[None, :], 0.0)
-    if q_rows.dtype == tl.bfloat16:
-        high = weights.to(tl.bfloat16)
-        low = (weights - high.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(high, q_rows, total)
-        total = tl.dot(low, q_rows, total)
-    elif q_rows.dtype == tl.float16:
-        total = product(weights, q_rows.to(tl.float32), total, "bf16x3")
+    here = tl.arange(0, BLOCK_T)[:, None] == token[None, :]
+    if q_rows.dtype == tl.float32:
+        total = product(tl.where(here, weight[None, :], 0.0), q_rows, total, PRECISION)
     else:
-        total = product(weights, q_rows, total, PRECISION)
+        high = weight.to(tl.bfloat16)
+        low = (weight - high.to(tl.float32)).to(tl.bfloat16)
+        high = tl.where(here, high[None, :], 0.0)
+        low = tl.where(here, low[None, :], 0.0)
+        if q_rows.dtype == tl.float16:
+            q_rows, q_rest = split(q_rows.to(tl.float32))
+            total = tl.dot(high, q_rest.to(tl.bfloat16), total)
+        total = tl.dot(low, q_rows, total)
+        total = tl.dot(high, q_rows, total)
     return total
 
 
@@ -56,7 +59,7 @@ def document_gradient_kernel(
     first = tile * BLOCK_T
     length = tl.load(d_lengths + document)
     if first < length:
-        tile_range = tile_ranges + (local * num_groups * 4 + tile) * 2
+        tile_range = tile_ranges + (local * num_groups * 8 + tile) * 2
         begin = tl.load(tile_range)
         end = tl.load(tile_range + 1)
         if begin < end:
@@ -136,8 +139,9 @@ def candidate_document_gradient_kernel(
                 weight = tl.where(here, pair_weight, 0.0)
                 total = _add_weighted_rows(total, winner - first, weight, q_rows, BLOCK_T, PRECISION)
         token = first + tl.arange(0, BLOCK_T)
+        # Few tokens win here, and the others are zero already.
         tl.store(
             grad_d + (tl.load(d_starts + document) + token)[:, None] * DIM + column[None, :],
             total,
-            mask=(token < length)[:, None] & in_dim,
+            mask=(token < length)[:, None] & in_dim & (total != 0.0),
         )

@@ -108,7 +108,7 @@ def _best_token(
     return tl.where(row_live & (document_length > 0), row_best, 0.0), winner
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows"])
+@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows", "documents_per_program"])
 def forward_kernel(
     q_values,
     q_starts,
@@ -126,6 +126,7 @@ def forward_kernel(
     num_slots,
     num_tiles,
     num_rows,
+    documents_per_program,
     DIM: tl.constexpr,
     SLOT: tl.constexpr,
     LONG_QUERIES: tl.constexpr,
@@ -135,7 +136,6 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DOCUMENTS_PER_PROGRAM: tl.constexpr,
 ):
     """A tile of query rows against a few documents.
 
@@ -151,7 +151,7 @@ def forward_kernel(
     # Tiles vary fastest, so that programs running together share documents in L2.
     program = tl.program_id(0)
     tile = program % num_tiles
-    first_slot = (program // num_tiles) * DOCUMENTS_PER_PROGRAM
+    first_slot = (program // num_tiles) * documents_per_program
 
     row_in_tile = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -174,7 +174,7 @@ def forward_kernel(
     if DIM <= BLOCK_K and not LONG_QUERIES:
         q_tile = tl.load(q_pointers, mask=q_live[:, None] & (k[None, :] < DIM), other=0.0)
 
-    for slot in range(first_slot, tl.minimum(first_slot + DOCUMENTS_PER_PROGRAM, num_slots)):
+    for slot in range(first_slot, tl.minimum(first_slot + documents_per_program, num_slots)):
         document = tl.cast(slot, tl.int64)
         if HAS_CANDIDATES:
             document = tl.load(candidates + tile.to(tl.int64) * num_slots + slot)

@@ -36,12 +36,21 @@ class DocumentGradientTiles(NamedTuple):
     num_stages: int
 
 
+class CandidateGradientTiles(NamedTuple):
+    block_t: int
+    block_r: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
 class Tiles(NamedTuple):
     """One of each family; `None` means: take it from the tables."""
 
     forward: ForwardTiles | None = None
     query_gradient: QueryGradientTiles | None = None
     document_gradient: DocumentGradientTiles | None = None
+    candidate_gradient: CandidateGradientTiles | None = None
 
 
 FROM_TABLES = Tiles()
@@ -60,7 +69,7 @@ _FORWARD = {
         (None, ForwardTiles(64, 64, 32, 1, 4, 3)),
     ],
     (90, "half"): [
-        (128, ForwardTiles(256, 64, 128, 4, 8, 3, None)),
+        (128, ForwardTiles(256, 64, 128, 8, 8, 3, None)),
         (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
@@ -77,14 +86,18 @@ _FORWARD = {
     ),
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
+# Where winners are wanted as well, rows that come before those above.
+_FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, None))]}
 _QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
-    (80, "half"): [(None, DocumentGradientTiles(64, 16, 128, 1024, 4, 4, 2))],
-    (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 4, 3))],
-    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 4, 2))],
-    (80, "tf32"): [(None, DocumentGradientTiles(64, 32, 64, 1024, 4, 4, 2))],
+    (80, "half"): [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
+    (90, "half"): [(None, DocumentGradientTiles(32, 64, 128, 1024, 4, 2, 3))],
+    (100, "half"): [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
     **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
 }
+_CANDIDATE_GRADIENT = dict.fromkeys(
+    ("half", "tf32", "bf16x3", "bf16x6"), [(None, CandidateGradientTiles(32, 32, 128, 4, 2))]
+)
 
 
 # Several for each multiprocessor of the largest GPU, so that none is idle at the end.
@@ -109,13 +122,13 @@ def architecture(device: torch.device) -> int:
 
 
 def _row(table: dict, arch: int, kind: str, dim: int):
-    rows = table.get((arch, kind)) or table[kind]
-    return next(tiles for largest, tiles in rows if largest is None or dim <= largest)
+    rows = table.get((arch, kind)) or table.get(kind, [])
+    return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
 
 
-def forward_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
+def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool) -> ForwardTiles:
     """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
-    tiles = _row(_FORWARD, arch, kind, dim)
+    tiles = want_winners and _row(_FORWARD_WITH_WINNERS, arch, kind, dim) or _row(_FORWARD, arch, kind, dim)
     # From sm_90 on matrix units take 64 rows; fewer would go to older and slower instructions.
     fewest_rows = min(tiles.block_m, 16 if arch < 90 else 64)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
@@ -143,4 +156,9 @@ def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:
 
 def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientTiles:
     tiles = _row(_DOCUMENT_GRADIENT, arch, kind, dim)
+    return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
+
+
+def candidate_gradient_tiles(arch: int, kind: str, dim: int) -> CandidateGradientTiles:
+    tiles = _row(_CANDIDATE_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))

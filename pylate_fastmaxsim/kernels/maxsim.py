@@ -71,7 +71,7 @@ def forward(
     kind = launch.arithmetic(q_values.dtype, precision)
     slot = launch.next_power_of_2(max_q_length)
     q_rows = slot if candidates is not None else slot * num_queries
-    tile = tiles.forward or launch.forward_tiles(launch.architecture(q_values.device), kind, dim, q_rows)
+    tile = tiles.forward or launch.forward_tiles(launch.architecture(q_values.device), kind, dim, q_rows, want_winners)
     slot = min(slot, tile.block_m)
     num_tiles = num_queries if candidates is not None else triton.cdiv(num_queries, tile.block_m // slot)
     per_program = launch.documents_per_program(tile, num_tiles, num_slots)
@@ -102,6 +102,7 @@ def forward(
             num_slots,
             num_tiles,
             num_rows,
+            per_program,
             DIM=dim,
             SLOT=slot,
             LONG_QUERIES=max_q_length > tile.block_m,
@@ -111,7 +112,6 @@ def forward(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
-            DOCUMENTS_PER_PROGRAM=per_program,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             maxnreg=tile.max_registers,
@@ -147,7 +147,7 @@ def backward(
     grad_q = torch.zeros_like(q_values, memory_format=torch.contiguous_format) if need_q else q_values.new_empty(0)
     grad_d = torch.zeros_like(d_values, memory_format=torch.contiguous_format) if need_d else d_values.new_empty(0)
     num_queries, num_slots = grad_scores.shape
-    if 0 in (num_queries, num_slots, max_q_length, max_d_length, q_values.shape[1]):
+    if 0 in (num_queries, num_slots, max_q_length, max_d_length, winners.numel(), q_values.shape[1]):
         return grad_q, grad_d
     grad_scores = grad_scores.contiguous()
     with _on_device_of(q_values):
@@ -209,7 +209,7 @@ def _document_gradient(
     # An entry and its weight for each row and document; a part of the documents at a time, to bound this.
     entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
     num_documents = d_starts.shape[0]
-    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // num_rows))
+    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(1, num_rows)))
     buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
     weights = torch.empty((at_once, num_rows), dtype=torch.float32, device=device)
     tile_ranges = torch.empty((at_once, num_groups * TILES_PER_GROUP, 2), dtype=torch.int32, device=device)
@@ -227,7 +227,6 @@ def _document_gradient(
             first_document,
             num_documents,
             num_rows,
-            tiles_per_document,
             num_groups,
             SENTINEL=no_winner(winners.dtype),
             BLOCK_T=tile.block_t,
@@ -262,7 +261,7 @@ def _candidate_document_gradient(
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
-    tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
+    tile = tiles.candidate_gradient or launch.candidate_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
     tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
     grid = (d_starts.shape[0] * tiles_per_document, triton.cdiv(dim, tile.block_d))
@@ -302,8 +301,8 @@ def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Te
         return pairs, torch.searchsorted(named, torch.arange(num_documents + 1, device=named.device))
     pairs = candidates.new_empty(num_pairs)
     pair_offsets = candidates.new_empty(num_documents + 1)
-    block = 64
+    block = 16
     candidate_order_kernel[(triton.cdiv(num_pairs + num_documents + 1, block),)](
-        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=128
+        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=256
     )
     return pairs, pair_offsets

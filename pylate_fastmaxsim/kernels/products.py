@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _split(x):
+def split(x):
     """The upper 8 bits of a float32's mantissa as bf16, and the rest of it. Bit operations: cheaper than a conversion."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - (bits & -65536).to(tl.float32, bitcast=True)
@@ -25,13 +25,13 @@ def product(a, b, total, PRECISION: tl.constexpr):
     elif PRECISION == "tf32":
         total = tl.dot(a, b, total, input_precision="tf32")
     else:
-        a_high, a_rest = _split(a)
-        b_high, b_rest = _split(b)
+        a_high, a_rest = split(a)
+        b_high, b_rest = split(b)
         if PRECISION == "bf16x6":
-            a_middle, a_low = _split(a_rest)
-            b_middle, b_low = _split(b_rest)
-            total = tl.dot(_split(a_low)[0], b_high, total)
-            total = tl.dot(a_high, _split(b_low)[0], total)
+            a_middle, a_low = split(a_rest)
+            b_middle, b_low = split(b_rest)
+            total = tl.dot(split(a_low)[0], b_high, total)
+            total = tl.dot(a_high, split(b_low)[0], total)
             total = tl.dot(a_middle, b_middle, total)
         else:
             # Rounded: what is cut off would make every product too small.

@@ -1,0 +1,37 @@
+"""Masks on a GPU are not looked at while embeddings of a batch are made, and otherwise as transformers has it."""
+
+from types import SimpleNamespace
+
+import torch
+from transformers import masking_utils
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import uninspected_masks
+
+
+class Inspected(Exception):
+    pass
+
+
+def inspect():
+    raise Inspected
+
+
+def leave_out(mask):
+    return masking_utils._ignore_bidirectional_mask_sdpa(mask, 8)
+
+
+def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at():
+    on_gpu = SimpleNamespace(is_cuda=True, all=inspect)
+    full, part = torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)
+    with pylate_fastmaxsim.enabled():
+        with uninspected_masks.uninspected():
+            assert not leave_out(on_gpu)
+            assert leave_out(full) and not leave_out(part) and leave_out(None)
+        try:
+            leave_out(on_gpu)
+        except Inspected:
+            pass
+        else:
+            raise AssertionError("outside, transformers decides")
+    assert masking_utils._ignore_bidirectional_mask_sdpa is uninspected_masks._stock
