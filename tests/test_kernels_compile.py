@@ -20,7 +20,7 @@ from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_buckets import bucket_kernel, row_query_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel  # noqa: E402
 from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -35,14 +35,15 @@ TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
     "grad_scores": "*fp32",
     "buckets": "*i32",
     "weights": "*fp32",
-    "tile_ranges": "*i32",
+    "counts": "*i32",
+    "begins": "*i32",
     "row_query": "*i32",
     "live_tokens": "*i32",
     "live_lengths": "*i32",
 }
 POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pairs", "pair_offsets"]
 SIZES = [
-    "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_groups", "num_pairs",
+    "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_chunks", "num_pairs",
     "first_document", "documents_per_program", "row_blocks", "tiles_per_document",
 ]  # fmt: skip
 
@@ -195,6 +196,7 @@ def test_candidate_document_gradient(arch, operand, dim, tmp_path):
         operand,
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         DIM=dim,
+        SHORT_QUERIES=True,
         PRECISION=precision(operand),
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
@@ -208,8 +210,9 @@ def test_candidate_document_gradient(arch, operand, dim, tmp_path):
 def test_buckets(arch, winners, tmp_path):
     tile = launch.document_gradient_tiles(arch, "half", 128)
     sizes = {"BLOCK_T": tile.block_t, "BLOCK_SCAN": tile.block_scan}
-    bucket = compiled(bucket_kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, **sizes)
-    check(arch, "bf16", *bucket, tmp_path)
+    for kernel in (count_kernel, place_kernel):
+        scan = compiled(kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, **sizes)
+        check(arch, "bf16", *scan, tmp_path)
 
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)

@@ -7,13 +7,12 @@ from pylate_fastmaxsim.kernels.products import product, split
 
 
 @triton.jit
-def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
-    """total[t] += sum of weight[r] * q_rows[r] over the rows r with token[r] == t, as a matrix product.
+def _add_weighted_rows(total, here, weight, q_rows, PRECISION: tl.constexpr):
+    """total[t] += sum of weight[r] * q_rows[r] over the rows r with here[t, r], as a matrix product.
 
     The weights keep 16 bits of mantissa at least: for bf16 rows they are split into a high and a low part; fp16 rows
     are exact in two bf16 parts, whose exponents also hold tiny weights.
     """
-    here = tl.arange(0, BLOCK_T)[:, None] == token[None, :]
     if q_rows.dtype == tl.float32:
         total = product(tl.where(here, weight[None, :], 0.0), q_rows, total, PRECISION)
     else:
@@ -29,26 +28,26 @@ def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PREC
     return total
 
 
-@triton.jit(do_not_specialize=["first_document", "num_rows", "tiles_per_document", "num_groups"])
+@triton.jit(do_not_specialize=["first_document", "num_rows", "num_chunks", "tiles_per_document"])
 def document_gradient_kernel(
     q_values,
     d_starts,
     d_lengths,
     buckets,
     weights,
-    tile_ranges,
+    begins,
     grad_d,
     first_document,
     num_rows,
+    num_chunks,
     tiles_per_document,
-    num_groups,
     DIM: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradient of BLOCK_T tokens of one document from the rows that bucket_kernel listed for them.
+    """Gradient of BLOCK_T tokens of one document from the rows that place_kernel put in their bucket.
 
     Tiles without a row are not touched: `grad_d` comes filled with zeros.
     """
@@ -59,9 +58,9 @@ def document_gradient_kernel(
     first = tile * BLOCK_T
     length = tl.load(d_lengths + document)
     if first < length:
-        tile_range = tile_ranges + (local * num_groups * 8 + tile) * 2
-        begin = tl.load(tile_range)
-        end = tl.load(tile_range + 1)
+        begins += local * (1 + tiles_per_document * num_chunks) + tile * num_chunks
+        begin = tl.load(begins)
+        end = tl.load(begins + num_chunks)
         if begin < end:
             buckets += local * num_rows
             weights += local * num_rows
@@ -80,7 +79,8 @@ def document_gradient_kernel(
                     q_rows = tl.load(
                         q_values + row[:, None] * DIM + column[None, :], mask=listed[:, None] & in_dim, other=0.0
                     )
-                    total = _add_weighted_rows(total, entry % BLOCK_T, weight, q_rows, BLOCK_T, PRECISION)
+                    here = tl.arange(0, BLOCK_T)[:, None] == (entry % BLOCK_T)[None, :]
+                    total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
                 tl.store(out + column[None, :], total, mask=(token < length)[:, None] & in_dim)
 
 
@@ -101,6 +101,7 @@ def candidate_document_gradient_kernel(
     tiles_per_document,
     DIM: tl.constexpr,
     SENTINEL: tl.constexpr,
+    SHORT_QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -108,7 +109,11 @@ def candidate_document_gradient_kernel(
 ):
     """Gradient of BLOCK_T tokens of one document from the pairs (query, slot) that name it as a candidate.
 
-    pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n.
+    pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Tokens
+    without a gradient are not touched: `grad_d` comes filled with zeros.
+
+    Where one short query names a document, as in distillation, its first program sums the rows that share a token
+    straight away, all tiles at once, and the others have nothing to do.
     """
     program = tl.program_id(0)
     document = (program // tiles_per_document).to(tl.int64)
@@ -116,9 +121,29 @@ def candidate_document_gradient_kernel(
     length = tl.load(d_lengths + document)
     first_pair = tl.load(pair_offsets + document)
     last_pair = tl.load(pair_offsets + document + 1)
-    if (first < length) & (first_pair < last_pair):
-        column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        in_dim = column[None, :] < DIM
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_dim = column[None, :] < DIM
+    grad_d += tl.load(d_starts + document) * DIM
+    if SHORT_QUERIES and last_pair - first_pair == 1:
+        if first == 0:
+            pair = tl.load(pairs + first_pair)
+            query = pair // num_slots
+            offset = tl.arange(0, BLOCK_R)
+            row = tl.load(q_starts + query) + offset
+            in_query = offset < tl.load(q_lengths + query)
+            winner = tl.load(winners + (pair % num_slots) * num_rows + row, mask=in_query, other=SENTINEL).to(tl.int32)
+            here = winner != SENTINEL
+            weight = tl.where(here, tl.load(grad_scores + pair), 0.0)
+            q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=here[:, None] & in_dim, other=0.0)
+            same = (winner[:, None] == winner[None, :]) & here[None, :]
+            total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+            total = _add_weighted_rows(total, same, weight, q_rows, PRECISION)
+            earlier = same & (offset[None, :] < offset[:, None])
+            is_first = here & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+            tl.store(
+                grad_d + winner.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=is_first[:, None] & in_dim
+            )
+    elif (first < length) & (first_pair < last_pair):
         total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for i in range(first_pair, last_pair):
             pair = tl.load(pairs + i)
@@ -132,16 +157,11 @@ def candidate_document_gradient_kernel(
                 winner = tl.load(
                     winners + (pair % num_slots) * num_rows + row, mask=offset < query_length, other=SENTINEL
                 ).to(tl.int32)
-                here = (winner != SENTINEL) & (winner >= first) & (winner < first + BLOCK_T)
-                q_rows = tl.load(
-                    q_values + row[:, None] * DIM + column[None, :], mask=here[:, None] & in_dim, other=0.0
-                )
-                weight = tl.where(here, pair_weight, 0.0)
-                total = _add_weighted_rows(total, winner - first, weight, q_rows, BLOCK_T, PRECISION)
+                won = (winner != SENTINEL) & (winner >= first) & (winner < first + BLOCK_T)
+                q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
+                here = (first + tl.arange(0, BLOCK_T)[:, None] == winner[None, :]) & won[None, :]
+                weight = tl.where(won, pair_weight, 0.0)
+                total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
         token = first + tl.arange(0, BLOCK_T)
-        # Few tokens win here, and the others are zero already.
-        tl.store(
-            grad_d + (tl.load(d_starts + document) + token)[:, None] * DIM + column[None, :],
-            total,
-            mask=(token < length)[:, None] & in_dim & (total != 0.0),
-        )
+        mask = (token < length)[:, None] & in_dim & (total != 0.0)
+        tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=mask)

@@ -91,7 +91,7 @@ _FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2
 _QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
     (80, "half"): [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
-    (90, "half"): [(None, DocumentGradientTiles(32, 64, 128, 1024, 4, 2, 3))],
+    (90, "half"): [(None, DocumentGradientTiles(16, 64, 128, 1024, 4, 2, 3))],
     (100, "half"): [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
     **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
 }

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.kernels.document_gradient import (
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
-from pylate_fastmaxsim.kernels.winner_buckets import TILES_PER_GROUP, bucket_kernel, row_query_kernel
+from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Rows times documents whose buckets are held at once: 32 MiB of entries and weights.
@@ -156,11 +156,15 @@ def backward(
                 grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
                 max_q_length, precision, tiles, grad_q,
             )  # fmt: skip
-        if need_d:
-            gradient = _document_gradient if candidates is None else _candidate_document_gradient
-            gradient(
-                grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
+        if need_d and candidates is None:
+            _document_gradient(
+                grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths,
                 max_d_length, precision, tiles, grad_d,
+            )  # fmt: skip
+        elif need_d:
+            _candidate_document_gradient(
+                grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
+                max_q_length, max_d_length, precision, tiles, grad_d,
             )  # fmt: skip
     return grad_q, grad_d
 
@@ -195,56 +199,51 @@ def _query_gradient(
 
 
 def _document_gradient(
-    grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
+    grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths,
     max_d_length, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     device = q_values.device
-    row_query = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    # Rows of no query are not written, and having no winner never read.
+    row_query = torch.empty(num_rows, dtype=torch.int32, device=device)
     row_query_kernel[(q_starts.shape[0],)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
-    tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
-    num_groups = triton.cdiv(tiles_per_document, TILES_PER_GROUP)
-    # An entry and its weight for each row and document; a part of the documents at a time, to bound this.
-    entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
     num_documents = d_starts.shape[0]
-    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(1, num_rows)))
+    tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
+    num_chunks = triton.cdiv(num_rows, tile.block_scan)
+    # An entry and its weight for each row and document; a part of the documents at a time, to bound this.
+    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // num_rows))
+    entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
+    counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=torch.int32, device=device)
     buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
     weights = torch.empty((at_once, num_rows), dtype=torch.float32, device=device)
-    tile_ranges = torch.empty((at_once, num_groups * TILES_PER_GROUP, 2), dtype=torch.int32, device=device)
     q_values = q_values.contiguous()
     for first_document in range(0, num_documents, at_once):
         count = min(at_once, num_documents - first_document)
-        bucket_kernel[(count * num_groups,)](
-            grad_scores,
-            winners,
-            row_query,
-            d_lengths,
-            buckets,
-            weights,
-            tile_ranges,
-            first_document,
-            num_documents,
-            num_rows,
-            num_groups,
-            SENTINEL=no_winner(winners.dtype),
-            BLOCK_T=tile.block_t,
-            BLOCK_SCAN=tile.block_scan,
-            num_warps=tile.scan_warps,
-        )
+        sizes = (first_document, num_documents, num_rows, num_chunks, tiles_per_document)
+        options = {
+            "SENTINEL": no_winner(winners.dtype),
+            "BLOCK_T": tile.block_t,
+            "BLOCK_SCAN": tile.block_scan,
+            "num_warps": tile.scan_warps,
+        }
+        grid = (count * num_chunks,)
+        count_kernel[grid](grad_scores, winners, row_query, d_lengths, counts, *sizes, **options)
+        begins = torch.cumsum(counts, dim=1, dtype=torch.int32)
+        place_kernel[grid](grad_scores, winners, row_query, d_lengths, begins, buckets, weights, *sizes, **options)
         document_gradient_kernel[(count * tiles_per_document,)](
             q_values,
             d_starts,
             d_lengths,
             buckets,
             weights,
-            tile_ranges,
+            begins,
             grad_d,
             first_document,
             num_rows,
+            num_chunks,
             tiles_per_document,
-            num_groups,
             DIM=dim,
             PRECISION=launch.INPUT_PRECISION[precision],
             BLOCK_T=tile.block_t,
@@ -257,7 +256,7 @@ def _document_gradient(
 
 def _candidate_document_gradient(
     grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
-    max_d_length, precision, tiles, grad_d,
+    max_q_length, max_d_length, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
@@ -281,6 +280,7 @@ def _candidate_document_gradient(
         tiles_per_document,
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
+        SHORT_QUERIES=max_q_length <= tile.block_r,
         PRECISION=launch.INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,

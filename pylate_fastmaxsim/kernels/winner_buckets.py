@@ -1,10 +1,14 @@
-"""Bucketing of winners: for each tile of document tokens, the query rows it won and their weights, by counting sort."""
+"""Bucketing of winners: the query rows that each tile of document tokens won, and their weights, by counting sort.
+
+Rows are taken in chunks. count_kernel counts, for each document, the rows of each tile in each chunk; the prefix sums
+of these counts are where each chunk's rows of each tile begin; place_kernel puts them there, in the order of rows.
+"""
 
 import triton
 import triton.language as tl
 
-# Tiles that one program counts at once: a field of 16 bits for each, in twice 64 bits.
-TILES_PER_GROUP = 8
+# Tiles that are counted at once: a field of 16 bits for each in 64 bits.
+_TILES_AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
@@ -19,83 +23,114 @@ def row_query_kernel(q_starts, q_lengths, row_query, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _one_in_field(here, place):
-    """1 in the 16-bit field `place` of two int64, four fields in each; 0 where not `here`."""
-    one = tl.where(here, 1, 0).to(tl.int64) << (16 * (place & 3))
-    return tl.where(place < 4, one, 0), tl.where(place < 4, 0, one)
+def _winners_of_chunk(
+    grad_scores,
+    winners,
+    row_query,
+    row,
+    document,
+    num_documents,
+    num_rows,
+    SENTINEL: tl.constexpr,
+):
+    """Winner and weight of some rows for one document, and which of them matter."""
+    winner = tl.load(winners + document * num_rows + row, mask=row < num_rows, other=SENTINEL).to(tl.int32)
+    here = winner != SENTINEL
+    query = tl.load(row_query + row, mask=here, other=0).to(tl.int64)
+    weight = tl.load(grad_scores + query * num_documents + document, mask=here, other=0.0)
+    return winner, weight, here & (weight != 0.0)
 
 
 @triton.jit
-def _field(low, high, place):
-    return ((tl.where(place < 4, low, high) >> (16 * (place & 3))) & 0xFFFF).to(tl.int32)
+def _one_in_field(here, place):
+    return tl.where(here & (place >= 0) & (place < 4), tl.full([], 1, tl.int64) << (16 * (place & 3)), 0)
 
 
-@triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_groups"])
-def bucket_kernel(
+@triton.jit
+def _field(packed, place):
+    return ((packed >> (16 * (place & 3))) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document"])
+def count_kernel(
     grad_scores,
     winners,
     row_query,
     d_lengths,
-    buckets,
-    weights,
-    tile_ranges,
+    counts,
     first_document,
     num_documents,
     num_rows,
-    num_groups,
+    num_chunks,
+    tiles_per_document,
     SENTINEL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_SCAN: tl.constexpr,
 ):
-    """Lists the rows won by a group of 8 tiles of one document, tile after tile and in the order of rows.
+    """counts[n, 1 + tile * num_chunks + chunk] = rows of a chunk that a tile of document n won with a weight that is not 0.
 
-    An entry is row * BLOCK_T + token within the tile; its weight is the gradient of its score. Entries of document n
-    lie in buckets[n * num_rows :], those of its tile t from tile_ranges[n, t, 0] to tile_ranges[n, t, 1], with n counted
-    from first_document. A row of weight 0 is left out.
+    n counts from first_document. counts[n, 0] = 0, so that prefix sums give where each begins; entries of tiles behind
+    the end of a document are left as they are, and nothing reads their sums.
     """
     program = tl.program_id(0)
-    local = (program // num_groups).to(tl.int64)
+    local = (program // num_chunks).to(tl.int64)
+    chunk = program % num_chunks
     document = local + first_document
-    first = (program % num_groups) * 8 * BLOCK_T
-    length = tl.load(d_lengths + document).to(tl.int32)
-    if first < length:
-        winners += document * num_rows
-        grad_scores += document
-        buckets += local * num_rows
-        weights += local * num_rows
-        scan = tl.arange(0, BLOCK_SCAN)
-        tiles = tl.arange(0, 8)
+    row = chunk * BLOCK_SCAN + tl.arange(0, BLOCK_SCAN)
+    winner, _, here = _winners_of_chunk(
+        grad_scores, winners, row_query, row, document, num_documents, num_rows, SENTINEL
+    )
+    counts += local * (1 + tiles_per_document * num_chunks)
+    if chunk == 0:
+        tl.store(counts, 0)
+    num_tiles = tl.cdiv(tl.load(d_lengths + document).to(tl.int32), BLOCK_T)
+    for first_tile in range(0, num_tiles, _TILES_AT_ONCE):
+        packed = tl.sum(_one_in_field(here, winner // BLOCK_T - first_tile), axis=0)
+        tile = tl.arange(0, _TILES_AT_ONCE)
+        count = _field(packed, tile)
+        tile += first_tile
+        tl.store(counts + 1 + tile * num_chunks + chunk, count, mask=tile < num_tiles)
 
-        earlier = tl.zeros([BLOCK_SCAN], tl.int32)
-        low = tl.zeros([BLOCK_SCAN], tl.int64)
-        high = tl.zeros([BLOCK_SCAN], tl.int64)
-        for first_row in range(0, num_rows, BLOCK_SCAN):
-            row = first_row + scan
-            winner = tl.load(winners + row, mask=row < num_rows, other=SENTINEL).to(tl.int32)
-            won = winner != SENTINEL
-            earlier += (won & (winner < first)).to(tl.int32)
-            here = won & (winner >= first) & (winner < first + 8 * BLOCK_T)
-            one_low, one_high = _one_in_field(here, (winner - first) // BLOCK_T)
-            low += one_low
-            high += one_high
-        counts = tl.sum(_field(low[:, None], high[:, None], tiles[None, :]), axis=0)
-        begin = tl.sum(earlier, axis=0) + tl.cumsum(counts, axis=0) - counts
-        end = begin
-        for first_row in range(0, num_rows, BLOCK_SCAN):
-            row = first_row + scan
-            winner = tl.load(winners + row, mask=row < num_rows, other=SENTINEL).to(tl.int32)
-            here = (winner != SENTINEL) & (winner >= first) & (winner < first + 8 * BLOCK_T)
-            query = tl.load(row_query + row, mask=here, other=0)
-            weight = tl.load(grad_scores + query.to(tl.int64) * num_documents, mask=here, other=0.0)
-            here = here & (weight != 0.0)
-            token = winner - first
-            place = token // BLOCK_T
-            one_low, one_high = _one_in_field(here, place)
-            rank = _field(tl.cumsum(one_low, axis=0), tl.cumsum(one_high, axis=0), place) - 1
-            entry = tl.sum(tl.where(place[:, None] == tiles[None, :], end[None, :], 0), axis=1) + rank
-            tl.store(buckets + entry, row.to(buckets.dtype.element_ty) * BLOCK_T + token % BLOCK_T, mask=here)
-            tl.store(weights + entry, weight, mask=here)
-            end += _field(tl.sum(one_low, axis=0), tl.sum(one_high, axis=0), tiles)
-        ranges = tile_ranges + (program.to(tl.int64) * 8 + tiles) * 2
-        tl.store(ranges, begin)
-        tl.store(ranges + 1, end)
+
+@triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document"])
+def place_kernel(
+    grad_scores,
+    winners,
+    row_query,
+    d_lengths,
+    begins,
+    buckets,
+    weights,
+    first_document,
+    num_documents,
+    num_rows,
+    num_chunks,
+    tiles_per_document,
+    SENTINEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_SCAN: tl.constexpr,
+):
+    """Puts the rows that count_kernel counted into buckets[n, begins[n, tile * num_chunks + chunk] :].
+
+    An entry is row * BLOCK_T + token within the tile; its weight is the gradient of its score.
+    """
+    program = tl.program_id(0)
+    local = (program // num_chunks).to(tl.int64)
+    chunk = program % num_chunks
+    document = local + first_document
+    row = chunk * BLOCK_SCAN + tl.arange(0, BLOCK_SCAN)
+    winner, weight, here = _winners_of_chunk(
+        grad_scores, winners, row_query, row, document, num_documents, num_rows, SENTINEL
+    )
+    tile = winner // BLOCK_T
+    begins += local * (1 + tiles_per_document * num_chunks)
+    begin = tl.load(begins + tile * num_chunks + chunk, mask=here, other=0)
+    rank = tl.zeros([BLOCK_SCAN], tl.int32)
+    num_tiles = tl.cdiv(tl.load(d_lengths + document).to(tl.int32), BLOCK_T)
+    for first_tile in range(0, num_tiles, _TILES_AT_ONCE):
+        place = tile - first_tile
+        before = tl.cumsum(_one_in_field(here, place), axis=0)
+        rank = tl.where((place >= 0) & (place < 4), _field(before, place) - 1, rank)
+    entry = local * num_rows + begin + rank
+    tl.store(buckets + entry, row.to(buckets.dtype.element_ty) * BLOCK_T + winner % BLOCK_T, mask=here)
+    tl.store(weights + entry, weight, mask=here)
