@@ -22,15 +22,18 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from operators_plots import plot_all
+from operators_results import TITLES
 from operators_shapes import BY_NAME, GROUPS, SHAPES, Shape
 from operators_table import markdown
-from train_step import environment, write
+from operators_targets import targets
+from train_step import child_variables, write
 
 HERE = Path(__file__).parent
-COMPETITORS = ("fast", "lik", "flash", "einsum", "compile")
+MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
 
 
 class Worker:
@@ -48,7 +51,12 @@ class Worker:
             self.errors.truncate()
             command = [sys.executable, str(HERE / "operators_worker.py")]
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                text=True,
+                env=child_variables(),
             )
         process = self.process
         late = threading.Event()
@@ -64,7 +72,10 @@ class Worker:
             process.stdin.flush()
             for line in process.stdout:
                 if line.startswith("RESULT "):
-                    return json.loads(line.removeprefix("RESULT "))
+                    result = json.loads(line.removeprefix("RESULT "))
+                    if result.pop("ends"):
+                        process.wait()
+                    return result
         except BrokenPipeError:
             pass
         finally:
@@ -117,13 +128,20 @@ def measure(options: argparse.Namespace, content: dict, target: Path) -> None:
     cells = todo(shapes, options.competitors, content["cells"], options.again)
     if not cells:
         return
+    used = {cell["competitor"] for cell in cells.values() if cell["kind"] == "shape"}
+    missing = [TITLES[name] for name, module in MODULES.items() if name in used and find_spec(module) is None]
+    if missing:
+        raise SystemExit(
+            f'operators.py: {" and ".join(missing)} cannot be imported; pip install ".[bench]", or name others in '
+            "--competitors."
+        )
     began = time.monotonic()
     worker = Worker(options.timeout)
     try:
         measured = worker.ask({"kind": "ceilings"})
         if "failure" in measured:
             raise SystemExit(f"operators.py: the device's own rates could not be measured: {measured['failure']}")
-        content["runs"].append({"environment": environment(), "ceilings": measured})
+        content["runs"].append({"environment": measured["environment"], "ceilings": measured["ceilings"]})
         for name, cell in cells.items():
             if time.monotonic() - began > options.budget:
                 break
@@ -154,7 +172,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results" / "operators.json")
     parser.add_argument("--output", type=Path, help="write results here instead of over --results")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"shapes, or groups: {', '.join(GROUPS)}")
-    parser.add_argument("--competitors", nargs="+", choices=COMPETITORS, default=list(COMPETITORS[:-1]))
+    parser.add_argument("--competitors", nargs="+", choices=list(TITLES), default=list(TITLES)[:-1])
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
     parser.add_argument("--timeout", type=float, default=120, help="seconds one cell may take")
     parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
@@ -164,7 +182,7 @@ def main() -> None:
     target = options.output or options.results
     if not options.render_only:
         measure(options, content, target)
-    print("\n" + markdown(content))
+    print("\n" + markdown(content) + "\n\n" + targets(content))
     plot_all(content, target)
 
 

@@ -143,7 +143,7 @@ def errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None
     documents = inputs.documents[rows][:, columns] if own else inputs.documents[columns]
     documents = documents.double().requires_grad_()
     similarities = torch.einsum("qsh,qdth->qdst" if own else "qsh,dth->qdst", queries, documents)
-    if inputs.mask is not None:
+    if inputs.mask is not None and entry.masked:
         similarities = similarities.masked_fill(~inputs.mask[columns][:, None, :], -torch.inf)
     expected = similarities.max(dim=-1).values.sum(dim=-1)
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib
-from operators_results import PEERS, Results
+from operators_results import PEERS, TITLES, Results
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 COLOURS = {"fast": "#d62728", "lik": "#1f77b4", "flash": "#2ca02c", "einsum": "#555555", "compile": "#b8860b"}
-TITLES = {
-    "fast": "pylate-fastmaxsim",
-    "lik": "late-interaction-kernels",
-    "flash": "flash-maxsim",
-    "einsum": "torch einsum",
-    "compile": "torch.compile of the einsum",
-}
 GROUPS = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16")
 MEASURES = {"forward": "forward", "forward_backward": "forward + backward"}
 

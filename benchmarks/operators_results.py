@@ -6,6 +6,13 @@ from functools import cached_property
 
 from operators_shapes import Shape
 
+TITLES = {
+    "fast": "pylate-fastmaxsim",
+    "lik": "late-interaction-kernels",
+    "flash": "flash-maxsim",
+    "einsum": "einsum",
+    "compile": "compiled einsum",
+}
 PEERS = ("lik", "flash", "einsum", "compile")
 
 

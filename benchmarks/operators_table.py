@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from operators_results import PEERS, Results
+from operators_results import PEERS, TITLES, Results
 from operators_shapes import Shape
 
-NAMES = {"lik": "late-interaction-kernels", "flash": "flash-maxsim", "einsum": "einsum", "compile": "compiled einsum"}
 HEADLINE = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16", "fp32")
 STEP_LIMIT = 1.5
 
@@ -39,7 +38,7 @@ def against(results: Results, shape: Shape, measure: str) -> list[str]:
     if peer is None:
         return ["", ""]
     name, figures = peer
-    return [f"{figures['ms']:.3f} {NAMES[name]}", f"{figures['ms'] / ms:.2f}x" if ms else ""]
+    return [f"{figures['ms']:.3f} {TITLES[name]}", f"{figures['ms'] / ms:.2f}x" if ms else ""]
 
 
 def headline(results: Results) -> str:
@@ -67,7 +66,7 @@ def failures(results: Results) -> str:
             measures = ("forward", "forward_backward") if shape.backward else ("forward",)
             found = {m: s for m in measures if (s := results.failure(shape, competitor, m))}
             if found and not any(results.best(shape, competitor, m) for m in found):
-                lines.append(f"- {shape.title}, {NAMES.get(competitor, 'ours')}: {next(iter(found.values()))}")
+                lines.append(f"- {shape.title}, {TITLES[competitor]}: {next(iter(found.values()))}")
     return "\n".join(lines)
 
 
@@ -78,9 +77,8 @@ def ragged(results: Results) -> str:
         for competitor in ("fast", *PEERS):
             for name, entry in results.entries(shape, competitor).items():
                 times = [entry.get(m, {}).get("ms") for m in ("forward", "forward_winners", "forward_backward")]
-                rows.append([f"{NAMES.get(competitor, 'pylate-fastmaxsim')}, {name}", *map(milliseconds, times)])
-    header = ["256 ragged queries and documents", "forward", "forward with winners", "forward + backward"]
-    header[0] = results.group("ragged")[0].title if rows else header[0]
+                rows.append([f"{TITLES[competitor]}, {name}", *map(milliseconds, times)])
+    header = ["ragged, each entry by itself", "forward", "forward with winners", "forward + backward"]
     return table(header, rows) if rows else ""
 
 
@@ -114,7 +112,7 @@ def accuracy(results: Results) -> str:
     for shape in (shape for group in groups for shape in results.group(group)):
         errors = [results.worst_error(shape, competitor) for competitor in ("fast", *PEERS)]
         rows.append([shape.title, *("" if error is None else f"{error:.1e}" for error in errors)])
-    return table(["largest relative error", "pylate-fastmaxsim", *(NAMES[peer] for peer in PEERS)], rows)
+    return table(["largest relative error", *TITLES.values()], rows)
 
 
 def sentences(results: Results) -> str:

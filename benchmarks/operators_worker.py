@@ -13,6 +13,7 @@ import torch
 from operators_competitors import ENTRIES
 from operators_measure import ceilings, failure, host_time, input_sets, measure_entry
 from operators_shapes import BY_NAME, Shape
+from train_step import environment
 
 HOST_SHAPE = Shape("host", "host", 4, 32, 8, 32)
 
@@ -34,12 +35,23 @@ def run_cell(shape: Shape, competitor: str, device: torch.device) -> dict:
 def answer(cell: dict, device: torch.device) -> dict:
     try:
         if cell["kind"] == "ceilings":
-            return ceilings(device)
+            return {"environment": environment(), "ceilings": ceilings(device)}
         if cell["kind"] == "host":
             return {"microseconds": host_time(ENTRIES["fast"](HOST_SHAPE), HOST_SHAPE, device)}
         return run_cell(BY_NAME[cell["shape"]], cell["competitor"], device)
     except Exception as error:  # noqa: BLE001 - a failure is a result of its cell
         return {"failure": failure(error)}
+
+
+def usable(device: torch.device) -> bool:
+    """Whether this process can go on; after an illegal access no call of it reaches the device any more."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
 
 
 def main() -> None:
@@ -48,10 +60,10 @@ def main() -> None:
         cell = json.loads(line)
         began = time.perf_counter()
         result = answer(cell, device)
-        print("RESULT " + json.dumps({**result, "seconds": time.perf_counter() - began}), flush=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()  # raises after an illegal access: the driver starts another process
-            torch.cuda.empty_cache()
+        ends = not usable(device)
+        print("RESULT " + json.dumps({**result, "seconds": time.perf_counter() - began, "ends": ends}), flush=True)
+        if ends:
+            break
 
 
 if __name__ == "__main__":
