@@ -25,7 +25,8 @@ class Inputs:
     lengths: Tensor  # live tokens of each document, [number of documents], int32
     mask: Tensor | None  # [Nd, Ld], bool, for ragged documents only
     packed: Tensor | None  # [T, d], the live tokens back to back, for ragged documents only
-    cu_seqlens: Tensor | None  # [Nd + 1], int32, of packed
+    q_cu_seqlens: Tensor  # [Nq + 1], int32, of the queries back to back
+    d_cu_seqlens: Tensor | None  # [Nd + 1], int32, of packed
     query_batch: TokenBatch
     document_batch: TokenBatch
     candidates: Tensor | None  # [Nq, K], int64
@@ -67,17 +68,29 @@ def make_inputs(shape: Shape, device: torch.device, seed: int) -> Inputs:
     leading = (shape.queries, shape.documents) if shape.layout == "candidates" else (shape.documents,)
     documents = vectors(*leading, shape.document_length)
     lengths = torch.tensor(shape.lengths(), dtype=torch.int32, device=device)
-    mask = packed = cu_seqlens = candidates = None
+    q_cu_seqlens = torch.arange(shape.queries + 1, dtype=torch.int32, device=device) * shape.query_length
+    mask = packed = d_cu_seqlens = candidates = None
     document_batch = TokenBatch.from_padded(documents.flatten(0, -3))
     if shape.layout == "ragged":
         mask = torch.arange(shape.document_length, device=device) < lengths[:, None]
         packed = documents[mask]
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        document_batch = TokenBatch.from_packed(packed, cu_seqlens, max_length=shape.document_length)
+        d_cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        document_batch = TokenBatch.from_packed(packed, d_cu_seqlens, max_length=shape.document_length)
     if shape.layout == "candidates":
         candidates = torch.arange(shape.queries * shape.documents, device=device).view(shape.queries, shape.documents)
     query_batch = TokenBatch.from_padded(queries)
-    return Inputs(queries, documents, lengths, mask, packed, cu_seqlens, query_batch, document_batch, candidates)
+    return Inputs(
+        queries=queries,
+        documents=documents,
+        lengths=lengths,
+        mask=mask,
+        packed=packed,
+        q_cu_seqlens=q_cu_seqlens,
+        d_cu_seqlens=d_cu_seqlens,
+        query_batch=query_batch,
+        document_batch=document_batch,
+        candidates=candidates,
+    )
 
 
 def fast_entries(shape: Shape) -> list[Entry]:
@@ -102,18 +115,13 @@ def lik_entries(shape: Shape) -> list[Entry]:
 
     entries = [Entry("maxsim", lambda x: lik.maxsim(x.queries, x.documents, d_mask=x.mask))]
     if shape.layout == "ragged":
-        offsets: dict[torch.device, Tensor] = {}
 
         def varlen(x: Inputs) -> Tensor:
-            device = x.queries.device
-            if device not in offsets:
-                steps = torch.arange(shape.queries + 1, dtype=torch.int32, device=device)
-                offsets[device] = steps * shape.query_length
             return lik.maxsim_varlen(
                 x.queries.flatten(0, 1),
                 x.packed,
-                offsets[device],
-                x.cu_seqlens,
+                x.q_cu_seqlens,
+                x.d_cu_seqlens,
                 max_seqlen_q=shape.query_length,
                 max_seqlen_d=shape.document_length,
             )
@@ -153,7 +161,7 @@ def flash_entries(shape: Shape) -> list[Entry]:
 
         def packed(x: Inputs) -> Tensor:
             one = [
-                flash.flash_maxsim_packed(query, x.packed, x.cu_seqlens, max_seqlen_d=shape.document_length)
+                flash.flash_maxsim_packed(query, x.packed, x.d_cu_seqlens, max_seqlen_d=shape.document_length)
                 for query in x.queries.unbind()
             ]
             return torch.stack(one)

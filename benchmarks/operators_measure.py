@@ -162,7 +162,7 @@ def errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None
     expected_queries, expected_documents = torch.autograd.grad(expected, [queries, documents], weights)
     result["query gradient"] = relative_error(grad_queries[rows], expected_queries)
     if entry.documents == "packed":
-        starts = inputs.cu_seqlens.tolist()
+        starts = inputs.d_cu_seqlens.tolist()
         grad_documents = torch.cat([grad_documents[starts[j] : starts[j + 1]] for j in columns.tolist()])
         expected_documents = expected_documents[inputs.mask[columns]]
     else:

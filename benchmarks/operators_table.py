@@ -123,7 +123,13 @@ def sentences(results: Results) -> str:
     lines = [
         f"{run['environment']['device']}, torch {run['environment']['torch']}, triton {run['environment']['triton']}, "
         f"{run['environment']['date']}. Measured in the same run: {size}-cubed matrix products at {rates} Tflop/s, "
-        f"device-to-device copy at {run['ceilings']['copy_bytes_per_s'] / 1e12:.2f} TB/s, read plus written."
+        f"device-to-device copy at {run['ceilings']['copy_bytes_per_s'] / 1e12:.2f} TB/s, read plus written.",
+        "Medians in ms; in brackets the share of our time that the floor explains: the matrix product at the measured "
+        "rate, or inputs read once and outputs written once at the copy's bandwidth, whichever is longer. Extra memory is "
+        "the peak beyond the inputs, of forward + backward where there is one.",
+        "Of every package the fastest public entry counts. Ragged batches go to late-interaction-kernels packed and "
+        "padded with a mask, to flash-maxsim padded with lengths (its packed functions take one query at a time and "
+        "have no gradient), to einsum padded with a mask.",
     ]
     for shape in results.group("rerank"):
         if ms := results.milliseconds(shape, "fast", "forward"):
