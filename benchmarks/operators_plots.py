@@ -36,8 +36,8 @@ def bars(results: Results, target: Path, kind: str, label: str, value, log: bool
         axis.grid(alpha=0.3, axis="y")
         if log:
             axis.set_yscale("log")
-    axes[0, 0].legend(fontsize=8, frameon=False, ncols=3)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="lower center", fontsize=9, frameon=False, ncols=5)
     save(figure, target, kind)
 
 
@@ -79,6 +79,9 @@ def plot_roofline(results: Results, target: Path) -> None:
             marker = "o" if competitor == "fast" else "."
             axis.plot(*zip(*points, strict=True), marker, color=COLOURS[competitor], label=TITLES[competitor])
     axis.set(xscale="log", yscale="log", xlabel="operations per byte of inputs and scores", ylabel="Tflop/s, forward")
+    axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+    axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8, frameon=False)
     save(figure, target, "roofline")

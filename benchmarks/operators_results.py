@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 from operators_shapes import Shape
@@ -63,10 +64,16 @@ class Results:
         sentences = [e[measure]["failure"] for e in cell.get("entries", {}).values() if "failure" in e.get(measure, {})]
         return cell.get("failure") or (sentences[0] if sentences else None)
 
+    def same_run(self, shape: Shape, peer: str) -> bool:
+        """Whether a peer was measured in the session that measured ours."""
+        runs = {self.cells[name]["run"] for c in ("fast", peer) if (name := f"{shape.name}/{c}") in self.cells}
+        return len(runs) == 1
+
     def worst_error(self, shape: Shape, competitor: str) -> float | None:
-        """The largest relative error against float64 of any output of any entry."""
-        errors = [e["errors"] for e in self.entries(shape, competitor).values()]
-        return max((x for each in errors for x in each.values() if isinstance(x, float)), default=None)
+        """The largest relative error against float64 of any output of any entry; infinite where one is not a number."""
+        errors = [x for e in self.entries(shape, competitor).values() for x in e["errors"].values()]
+        errors = [math.inf if x is None else x for x in errors if not isinstance(x, str)]
+        return max(errors, default=None)
 
     def ceilings(self, shape: Shape, competitor: str = "fast") -> tuple[float, float]:
         """Operations and bytes a second of the device, measured in the run that measured this cell."""

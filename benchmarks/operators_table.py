@@ -38,7 +38,8 @@ def against(results: Results, shape: Shape, measure: str) -> list[str]:
     if peer is None:
         return ["", ""]
     name, figures = peer
-    return [f"{figures['ms']:.3f} {TITLES[name]}", f"{figures['ms'] / ms:.2f}x" if ms else ""]
+    session = "" if results.same_run(shape, name) else "†"
+    return [f"{figures['ms']:.3f} {TITLES[name]}", f"{figures['ms'] / ms:.2f}x{session}" if ms else ""]
 
 
 def headline(results: Results) -> str:
@@ -63,7 +64,7 @@ def failures(results: Results) -> str:
     lines = []
     for shape in results.shapes:
         for competitor in shape.competitors:
-            measures = ("forward", "forward_backward") if shape.backward else ("forward",)
+            measures = ("forward", *(["forward_backward"] if shape.backward else []), "errors")
             found = {m: s for m in measures if (s := results.failure(shape, competitor, m))}
             if found and not any(results.best(shape, competitor, m) for m in found):
                 lines.append(f"- {shape.title}, {TITLES[competitor]}: {next(iter(found.values()))}")
@@ -106,7 +107,10 @@ def dimensions(results: Results) -> str:
 
 
 def accuracy(results: Results) -> str:
-    """The largest relative error against float64 of scores and gradients."""
+    """The largest relative error against float64 of scores and gradients.
+
+    Where rounding changes which token wins, the gradient moves by a whole token vector; so does einsum's in 16 bits.
+    """
     groups = [group for group in HEADLINE if results.group(group)]
     rows = []
     for shape in (shape for group in groups for shape in results.group(group)):
@@ -117,17 +121,20 @@ def accuracy(results: Results) -> str:
 
 def sentences(results: Results) -> str:
     """Ceilings, bandwidth, host time and the sweeps' steps."""
-    run = results.runs[-1]
-    rates = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in run["ceilings"]["matmul_flops_per_s"].items())
-    size = run["ceilings"]["matmul_size"]
-    lines = [
-        f"{run['environment']['device']}, torch {run['environment']['torch']}, triton {run['environment']['triton']}, "
-        f"{run['environment']['date']}. Measured in the same run: {size}-cubed matrix products at {rates} Tflop/s, "
-        f"device-to-device copy at {run['ceilings']['copy_bytes_per_s'] / 1e12:.2f} TB/s, read plus written.",
+    lines = []
+    for index in sorted({cell["run"] for cell in results.cells.values()}):
+        measured, where = results.runs[index]["ceilings"], results.runs[index]["environment"]
+        rates = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in measured["matmul_flops_per_s"].items())
+        lines.append(
+            f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}. In the same session: "
+            f"{measured['matmul_size']}-cubed matrix products at {rates} Tflop/s, device-to-device copy at "
+            f"{measured['copy_bytes_per_s'] / 1e12:.2f} TB/s, read plus written."
+        )
+    lines += [
         "Medians in ms; in brackets the share of our time that the floor explains: the matrix product at the measured "
         "rate, or inputs read once and outputs written once at the copy's bandwidth, whichever is longer. Extra memory is "
         "the peak beyond the inputs, of forward + backward where there is one.",
-        "Of every package the fastest public entry counts. Ragged batches go to late-interaction-kernels packed and "
+        "Of every package the fastest public entry counts; † compares two sessions. Ragged batches go to late-interaction-kernels packed and "
         "padded with a mask, to flash-maxsim padded with lengths (its packed functions take one query at a time and "
         "have no gradient), to einsum padded with a mask.",
     ]
@@ -150,12 +157,18 @@ def sentences(results: Results) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def readme_table(content: dict) -> str:
+    """What the README shows."""
+    results = Results(content)
+    return headline(results) + "\n\n" + sentences(results)
+
+
 def markdown(content: dict) -> str:
-    """All tables. Times in ms; in brackets the share of them that the floor explains."""
+    """All tables."""
     results = Results(content)
     if not results.shapes:
         return "Nothing has been measured."
-    parts = [sentences(results), headline(results), ragged(results), dimensions(results), accuracy(results)]
+    parts = [readme_table(content), ragged(results), dimensions(results), accuracy(results)]
     unable = failures(results)
     parts.append("What could not be done:\n\n" + unable if unable else "")
     return "\n\n".join(part for part in parts if part)

@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from operators_table import markdown
+from operators_table import readme_table
 from train_step import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def updated(readme: str) -> str:
     tables = {"train-step-table": train_step_table(), "quickstart-table": quickstart_table()}
     operators = RESULTS / "operators.json"
     if operators.exists():
-        tables["operators-table"] = markdown(json.loads(operators.read_text()))
+        tables["operators-table"] = readme_table(json.loads(operators.read_text()))
     for name, table in tables.items():
         pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         readme, count = re.subn(pattern, lambda match, t=table: f"{match[1]}{t}\n{match[2]}", readme, flags=re.DOTALL)
