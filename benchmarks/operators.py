@@ -17,6 +17,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,6 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from operators_plots import plot_all
 from operators_results import TITLES
 from operators_shapes import BY_NAME, GROUPS, SHAPES, Shape
 from operators_table import markdown
@@ -57,13 +58,14 @@ class Worker:
                 stderr=self.errors,
                 text=True,
                 env=child_variables(),
+                start_new_session=True,
             )
         process = self.process
         late = threading.Event()
 
         def stop() -> None:
             late.set()
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with the compiler's processes, which hold its output open
 
         timer = threading.Timer(self.timeout, stop)
         timer.start()
@@ -183,6 +185,8 @@ def main() -> None:
     if not options.render_only:
         measure(options, content, target)
     print("\n" + markdown(content) + "\n\n" + targets(content))
+    from operators_plots import plot_all  # last: measuring and the tables do not need matplotlib
+
     plot_all(content, target)
 
 
