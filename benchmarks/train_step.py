@@ -66,14 +66,18 @@ def environment() -> dict:
     }
 
 
+def child_variables() -> dict[str, str]:
+    """The environment of a measuring process, which imports the package of this checkout."""
+    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def measure(path: str, batch: int, compiled: bool, checkpointing: bool, extra: list[str], timeout: float) -> dict:
     """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
     command = [sys.executable, str(HERE / "training_cell.py"), "--path", path, "--batch", str(batch), *extra]
     command += ["--compile"] * compiled + ["--checkpointing"] * checkpointing
-    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=child_variables())
     except subprocess.TimeoutExpired:
         return {"status": f"not finished in {timeout:.0f} s"}
     for line in done.stdout.splitlines():

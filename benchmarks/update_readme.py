@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from operators_table import readme_table
 from train_step import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +44,11 @@ def quickstart_table() -> str:
 
 def updated(readme: str) -> str:
     """The README with its tables made anew."""
-    for name, table in (("train-step-table", train_step_table()), ("quickstart-table", quickstart_table())):
+    tables = {"train-step-table": train_step_table(), "quickstart-table": quickstart_table()}
+    operators = RESULTS / "operators.json"
+    if operators.exists():
+        tables["operators-table"] = readme_table(json.loads(operators.read_text()))
+    for name, table in tables.items():
         pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         readme, count = re.subn(pattern, lambda match, t=table: f"{match[1]}{t}\n{match[2]}", readme, flags=re.DOTALL)
         if count != 1:
