@@ -148,6 +148,22 @@ def _progress():
         yield lambda mode, step: status.update(f"{mode} run: " + (f"step {step}" if step else "starting"))
 
 
+@app.command()
+def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
+    """Compile the kernels that training a recipe needs, so that its first step finds them on disk."""
+    with _one_sentence_for_a_bad_recipe():
+        loaded = load_recipe(recipe, set_ or ())
+        from pylate_fastmaxsim.recipes.report import warmup_table
+        from pylate_fastmaxsim.recipes.warmup import nothing_to_compile, warm_up
+
+        if reason := nothing_to_compile(loaded):
+            typer.echo(reason)
+            return
+        _quiet_libraries()
+        steps = warm_up(loaded)
+    Console().print(warmup_table(loaded.name, steps))
+
+
 class Dtype(str, Enum):
     """Of token vectors, as ``tune`` takes it."""
 
