@@ -24,8 +24,8 @@ TOLERANCE = {
     (torch.float16, "highest"): 2e-3,
 }
 
-# float64 values that a comparison holds at once: 1 GiB.
-REFERENCE_ELEMENTS = 2**27
+# float64 values that a comparison holds at once: 256 MiB.
+REFERENCE_ELEMENTS = 2**25
 
 
 def arguments(queries: TokenBatch, documents: TokenBatch, candidates=None, zero_floor=None) -> tuple:
@@ -80,7 +80,7 @@ def from_winners(
     scores, grad_q, grad_d = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(d)
     index = winner_index(winners)
     # A slot of one document has at most as many winners as there are query rows.
-    step = max(1, REFERENCE_ELEMENTS // 8 // max(1, q.numel()))
+    step = max(1, REFERENCE_ELEMENTS // max(1, q.numel()))
     for first in range(0, len(index), step):
         slot, row = (index[first : first + step] >= 0).nonzero(as_tuple=True)
         slot = slot + first

@@ -10,7 +10,7 @@ PyTorch path on any other CPU. A shape depends on --seed, its number and --famil
 large it may be.
 
 Kernels are compiled anew for every d, dtype, presence of masks and class of query length, so a shape takes these from one
-of --families families, drawn with the seed; d is one of twelve. What compiles nothing varies freely: the lengths, the
+of --families families, drawn with the seed; d is one of twelve. That is some four kernels for each family. What compiles nothing varies freely: the lengths, the
 number of documents and candidates, which tokens are masked, and where sequences lie. Another seed draws other families.
 
 Rows that do not count hold NaN, so reading one shows. In one shape of 25 a token holds NaN or infinity, and the scores
@@ -125,7 +125,7 @@ def shape(number: int, seed: int, kinds: list[Family], path: Path) -> Shape:
     query_length = max(1, min(family.query_length, path.products // max(1, family.dim * longest)))
     queries = max(1, min(family.queries, path.products // (family.dim * longest * query_length)))
     documents = min(
-        draw.choice((0, 1, 2, 9, 40, 150)),
+        draw.choice((0, 1, 2, 9, 40, 150, 1000)),
         max(1, path.values // (family.dim * longest)),
         max(1, path.products // (family.dim * longest * query_length * queries)),
     )
@@ -219,11 +219,11 @@ def available_path() -> Path:
     if os.environ.get("TRITON_INTERPRET") == "1":
         from pylate_fastmaxsim.kernels import maxsim
 
-        return Path(maxsim, "cpu", products=2**19, values=2**14)
+        return Path(maxsim, "cpu", products=2**16, values=2**12)
     if torch.cuda.is_available():
         from pylate_fastmaxsim.kernels import maxsim
 
-        return Path(maxsim, "cuda", products=2**31, values=2**23)
+        return Path(maxsim, "cuda", products=2**33, values=2**23)
     from pylate_fastmaxsim.cpu import maxsim
 
     return Path(maxsim, "cpu", products=2**24, values=2**19)
