@@ -23,8 +23,14 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 
 
 def _generic_reduce(self, inputs):
-    assert self.combine_fn.fn.__name__ == "maximum_or_nan"
-    return [self.to_tensor(np.max(inputs[0].handle.data, axis=self.axis), inputs[0].dtype)]
+    arrays = [tensor.handle.data for tensor in inputs]
+    if self.combine_fn.fn.__name__ == "maximum_or_nan":
+        results = [np.max(arrays[0], axis=self.axis)]
+    else:
+        assert self.combine_fn.fn.__name__ == "_first_maximum"
+        place = np.expand_dims(np.argmax(arrays[0], axis=self.axis), self.axis)
+        results = [np.take_along_axis(array, place, self.axis).squeeze(self.axis) for array in arrays]
+    return [self.to_tensor(result, tensor.dtype) for result, tensor in zip(results, inputs, strict=True)]
 
 
 _patch_lang_tensor = interpreter._patch_lang_tensor

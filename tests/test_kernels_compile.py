@@ -13,13 +13,17 @@ compiler = pytest.importorskip("triton.compiler")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from pylate_fastmaxsim.kernels import launch  # noqa: E402
+from pylate_fastmaxsim.kernels.candidate_order import candidate_order_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
-    row_query_kernel,
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_buckets import (
+    bucket_kernel,  # noqa: E402
+    row_query_kernel,  # noqa: E402
+)
 from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -27,18 +31,31 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "ieee": "*fp32", "tf32x3": "*fp32", "tf32": "*fp32"}
+ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "bf16x6": "*fp32", "bf16x3": "*fp32", "tf32": "*fp32"}
 WINNERS = {torch.uint8: "*u8", torch.int16: "*i16"}
 TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
     "scores": "*fp32",
     "grad_scores": "*fp32",
-    "buckets": "*i16",
+    "buckets": "*i32",
+    "weights": "*fp32",
+    "tile_ranges": "*i32",
     "row_query": "*i32",
     "live_tokens": "*i32",
     "live_lengths": "*i32",
 }
 POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pairs", "pair_offsets"]
-SIZES = ["num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "row_blocks", "tiles_per_document"]
+SIZES = [
+    "first_document",
+    "num_groups",
+    "num_pairs",
+    "num_queries",
+    "num_documents",
+    "num_slots",
+    "num_tiles",
+    "num_rows",
+    "row_blocks",
+    "tiles_per_document",
+]
 
 
 def compiled(kernel, arch, operand, options, absent=(), winners=torch.uint8, **constants):
@@ -73,8 +90,8 @@ def check(arch, operand, ptx, shared, directory):
     spilled = [int(n) for n in re.findall(r"(\d+) bytes spill", run.stderr)]
     assert max(spilled) == 0, run.stderr
     assert shared <= SHARED_MEMORY[arch]
-    if operand == "ieee":
-        assert "tf32" not in ptx, "float32 at the highest precision must not be rounded to TF32"
+    if operand != "tf32":
+        assert "tf32" not in ptx, "only float32 at medium precision may be rounded to TF32"
 
 
 def kind(operand):
@@ -86,7 +103,7 @@ def precision(operand):
 
 
 CASES = [("bf16", 128), ("bf16", 96), ("bf16", 256), ("bf16", 768), ("fp16", 128)]
-CASES += [("ieee", 128), ("ieee", 100), ("tf32x3", 128), ("tf32", 128)]
+CASES += [("bf16x6", 128), ("bf16x6", 100), ("bf16x6", 768), ("bf16x3", 128), ("tf32", 128)]
 MASKS = ("q_keep", "live_tokens", "zero_floor")
 
 
@@ -151,7 +168,7 @@ def test_the_batches_cover_every_number_of_documents():
 
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
-@pytest.mark.parametrize("operand, dim", [("bf16", 128), ("bf16", 768), ("ieee", 128)])
+@pytest.mark.parametrize("operand, dim", [("bf16", 128), ("bf16", 768), ("bf16x6", 128)])
 @pytest.mark.parametrize("absent", [("candidates",), ()], ids=["all", "candidates"])
 def test_query_gradient(arch, operand, dim, absent, tmp_path):
     tile = launch.query_gradient_tiles(arch, kind(operand), dim)
@@ -201,13 +218,24 @@ def test_document_gradient(arch, operand, dim, kernel, winners, tmp_path):
 
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("winners", [torch.uint8, torch.int16])
+def test_buckets(arch, winners, tmp_path):
+    tile = launch.document_gradient_tiles(arch, "half", 128)
+    sizes = {"BLOCK_T": tile.block_t, "BLOCK_SCAN": tile.block_scan}
+    bucket = compiled(bucket_kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, **sizes)
+    check(arch, "bf16", *bucket, tmp_path)
+
+
+@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 def test_helpers(arch, tmp_path):
     check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", {"num_warps": 1}, BLOCK=128), tmp_path)
+    order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=64, BLOCK_SCAN=128)
+    check(arch, "bf16", *order, tmp_path)
     check(arch, "bf16", *compiled(live_tokens_kernel, arch, "bf16", {"num_warps": 2}, BLOCK=256), tmp_path)
 
 
 def test_tiles_shrink_to_the_input():
     tiles = launch.forward_tiles(90, "half", 48, 5)
-    assert (tiles.block_m, tiles.block_k) == (16, 64)
+    assert (tiles.block_m, tiles.block_k) == (64, 64)
     assert launch.document_gradient_tiles(90, "half", 7).block_d == 16
     assert launch.query_gradient_tiles(90, "half", 1).block_d == 1

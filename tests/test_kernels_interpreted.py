@@ -37,7 +37,7 @@ else:
     TILES = launch.Tiles(
         launch.ForwardTiles(16, 16, 64, 2, 4, 1),
         launch.QueryGradientTiles(4, 64, 2, 1),
-        launch.DocumentGradientTiles(16, 16, 64, 32, 4, 1),
+        launch.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
     )
 
     @pytest.fixture(autouse=True, scope="module")

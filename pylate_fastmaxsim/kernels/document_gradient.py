@@ -3,24 +3,15 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def row_query_kernel(q_starts, q_lengths, row_query, BLOCK: tl.constexpr):
-    """row_query[row] = the query that row belongs to; rows of no query keep what they hold."""
-    query = tl.program_id(0)
-    start = tl.load(q_starts + query)
-    length = tl.load(q_lengths + query).to(tl.int32)
-    for first in range(0, length, BLOCK):
-        offset = first + tl.arange(0, BLOCK)
-        tl.store(row_query + start + offset, query, mask=offset < length)
+from pylate_fastmaxsim.kernels.products import product
 
 
 @triton.jit
 def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
     """total[t] += sum of weight[r] * q_rows[r] over the rows r with token[r] == t, as a matrix product.
 
-    The weights keep at least 16 bits of mantissa: where the operands' format holds fewer, they are
-    split into a high and a low part. fp16 goes through TF32, whose exponent also holds tiny weights.
+    The weights keep 16 bits of mantissa at least: for bf16 rows they are split into a high and a low part; fp16 rows
+    are exact in two bf16 parts, whose exponents also hold tiny weights.
     """
     weights = tl.where(tl.arange(0, BLOCK_T)[:, None] == token[None, :], weight[None, :], 0.0)
     if q_rows.dtype == tl.bfloat16:
@@ -29,95 +20,64 @@ def _add_weighted_rows(total, token, weight, q_rows, BLOCK_T: tl.constexpr, PREC
         total = tl.dot(high, q_rows, total)
         total = tl.dot(low, q_rows, total)
     elif q_rows.dtype == tl.float16:
-        # TF32 drops the last 13 bits of a float32.
-        high = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        q_rows = q_rows.to(tl.float32)
-        total = tl.dot(high, q_rows, total, input_precision="tf32")
-        total = tl.dot(weights - high, q_rows, total, input_precision="tf32")
+        total = product(weights, q_rows.to(tl.float32), total, "bf16x3")
     else:
-        total = tl.dot(weights, q_rows, total, input_precision=PRECISION)
+        total = product(weights, q_rows, total, PRECISION)
     return total
 
 
-@triton.jit
-def _in_tile(winner, first, SENTINEL: tl.constexpr, BLOCK_T: tl.constexpr):
-    return (winner != SENTINEL) & (winner >= first) & (winner < first + BLOCK_T)
-
-
-@triton.jit(do_not_specialize=["num_documents", "num_rows", "tiles_per_document"])
+@triton.jit(do_not_specialize=["first_document", "num_rows", "tiles_per_document", "num_groups"])
 def document_gradient_kernel(
-    grad_scores,
-    winners,
     q_values,
-    row_query,
     d_starts,
     d_lengths,
     buckets,
+    weights,
+    tile_ranges,
     grad_d,
-    num_documents,
+    first_document,
     num_rows,
     tiles_per_document,
+    num_groups,
     DIM: tl.constexpr,
-    SENTINEL: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_SCAN: tl.constexpr,
 ):
-    """Gradient of BLOCK_T tokens of one document, every query scored against every document.
+    """Gradient of BLOCK_T tokens of one document from the rows that bucket_kernel listed for them.
 
-    First the rows that a token of this tile won are listed, in order, in this tile's own part of
-    buckets[document] (behind those of the tiles before it: a counting sort, of which each tile does its
-    share). Then a matrix product sums those rows only. Tiles without a winner are not touched:
-    `grad_d` comes filled with zeros.
+    Tiles without a row are not touched: `grad_d` comes filled with zeros.
     """
     program = tl.program_id(0)
-    document = (program // tiles_per_document).to(tl.int64)
-    first = (program % tiles_per_document) * BLOCK_T
+    local = (program // tiles_per_document).to(tl.int64)
+    document = local + first_document
+    tile = program % tiles_per_document
+    first = tile * BLOCK_T
     length = tl.load(d_lengths + document)
     if first < length:
-        winners += document * num_rows
-        bucket = buckets + document * num_rows
-        scan = tl.arange(0, BLOCK_SCAN)
-
-        before = tl.zeros([BLOCK_SCAN], tl.int32)
-        if first > 0:
-            for first_row in range(0, num_rows, BLOCK_SCAN):
-                row = first_row + scan
-                winner = tl.load(winners + row, mask=row < num_rows, other=SENTINEL).to(tl.int32)
-                before += ((winner != SENTINEL) & (winner < first)).to(tl.int32)
-        bucket += tl.sum(before, axis=0)
-        count = 0
-        for first_row in range(0, num_rows, BLOCK_SCAN):
-            row = first_row + scan
-            winner = tl.load(winners + row, mask=row < num_rows, other=SENTINEL).to(tl.int32)
-            here = _in_tile(winner, first, SENTINEL, BLOCK_T)
-            rank = tl.cumsum(here.to(tl.int32), axis=0)
-            tl.store(bucket + count + rank - 1, row, mask=here)
-            count += tl.sum(here.to(tl.int32), axis=0)
-        tl.debug_barrier()
-
-        if count > 0:
+        tile_range = tile_ranges + (local * num_groups * 4 + tile) * 2
+        begin = tl.load(tile_range)
+        end = tl.load(tile_range + 1)
+        if begin < end:
+            buckets += local * num_rows
+            weights += local * num_rows
             token = first + tl.arange(0, BLOCK_T)
             out = grad_d + (tl.load(d_starts + document) + token)[:, None] * DIM
             for first_d in range(0, DIM, BLOCK_D):
                 column = first_d + tl.arange(0, BLOCK_D)
                 in_dim = column[None, :] < DIM
                 total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-                for i in range(0, count, BLOCK_R):
+                for i in range(begin, end, BLOCK_R):
                     index = i + tl.arange(0, BLOCK_R)
-                    listed = index < count
-                    row = tl.load(bucket + index, mask=listed, other=0).to(tl.int64)
-                    winner = tl.load(winners + row).to(tl.int32)
-                    query = tl.load(row_query + row)
-                    weight = tl.load(
-                        grad_scores + query.to(tl.int64) * num_documents + document, mask=listed, other=0.0
-                    )
+                    listed = index < end
+                    entry = tl.load(buckets + index, mask=listed, other=0)
+                    weight = tl.load(weights + index, mask=listed, other=0.0)
+                    row = (entry // BLOCK_T).to(tl.int64)
                     q_rows = tl.load(
                         q_values + row[:, None] * DIM + column[None, :], mask=listed[:, None] & in_dim, other=0.0
                     )
-                    total = _add_weighted_rows(total, winner - first, weight, q_rows, BLOCK_T, PRECISION)
+                    total = _add_weighted_rows(total, entry % BLOCK_T, weight, q_rows, BLOCK_T, PRECISION)
                 tl.store(out + column[None, :], total, mask=(token < length)[:, None] & in_dim)
 
 
@@ -169,7 +129,7 @@ def candidate_document_gradient_kernel(
                 winner = tl.load(
                     winners + (pair % num_slots) * num_rows + row, mask=offset < query_length, other=SENTINEL
                 ).to(tl.int32)
-                here = _in_tile(winner, first, SENTINEL, BLOCK_T)
+                here = (winner != SENTINEL) & (winner >= first) & (winner < first + BLOCK_T)
                 q_rows = tl.load(
                     q_values + row[:, None] * DIM + column[None, :], mask=here[:, None] & in_dim, other=0.0
                 )

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.products import product
+
 
 @triton.jit
 def maximum_or_nan(a, b):
@@ -26,6 +28,19 @@ def live_tokens_kernel(d_starts, d_lengths, d_keep, live_tokens, live_lengths, B
 
 
 @triton.jit
+def _same_bits(a, b):
+    return a.to(tl.int32, bitcast=True) == b.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _first_maximum(a, a_index, b, b_index):
+    """The larger of two values and its index; `a` comes first and wins a tie, and so does the first NaN."""
+    maximum = maximum_or_nan(a, b)
+    # Bits, because every comparison with a NaN is false.
+    return maximum, tl.where(_same_bits(maximum, a), a_index, b_index)
+
+
+@triton.jit
 def _best_token(
     q_tile,
     q_pointers,
@@ -33,7 +48,7 @@ def _best_token(
     document,
     live_tokens,
     document_length,
-    best,
+    floor,
     DIM: tl.constexpr,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
@@ -42,11 +57,18 @@ def _best_token(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Maximum and first winner of BLOCK_M query rows over one document; `best` is what they start from.
+    """Maximum and first winner of BLOCK_M query rows over one document; `floor` is what the maximum starts from.
 
     `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all.
+
+    Matrix units leave the columns that are equal modulo 8 of a row in one thread. So each thread keeps the best of its
+    own columns, over all tiles of the document, and threads exchange theirs once, after the last tile.
     """
-    winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
+    GROUPS: tl.constexpr = BLOCK_N // 8
+    best = tl.zeros([BLOCK_M, 8], tl.float32) + floor
+    # First column of the group of 8 that holds the best; the column within the group is the place in `best`.
+    group = tl.zeros([BLOCK_M, 8], tl.int32)
+    group_column = 8 * tl.arange(0, GROUPS)[None, :, None] + tl.zeros([BLOCK_M, GROUPS, 8], tl.int32)
     column = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     for first in range(0, document_length, BLOCK_N):
@@ -57,27 +79,33 @@ def _best_token(
         else:
             row = tl.load(live_tokens + tl.minimum(first + column, document_length - 1))
             d_pointers = document + row.to(tl.int64)[:, None] * DIM + k[None, :]
+        similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if DIM <= BLOCK_K:
             d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
-            similarity = tl.dot(q_tile, tl.trans(d_tile), input_precision=PRECISION)
+            similarity = product(q_tile, tl.trans(d_tile), similarity, PRECISION)
         else:
-            similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for first_k in range(0, DIM, BLOCK_K):
                 in_dim = first_k + k[None, :] < DIM
                 q_chunk = tl.load(q_pointers + first_k, mask=row_live[:, None] & in_dim, other=0.0)
                 d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
-                similarity = tl.dot(q_chunk, tl.trans(d_chunk), similarity, input_precision=PRECISION)
-        tile_best = tl.reduce(similarity, 1, maximum_or_nan)
+                similarity = product(q_chunk, tl.trans(d_chunk), similarity, PRECISION)
+        similarity = tl.reshape(similarity, [BLOCK_M, GROUPS, 8])
         if WANT_WINNERS:
-            # Nothing is less than a NaN threshold, so look for the first similarity that is itself NaN.
-            threshold = tl.where(tile_best == tile_best, tile_best, float("inf"))
-            first_column = tl.min(tl.where(similarity < threshold[:, None], BLOCK_N, column[None, :]), axis=1)
-            better = (tile_best > best) | ((tile_best != tile_best) & (best == best))
-            winner = tl.where(better, tl.minimum(first + first_column, document_length - 1), winner)
-        best = maximum_or_nan(best, tile_best)
-    if live_tokens is not None and WANT_WINNERS:
-        winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
-    return tl.where(row_live & (document_length > 0), best, 0.0), winner
+            tile_best, tile_group = tl.reduce((similarity, group_column), 1, _first_maximum)
+            best, group = _first_maximum(best, group, tile_best, first + tile_group)
+        else:
+            best = maximum_or_nan(best, tl.reduce(similarity, 1, maximum_or_nan))
+    row_best = tl.reduce(best, 1, maximum_or_nan)
+    winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
+    if WANT_WINNERS:
+        candidate = tl.where(_same_bits(best, row_best[:, None]), group + tl.arange(0, 8)[None, :], 2147483647)
+        winner = tl.minimum(tl.min(candidate, axis=1), document_length - 1)
+        # A maximum that does not exceed this has no winner; without a floor any live token can win (nothing is <= NaN).
+        limit = tl.where(document_length == 0, 0.0, tl.where(floor == 0.0, 0.0, float("nan")))
+        winner = tl.where(row_best <= limit, SENTINEL, winner)
+        if live_tokens is not None:
+            winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
+    return tl.where(row_live & (document_length > 0), row_best, 0.0), winner
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows"])
@@ -155,9 +183,9 @@ def forward_kernel(
         document_tokens = None
         if live_tokens is not None:
             document_tokens = live_tokens + document_start
-        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        floor = tl.full([], float("-inf"), tl.float32)
         if zero_floor is not None:
-            best = tl.where(tl.load(zero_floor + document) != 0, 0.0, best)
+            floor = tl.where(tl.load(zero_floor + document) != 0, 0.0, floor)
         if LONG_QUERIES:
             total = tl.zeros([BLOCK_M], tl.float32)
             for first_row in range(0, q_length, BLOCK_M):
@@ -170,7 +198,7 @@ def forward_kernel(
                 if DIM <= BLOCK_K:
                     chunk_tile = tl.load(pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
                 value, winner = _best_token(
-                    chunk_tile, pointers, live, d_values + document_start * DIM, document_tokens, document_length, best,
+                    chunk_tile, pointers, live, d_values + document_start * DIM, document_tokens, document_length, floor,
                     DIM, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 total += value
@@ -178,7 +206,7 @@ def forward_kernel(
                     tl.store(winners + tl.cast(slot, tl.int64) * num_rows + chunk_row, winner, mask=live)
         else:
             total, winner = _best_token(
-                q_tile, q_pointers, q_live, d_values + document_start * DIM, document_tokens, document_length, best,
+                q_tile, q_pointers, q_live, d_values + document_start * DIM, document_tokens, document_length, floor,
                 DIM, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if WANT_WINNERS:

@@ -31,6 +31,7 @@ class DocumentGradientTiles(NamedTuple):
     block_r: int
     block_d: int
     block_scan: int
+    scan_warps: int
     num_warps: int
     num_stages: int
 
@@ -46,19 +47,17 @@ class Tiles(NamedTuple):
 FROM_TABLES = Tiles()
 
 
-# Arithmetic of the matrix products: 16-bit operands, or float32 under each float32_matmul_precision.
-INPUT_PRECISION = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}
+# How float32 is multiplied (see products.py) under each float32_matmul_precision; 16-bit operands are as they are.
+INPUT_PRECISION = {"highest": "bf16x6", "high": "bf16x3", "medium": "tf32"}
 ARCHITECTURES = (80, 90, 100)
 
 # (architecture, arithmetic), or the arithmetic alone for every architecture without a row of its own ->
 # (largest d, tiles); the last row is for any larger d. block_k and block_d shrink to fit d.
-# Exact float32 keeps to tiles of fewer than 64 rows: Triton 3.6 gives larger ones to Blackwell's matrix
-# units, which round float32 to TF32.
 _FORWARD = {
     (80, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 8, 2)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
-        (None, ForwardTiles(128, 64, 32, 1, 8, 3)),
+        (None, ForwardTiles(64, 64, 32, 1, 4, 3)),
     ],
     (90, "half"): [
         (128, ForwardTiles(256, 64, 128, 4, 8, 3, None)),
@@ -70,17 +69,21 @@ _FORWARD = {
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
-    **dict.fromkeys(((80, "tf32"), (80, "tf32x3")), [(None, ForwardTiles(64, 64, 16, 1, 8, 2))]),
-    **dict.fromkeys(("tf32", "tf32x3"), [(None, ForwardTiles(64, 64, 32, 1, 8, 2))]),
-    "ieee": [(None, ForwardTiles(32, 64, 16, 1, 4, 2))],
+    (80, "bf16x6"): [(None, ForwardTiles(64, 64, 32, 1, 4, 2))],
+    (80, "bf16x3"): [(None, ForwardTiles(64, 64, 32, 1, 4, 2))],
+    (80, "tf32"): [(None, ForwardTiles(64, 64, 16, 1, 8, 2))],
+    **dict.fromkeys(
+        ("bf16x6", "bf16x3"), [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))]
+    ),
+    "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
-_QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "tf32x3", "ieee"), [(None, QueryGradientTiles(4, 128, 8, 2))])
+_QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
-    (80, "half"): [(None, DocumentGradientTiles(64, 16, 128, 1024, 4, 2))],
-    (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 3))],
-    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 2))],
-    (80, "tf32"): [(None, DocumentGradientTiles(64, 32, 64, 1024, 4, 2))],
-    **dict.fromkeys(("tf32", "tf32x3", "ieee"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 2))]),
+    (80, "half"): [(None, DocumentGradientTiles(64, 16, 128, 1024, 4, 4, 2))],
+    (90, "half"): [(None, DocumentGradientTiles(64, 64, 128, 2048, 4, 4, 3))],
+    (100, "half"): [(None, DocumentGradientTiles(64, 32, 128, 1024, 4, 4, 2))],
+    (80, "tf32"): [(None, DocumentGradientTiles(64, 32, 64, 1024, 4, 4, 2))],
+    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
 }
 
 
@@ -93,7 +96,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def arithmetic(dtype: torch.dtype, precision: str) -> str:
-    """Name of the matrix arithmetic: half, tf32, tf32x3 or ieee."""
+    """Name of the matrix arithmetic: half, or how float32 is multiplied."""
     return INPUT_PRECISION[precision] if dtype == torch.float32 else "half"
 
 
@@ -113,7 +116,9 @@ def _row(table: dict, arch: int, kind: str, dim: int):
 def forward_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
     """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
     tiles = _row(_FORWARD, arch, kind, dim)
-    block_m = max(16, min(tiles.block_m, next_power_of_2(q_rows)))
+    # From sm_90 on matrix units take 64 rows; fewer would go to older and slower instructions.
+    fewest_rows = min(tiles.block_m, 16 if arch < 90 else 64)
+    block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
     return tiles._replace(
         block_m=block_m,
         block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),

@@ -7,14 +7,20 @@ import triton
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.document_gradient import (
     candidate_document_gradient_kernel,
     document_gradient_kernel,
-    row_query_kernel,
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
+from pylate_fastmaxsim.kernels.winner_buckets import TILES_PER_GROUP, bucket_kernel, row_query_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
+
+# Rows times documents whose buckets are held at once: 32 MiB of entries and weights.
+_BUCKET_ENTRIES = 2**22
+# Comparisons that a GPU makes in less time than the launches of a sort take.
+_QUADRATIC_ORDER = 2**26
 
 
 def _on_device_of(tensor: Tensor):
@@ -195,34 +201,59 @@ def _document_gradient(
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
-    row_query = torch.zeros(num_rows, dtype=torch.int32, device=q_values.device)
+    device = q_values.device
+    row_query = torch.zeros(num_rows, dtype=torch.int32, device=device)
     row_query_kernel[(q_starts.shape[0],)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
-    buckets = torch.empty(
-        winners.shape, dtype=torch.int16 if num_rows <= 32767 else torch.int32, device=q_values.device
-    )
     tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
-    document_gradient_kernel[(d_starts.shape[0] * tiles_per_document,)](
-        grad_scores,
-        winners,
-        q_values.contiguous(),
-        row_query,
-        d_starts,
-        d_lengths,
-        buckets,
-        grad_d,
-        d_starts.shape[0],
-        num_rows,
-        tiles_per_document,
-        DIM=dim,
-        SENTINEL=no_winner(winners.dtype),
-        PRECISION=launch.INPUT_PRECISION[precision],
-        BLOCK_T=tile.block_t,
-        BLOCK_R=tile.block_r,
-        BLOCK_D=tile.block_d,
-        BLOCK_SCAN=tile.block_scan,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    num_groups = triton.cdiv(tiles_per_document, TILES_PER_GROUP)
+    # An entry and its weight for each row and document; a part of the documents at a time, to bound this.
+    entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
+    num_documents = d_starts.shape[0]
+    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // num_rows))
+    buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
+    weights = torch.empty((at_once, num_rows), dtype=torch.float32, device=device)
+    tile_ranges = torch.empty((at_once, num_groups * TILES_PER_GROUP, 2), dtype=torch.int32, device=device)
+    q_values = q_values.contiguous()
+    for first_document in range(0, num_documents, at_once):
+        count = min(at_once, num_documents - first_document)
+        bucket_kernel[(count * num_groups,)](
+            grad_scores,
+            winners,
+            row_query,
+            d_lengths,
+            buckets,
+            weights,
+            tile_ranges,
+            first_document,
+            num_documents,
+            num_rows,
+            tiles_per_document,
+            num_groups,
+            SENTINEL=no_winner(winners.dtype),
+            BLOCK_T=tile.block_t,
+            BLOCK_SCAN=tile.block_scan,
+            num_warps=tile.scan_warps,
+        )
+        document_gradient_kernel[(count * tiles_per_document,)](
+            q_values,
+            d_starts,
+            d_lengths,
+            buckets,
+            weights,
+            tile_ranges,
+            grad_d,
+            first_document,
+            num_rows,
+            tiles_per_document,
+            num_groups,
+            DIM=dim,
+            PRECISION=launch.INPUT_PRECISION[precision],
+            BLOCK_T=tile.block_t,
+            BLOCK_R=tile.block_r,
+            BLOCK_D=tile.block_d,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
 
 
 def _candidate_document_gradient(
@@ -232,10 +263,7 @@ def _candidate_document_gradient(
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
-    # A stable sort keeps the pairs of a document in one order, so the sums repeat bit by bit.
-    named, pairs = torch.sort(candidates.reshape(-1), stable=True)
-    documents = torch.arange(d_starts.shape[0] + 1, device=named.device)
-    pair_offsets = torch.searchsorted(named, documents)
+    pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
     tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
     grid = (d_starts.shape[0] * tiles_per_document, triton.cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
@@ -261,3 +289,21 @@ def _candidate_document_gradient(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
+    """Flat indices of `candidates` in the order of documents, and where those of each document begin, ``[Nd + 1]``.
+
+    The order among the pairs of one document is always the same, so that their sum repeats bit by bit.
+    """
+    num_pairs = candidates.numel()
+    if num_pairs * (num_pairs + num_documents) > _QUADRATIC_ORDER:
+        named, pairs = torch.sort(candidates.reshape(-1), stable=True)
+        return pairs, torch.searchsorted(named, torch.arange(num_documents + 1, device=named.device))
+    pairs = candidates.new_empty(num_pairs)
+    pair_offsets = candidates.new_empty(num_documents + 1)
+    block = 64
+    candidate_order_kernel[(triton.cdiv(num_pairs + num_documents + 1, block),)](
+        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=128
+    )
+    return pairs, pair_offsets
