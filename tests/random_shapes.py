@@ -42,8 +42,6 @@ QUERIES = (1, 2, 5, 16, 40)
 QUERY_LENGTHS = (1, 5, 32, 33, 128, 300)
 DOCUMENT_LENGTHS = (1, 8, 63, 64, 65, 129, 255, 256, 700, 2000)
 LONGEST_WITH_BYTE_WINNERS = 255
-# A few elements round worse than the root mean square of many, for which the tolerance of the tests is meant.
-FEW_ELEMENTS = 2.5
 PLANT_EVERY = 25
 
 
@@ -55,6 +53,8 @@ class Path:
     device: str
     products: int
     values: int
+    # A few elements round worse than the root mean square of many, for which the tolerance of the tests is meant.
+    slack: float = 2.5
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def moved(batch: TokenBatch, device: str) -> TokenBatch:
 def check_shape(path: Path, case: Shape) -> None:
     """AssertionError, or what the path itself raises, where the operator leaves the definition."""
     problem = (case.queries, case.documents, case.candidates, case.zero_floor)
-    tolerance = FEW_ELEMENTS * TOLERANCE[case.queries.values.dtype, "highest"]
+    tolerance = path.slack * TOLERANCE[case.queries.values.dtype, "highest"]
     if case.planted is None:
         check(path.module, *problem, tolerance=tolerance)
         return
@@ -233,7 +233,8 @@ def available_path() -> Path:
     if os.environ.get("TRITON_INTERPRET") == "1":
         from pylate_fastmaxsim.kernels import maxsim
 
-        return Path(maxsim, "cpu", products=2**16, values=2**12)
+        # The interpreter cuts float32 off to bfloat16, where a GPU rounds.
+        return Path(maxsim, "cpu", products=2**16, values=2**12, slack=5)
     if torch.cuda.is_available():
         from pylate_fastmaxsim.kernels import maxsim
 
