@@ -1,14 +1,17 @@
 """The kernels on a GPU at realistic sizes, against the definition in float64."""
 
+from functools import partial
+
+import exactness
 import pytest
 import torch
+from exactness import arguments, from_winners, relative_error, winner_index
 
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.winners import no_winner
 
 pytest.importorskip("triton")
 
-from pylate_fastmaxsim.kernels import launch, maxsim  # noqa: E402
+from pylate_fastmaxsim.kernels import maxsim  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -16,15 +19,6 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-# Relative error of gradients (Frobenius norm) and of scores (against their root mean square).
-TOLERANCE = {
-    (torch.float32, "highest"): 1e-5,
-    # Sums of two bf16: 16 bits.
-    (torch.float32, "high"): 3e-5,
-    (torch.float32, "medium"): 2e-3,
-    (torch.bfloat16, "highest"): 2e-3,
-    (torch.float16, "highest"): 2e-3,
-}
 
 
 def ragged(generator, count, longest, dim, dtype, keep=None, shortest=1, gap=0):
@@ -41,78 +35,8 @@ def ragged(generator, count, longest, dim, dtype, keep=None, shortest=1, gap=0):
     return TokenBatch(values.to(DEVICE), starts.to(DEVICE), lengths.to(DEVICE), longest, mask)
 
 
-def arguments(queries, documents, candidates=None, zero_floor=None):
-    return (
-        queries.values, queries.starts, queries.lengths, queries.keep,
-        documents.values, documents.starts, documents.lengths, documents.keep,
-        candidates, zero_floor, queries.max_length, documents.max_length,
-    )  # fmt: skip
-
-
-def run(queries, documents, candidates=None, zero_floor=None, precision="highest", grad=None, tiles=launch.FROM_TABLES):
-    args = arguments(queries, documents, candidates, zero_floor)
-    scores, winners = maxsim.forward(*args, True, precision, tiles)
-    grad = torch.ones_like(scores) if grad is None else grad
-    return scores, winners, *maxsim.backward(grad, winners, *args, precision, True, True, tiles)
-
-
-def winner_index(winners):
-    index = winners.long()
-    index[winners == no_winner(winners.dtype)] = -1
-    return index
-
-
-def row_queries(queries):
-    rows = torch.full((len(queries.values),), -1, device=DEVICE)
-    offset = torch.arange(queries.max_length, device=DEVICE)
-    inside = offset < queries.lengths[:, None]
-    number = torch.arange(len(queries), device=DEVICE)[:, None].expand_as(inside)
-    rows[(queries.starts[:, None] + offset)[inside]] = number[inside]
-    return rows
-
-
-def from_winners(queries, documents, candidates, winners, grad):
-    """Scores and gradients in float64 of the winners that the kernel chose."""
-    q, d, grad = queries.values.double(), documents.values.double(), grad.double()
-    query = row_queries(queries)
-    scores, grad_q, grad_d = torch.zeros_like(grad), torch.zeros_like(q), torch.zeros_like(d)
-    for slot, winner in enumerate(winner_index(winners)):
-        rows = (winner >= 0).nonzero()[:, 0]
-        document = slot if candidates is None else candidates[query[rows], slot]
-        token = documents.starts[document] + winner[rows]
-        weight = grad[query[rows], slot][:, None]
-        scores[:, slot].index_add_(0, query[rows], (q[rows] * d[token]).sum(dim=1))
-        grad_q[rows] += weight * d[token]
-        grad_d.index_add_(0, token, weight * q[rows])
-    return scores, grad_q, grad_d
-
-
-def relative_error(ours, exact):
-    return ((ours.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
-
-
-def check(queries, documents, candidates=None, zero_floor=None, precision="highest", tiles=launch.FROM_TABLES):
-    tolerance = TOLERANCE[queries.values.dtype, precision]
-    q64 = queries.with_values(queries.values.double())
-    d64 = documents.with_values(documents.values.double())
-    if candidates is None:
-        step = max(1, 2**27 // max(1, len(documents) * documents.max_length * queries.max_length))
-        parts = [q64.select(torch.arange(i, min(i + step, len(q64)), device=DEVICE)) for i in range(0, len(q64), step)]
-        exact = torch.cat([reference.maxsim(part, d64, None, zero_floor) for part in parts])
-    else:
-        exact = reference.maxsim(q64, d64, candidates, zero_floor)
-    grad = torch.randn(exact.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
-    scores, winners, grad_q, grad_d = run(queries, documents, candidates, zero_floor, precision, grad, tiles)
-    assert relative_error(scores, exact) < tolerance
-    chosen, exact_q, exact_d = from_winners(queries, documents, candidates, winners, grad)
-    assert relative_error(chosen, exact) < tolerance
-    assert relative_error(grad_q, exact_q) < tolerance
-    assert relative_error(grad_d, exact_d) < tolerance
-    assert not grad_q[exact_q.abs().sum(dim=1) == 0].any()
-    assert not grad_d[exact_d.abs().sum(dim=1) == 0].any()
-    alone = maxsim.forward(*arguments(queries, documents, candidates, zero_floor), False, precision, tiles)[0]
-    assert torch.equal(alone, scores)
-
+run = partial(exactness.run, maxsim)
+check = partial(exactness.check, maxsim)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

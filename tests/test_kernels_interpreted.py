@@ -27,9 +27,7 @@ if not INTERPRETED:
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 else:
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from interpreter import mended
 
     from pylate_fastmaxsim import TokenBatch, reference
     from pylate_fastmaxsim.kernels import launch, maxsim
@@ -44,40 +42,9 @@ else:
     )
 
     @pytest.fixture(autouse=True, scope="module")
-    def mended_interpreter():
-        """The interpreter multiplies the bits of bf16 operands, cannot convert sizes under NumPy 2.4, and reduces slowly."""
-        patch = pytest.MonkeyPatch()
-
-        def values(operand):
-            if operand.dtype.scalar != tl.bfloat16:
-                return operand.data
-            return interpreter._convert_float(operand.data, tl.bfloat16, tl.float32, None).view(np.float32)
-
-        def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-            product = np.matmul(values(a), values(b), dtype=d.data.dtype)
-            return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-        def generic_reduce(self, inputs):
-            arrays = [tensor.handle.data for tensor in inputs]
-            if self.combine_fn.fn.__name__ == "maximum_or_nan":
-                results = [np.max(arrays[0], axis=self.axis)]
-            else:
-                assert self.combine_fn.fn.__name__ == "_first_maximum"
-                place = np.expand_dims(np.argmax(arrays[0], axis=self.axis), self.axis)
-                results = [np.take_along_axis(array, place, self.axis).squeeze(self.axis) for array in arrays]
-            return [self.to_tensor(result, tensor.dtype) for result, tensor in zip(results, inputs, strict=True)]
-
-        original = interpreter._patch_lang_tensor
-
-        def patch_lang_tensor(tensor, scope):
-            original(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-        patch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)
-        patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
-        yield
-        patch.undo()
+    def _mended():
+        with mended():
+            yield
 
     def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
         """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""

@@ -58,7 +58,8 @@ FROM_TABLES = Tiles()
 
 # How float32 is multiplied (see products.py) under each float32_matmul_precision; 16-bit operands are as they are.
 INPUT_PRECISION = {"highest": "bf16x6", "high": "bf16x3", "medium": "tf32"}
-ARCHITECTURES = (80, 90, 100)
+# 86 stands for what has a third less shared memory (sm_86, sm_89), and so does 120 (sm_120).
+ARCHITECTURES = (80, 86, 90, 100, 120)
 
 # (architecture, arithmetic), or the arithmetic alone for every architecture without a row of its own ->
 # (largest d, tiles); the last row is for any larger d. block_k and block_d shrink to fit d.
@@ -66,34 +67,36 @@ _FORWARD = {
     (80, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 8, 2)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
-        (None, ForwardTiles(64, 64, 32, 1, 4, 3)),
+        (None, ForwardTiles(64, 64, 32, 1, 2, 2)),
     ],
     (90, "half"): [
         (128, ForwardTiles(256, 64, 128, 8, 8, 3, None)),
-        (256, ForwardTiles(64, 64, 256, 1, 4, 2)),
-        (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
+        (256, ForwardTiles(128, 64, 256, 4, 8, 2, None)),
+        (None, ForwardTiles(256, 64, 64, 4, 8, 4)),
     ],
     (100, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 4, 3)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
         (None, ForwardTiles(128, 64, 64, 1, 8, 3)),
     ],
-    (80, "bf16x6"): [(None, ForwardTiles(64, 64, 32, 1, 4, 2))],
-    (80, "bf16x3"): [(None, ForwardTiles(64, 64, 32, 1, 4, 2))],
-    (80, "tf32"): [(None, ForwardTiles(64, 64, 16, 1, 8, 2))],
     **dict.fromkeys(
-        ("bf16x6", "bf16x3"), [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))]
+        [(86, "half"), (120, "half")],
+        [(128, ForwardTiles(64, 64, 128, 1, 4, 2)), (None, ForwardTiles(32, 32, 32, 1, 4, 3))],
     ),
+    **dict.fromkeys([(80, "bf16x6"), (86, "bf16x6"), (120, "bf16x6")], [(None, ForwardTiles(64, 32, 16, 1, 4, 2))]),
+    **dict.fromkeys([(80, "bf16x3"), (86, "bf16x3"), (120, "bf16x3")], [(None, ForwardTiles(64, 32, 32, 1, 4, 2))]),
+    **dict.fromkeys([(80, "tf32"), (86, "tf32"), (120, "tf32")], [(None, ForwardTiles(64, 64, 16, 1, 8, 2))]),
+    (90, "bf16x6"): [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
+    (100, "bf16x6"): [(128, ForwardTiles(128, 64, 64, 1, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 2))],
+    "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
 # Where winners are wanted as well, rows that come before those above.
 _FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, None))]}
 _QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
-    (80, "half"): [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
     (90, "half"): [(None, DocumentGradientTiles(16, 64, 128, 1024, 4, 2, 3))],
-    (100, "half"): [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
-    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
+    **dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
 }
 _CANDIDATE_GRADIENT = dict.fromkeys(
     ("half", "tf32", "bf16x3", "bf16x6"), [(None, CandidateGradientTiles(32, 32, 128, 4, 2))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
 BAD_RECIPE = 2
+NO_GPU = 2
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -144,6 +146,65 @@ def _progress():
     console = Console(stderr=True)
     with console.status("preparing data and model") as status:
         yield lambda mode, step: status.update(f"{mode} run: " + (f"step {step}" if step else "starting"))
+
+
+@app.command()
+def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
+    """Compile the kernels that training a recipe needs, so that its first step finds them on disk."""
+    with _one_sentence_for_a_bad_recipe():
+        loaded = load_recipe(recipe, set_ or ())
+        from pylate_fastmaxsim.recipes.report import warmup_table
+        from pylate_fastmaxsim.recipes.warmup import nothing_to_compile, warm_up
+
+        if reason := nothing_to_compile(loaded):
+            typer.echo(reason)
+            return
+        _quiet_libraries()
+        steps = warm_up(loaded)
+    Console().print(warmup_table(loaded.name, steps))
+
+
+class Dtype(str, Enum):
+    """Of token vectors, as ``tune`` takes it."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+@app.command()
+def tune(
+    d: Annotated[int, typer.Option("--d", min=1, help="Size of a token vector.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Of the token vectors.")] = Dtype.bf16,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="How long to search; a third for each family of kernels.")
+    ] = 300.0,
+) -> None:
+    """Measure the tiles of the kernels on this GPU and print rows for the tables in kernels/launch.py."""
+    import torch
+
+    from pylate_fastmaxsim.kernels import launch
+    from pylate_fastmaxsim.tuning import gpu
+    from pylate_fastmaxsim.tuning.report import measured_table, row_text
+    from pylate_fastmaxsim.tuning.search import TuningError
+
+    if not torch.cuda.is_available():
+        errors.print("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", style="red")
+        raise typer.Exit(NO_GPU)
+    major, minor = torch.cuda.get_device_capability()
+    arithmetic = launch.arithmetic(gpu.DTYPES[dtype.value], gpu.PRECISION)
+    rows = []
+    try:
+        for family, found in gpu.tune(d, dtype.value, budget):
+            errors.print(measured_table(family, found, gpu.SHAPES[family]))
+            rows.append(row_text(family, 10 * major + minor, arithmetic, d, found))
+    except TuningError as error:
+        errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    finally:
+        # What was found before an error or an interrupt is worth keeping.
+        if rows:
+            typer.echo("\n".join(rows))
 
 
 # Listed here for --help; the command line reaches them without typer (see cli.main).

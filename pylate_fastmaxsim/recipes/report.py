@@ -9,6 +9,7 @@ import matplotlib
 from rich.table import Table
 
 from pylate_fastmaxsim.recipes.measure import FINISHED
+from pylate_fastmaxsim.recipes.warmup import WarmStep
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
@@ -143,6 +144,16 @@ def _draw_bars(
     axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def warmup_table(name: str, steps: list[WarmStep]) -> Table:
+    """What the first step on each size of batch took, and the same step again."""
+    table = Table(title=f"{name}: compiled", title_justify="left")
+    for column in ("rows in the batch", "first step", "again"):
+        table.add_column(column, justify="right")
+    for step in steps:
+        table.add_row(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s")
+    return table
 
 
 def training_table(result: dict[str, Any]) -> Table:

@@ -1,0 +1,190 @@
+"""Measure tile configurations on the GPU at hand, each held to the result of the table's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The exact products of the default float32_matmul_precision; for 16-bit vectors it has no meaning.
+PRECISION = "highest"
+
+# Relative error against the table's configuration. Scores are float32 sums whatever the vectors are; gradients
+# are rounded to the dtype of the vectors, and so are the weights of their products.
+SCORE_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+# Another order of summation may decide a near tie otherwise.
+SAME_WINNERS = 0.999
+
+# Milliseconds of work in one CUDA graph; the median is over ten replays.
+GRAPH_MS = 10
+
+
+class Shape(NamedTuple):
+    """Queries and documents of equal lengths; with ``candidates``, how many documents each query scores."""
+
+    queries: int
+    query_length: int
+    documents: int
+    document_length: int
+    candidates: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.queries}x{self.query_length} {'own' if self.candidates else 'vs'} {self.documents}x{self.document_length}"
+
+
+IN_BATCH = (Shape(256, 32, 512, 300), Shape(64, 32, 128, 180))
+# A query with candidates of its own gets smaller forward tiles than the table's, so these time the gradients only.
+DISTILLATION = (Shape(32, 32, 512, 300, candidates=16),)
+SHAPES = {
+    "forward": IN_BATCH,
+    "query_gradient": IN_BATCH + DISTILLATION,
+    "document_gradient": IN_BATCH,
+    "candidate_gradient": DISTILLATION,
+}
+
+
+def tune(dim: int, dtype: str, budget: float) -> Iterator[tuple[str, Search]]:
+    """Search the tiles of each family of kernels, an equal part of ``budget`` seconds each.
+
+    Parameters
+    ----------
+    dim
+        Size d of a token vector.
+    dtype
+        ``bf16``, ``fp16`` or ``fp32``.
+    budget
+        Seconds; the last measurement may go over it.
+
+    Yields
+    ------
+    Name of the family, and what was measured.
+
+    Raises
+    ------
+    TuningError
+        The table's own row fails on this GPU, or a configuration left it unusable.
+    """
+    end = time.monotonic() + budget
+    for place, family in enumerate(CANDIDATES):
+        cases = [_Case(shape, dim, DTYPES[dtype]) for shape in SHAPES[family]]
+        deadline = time.monotonic() + (end - time.monotonic()) / (len(CANDIDATES) - place)
+        yield (
+            family,
+            search(
+                table_row(family, dim, DTYPES[dtype]),
+                choices(family, dim),
+                partial(_measure, family, cases),
+                lambda deadline=deadline: time.monotonic() > deadline,
+            ),
+        )
+
+
+def table_row(family: str, dim: int, dtype: torch.dtype) -> NamedTuple:
+    """What the tables hold for this GPU."""
+    row = getattr(launch, f"{family}_tiles")
+    arguments = launch.architecture(torch.device("cuda")), launch.arithmetic(dtype, PRECISION), dim
+    # Enough rows for a tile of any size.
+    return row(*arguments, q_rows=2**20, want_winners=True) if family == "forward" else row(*arguments)
+
+
+class _Case:
+    """Inputs of one shape, and what the table's tiles make of them."""
+
+    def __init__(self, shape: Shape, dim: int, dtype: torch.dtype) -> None:
+        from pylate_fastmaxsim.kernels import maxsim
+
+        self._kernels = maxsim
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def batch(count: int, length: int) -> TokenBatch:
+            values = torch.randn(count, length, dim, device="cuda", generator=generator)
+            return TokenBatch.from_padded(torch.nn.functional.normalize(values, dim=-1).to(dtype))
+
+        queries, documents = batch(shape.queries, shape.query_length), batch(shape.documents, shape.document_length)
+        candidates = None
+        if shape.candidates is not None:
+            own = torch.arange(shape.queries * shape.candidates, device="cuda")
+            candidates = own.view(shape.queries, shape.candidates) % shape.documents
+        self._arguments = (
+            queries.values, queries.starts, queries.lengths, queries.keep,
+            documents.values, documents.starts, documents.lengths, documents.keep,
+            candidates, None, queries.max_length, documents.max_length,
+        )  # fmt: skip
+        self._scores, self._winners = maxsim.forward(*self._arguments, True, PRECISION)
+        self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
+        self._grad_q, self._grad_d = self._backward(True, True, launch.FROM_TABLES)
+
+    def run(self, family: str, tiles: NamedTuple) -> tuple[Tensor, Tensor]:
+        """The one kernel family, with these tiles."""
+        override = launch.Tiles(**{family: tiles})
+        if family == "forward":
+            return self._kernels.forward(*self._arguments, True, PRECISION, tiles=override)
+        return self._backward(family == "query_gradient", family != "query_gradient", override)
+
+    def problem(self, family: str, tiles: NamedTuple) -> str | None:
+        """How the result differs from that of the table's tiles, or None."""
+        with _unwritten_memory_shows():
+            first, second = self.run(family, tiles)
+        if family == "forward":
+            if not (error := _relative_error(first, self._scores)) < SCORE_TOLERANCE:
+                return f"wrong scores, off by {error:.1g}"
+            if not (same := (second == self._winners).float().mean().item()) > SAME_WINNERS:
+                return f"wrong winners, {same:.2%} are those of the table's tiles"
+            return None
+        ours, expected = (first, self._grad_q) if family == "query_gradient" else (second, self._grad_d)
+        if not (error := _relative_error(ours, expected)) < GRADIENT_TOLERANCE[expected.dtype]:
+            return f"wrong gradient, off by {error:.1g}"
+        return None
+
+    def _backward(self, need_q: bool, need_d: bool, tiles: launch.Tiles) -> tuple[Tensor, Tensor]:
+        return self._kernels.backward(
+            self._grad, self._winners, *self._arguments, PRECISION, need_q, need_d, tiles=tiles
+        )
+
+
+def _measure(family: str, cases: list[_Case], tiles: NamedTuple) -> Measured:
+    # Replays of a CUDA graph: the host queues no kernel of its own, so however slow it is, the GPU never waits for it.
+    from triton.testing import do_bench_cudagraph
+
+    try:
+        for case in cases:
+            if problem := case.problem(family, tiles):
+                return Measured(tiles, problem=problem)
+        times = [do_bench_cudagraph(partial(case.run, family, tiles), GRAPH_MS, return_mode="median") for case in cases]
+    except Exception as error:  # whatever the compiler, the driver or the launch says about tiles that do not fit
+        problem = (
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        )
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise TuningError(f"{tiles} left the GPU unusable ({problem}), so nothing is chosen.") from error
+        return Measured(tiles, problem=problem)
+    return Measured(tiles, tuple(times))
+
+
+@contextmanager
+def _unwritten_memory_shows() -> Iterator[None]:
+    """New memory holds NaN: it could hold the result of the run before, and hide that this one writes nothing."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _relative_error(ours: Tensor, expected: Tensor) -> float:
+    expected = expected.double()
+    return ((ours.double() - expected).norm() / expected.norm()).item()

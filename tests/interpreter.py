@@ -1,0 +1,54 @@
+"""Triton's interpreter, mended where it fails on our kernels. Imported only where TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def _values(operand) -> np.ndarray:
+    if operand.dtype.scalar != tl.bfloat16:
+        return operand.data
+    return interpreter._convert_float(operand.data, tl.bfloat16, tl.float32, None).view(np.float32)
+
+
+def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _generic_reduce(self, inputs):
+    arrays = [tensor.handle.data for tensor in inputs]
+    if self.combine_fn.fn.__name__ == "maximum_or_nan":
+        results = [np.max(arrays[0], axis=self.axis)]
+    else:
+        assert self.combine_fn.fn.__name__ == "_first_maximum"
+        place = np.expand_dims(np.argmax(arrays[0], axis=self.axis), self.axis)
+        results = [np.take_along_axis(array, place, self.axis).squeeze(self.axis) for array in arrays]
+    return [self.to_tensor(result, tensor.dtype) for result, tensor in zip(results, inputs, strict=True)]
+
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_with_index(tensor, scope):
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """The interpreter multiplies the bits of bf16 operands, cannot convert sizes under NumPy 2.4, and reduces slowly."""
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (interpreter.InterpreterBuilder, "create_dot", _create_dot),
+            (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
+            (interpreter, "_patch_lang_tensor", _patch_with_index),
+        ):
+            stack.enter_context(patch.object(owner, name, replacement))
+        yield

@@ -1,0 +1,141 @@
+"""The search of `fastmaxsim tune` with measurements that are made up; what it measures itself needs a GPU."""
+
+import io
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.tuning import gpu
+from pylate_fastmaxsim.tuning.report import measured_table, row_text
+from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search
+
+ROW = launch.QueryGradientTiles(4, 128, 8, 2)
+VALUES = {"block_rows": (1, 2, 4, 8), "unroll": (4, 8, 16), "num_warps": (1, 2, 4)}
+
+
+def never():
+    return False
+
+
+class Pretended:
+    """A measurement that takes 1 ms at the best tiles and more with every step away from them."""
+
+    def __init__(self, best, wrong=()):
+        self.best, self.wrong, self.asked = best, wrong, []
+
+    def __call__(self, tiles):
+        self.asked.append(tiles)
+        if tiles in self.wrong:
+            return Measured(tiles, problem="wrong gradient")
+        steps = sum(abs(math.log2(ours / best)) for ours, best in zip(tiles, self.best, strict=True))
+        return Measured(tiles, (1.0 + steps, 2.0 + steps))
+
+
+def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the_table():
+    best = launch.QueryGradientTiles(8, 128, 16, 1)
+    measure = Pretended(best)
+    found = search(ROW, VALUES, measure, never)
+    assert found.best.tiles == best and found.table.tiles == ROW and found.finished
+    assert found.best.relative_to(found.table) < 1
+    assert measure.asked[-2:] == [ROW, best]
+    assert len({one.tiles for one in found.measured}) == len(found.measured) == len(measure.asked) - 2
+
+
+def test_what_is_wrong_is_reported_and_never_chosen():
+    best = launch.QueryGradientTiles(8, 128, 8, 2)
+    found = search(ROW, VALUES, Pretended(best, wrong=[best]), never)
+    assert found.best.tiles != best and found.best.problem is None
+    assert [one.problem for one in found.measured if one.tiles == best] == ["wrong gradient"]
+
+
+def test_a_gain_within_the_noise_changes_nothing():
+    found = search(ROW, VALUES, lambda tiles: Measured(tiles, (1.0 if tiles == ROW else 0.985,)), never)
+    assert found.best is found.table
+
+
+def test_a_gain_that_does_not_come_again_changes_nothing():
+    asked = []
+
+    def measure(tiles):
+        asked.append(tiles)
+        return Measured(tiles, (1.0 if tiles == ROW or tiles in asked[:-1] else 0.5,))
+
+    found = search(ROW, VALUES, measure, never)
+    assert found.best is found.table and asked[-2] == ROW
+
+
+def test_the_budget_ends_the_search_with_what_was_found():
+    measure = Pretended(launch.QueryGradientTiles(8, 128, 16, 1))
+    found = search(ROW, VALUES, measure, lambda: len(measure.asked) >= 4)
+    assert not found.finished and len(found.measured) == 4
+    assert found.best.tiles == ROW._replace(block_rows=8)
+
+
+def test_a_row_of_the_table_that_fails_is_an_error():
+    with pytest.raises(TuningError, match="own QueryGradientTiles.* fails on this GPU: wrong gradient"):
+        search(ROW, VALUES, Pretended(ROW, wrong=[ROW]), never)
+
+
+@pytest.mark.parametrize("dim", [1, 48, 128, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda device: 90)
+    assert set(CANDIDATES) == set(launch.Tiles._fields) == set(gpu.SHAPES)
+    for family in CANDIDATES:
+        row = gpu.table_row(family, dim, dtype)
+        for name, values in choices(family, dim).items():
+            for value in values:
+                assert getattr(row._replace(**{name: value}), name) == value
+
+
+def test_the_row_can_be_pasted_and_says_where():
+    best = Measured(launch.ForwardTiles(64, 64, 128, 4, 8, 3, None), (1.0, 4.0))
+    own = Measured(launch.ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
+    out = Measured(own.tiles._replace(num_warps=4), problem="OutOfResources: shared memory")
+    found = Search(own, best, [own, out, best], True)
+    comment, row = row_text("forward", 89, "half", 128, found).splitlines()
+    assert comment == '# _FORWARD[89, "half"]: 1.41 times as fast as the table\'s row (add 89 to ARCHITECTURES)'
+    assert eval(row, vars(launch)) == ((128, best.tiles),)
+    console = Console(width=200, file=io.StringIO())
+    console.print(measured_table("forward", found, gpu.IN_BATCH))
+    lines = console.file.getvalue().splitlines()
+    changed = ["block_m=64", "the table's row", "num_warps=4"]
+    assert [name for line in lines for name in changed if name in line and "relative" not in line] == changed
+    assert "256x32 vs 512x300" in lines[2] and "OutOfResources: shared memory" in console.file.getvalue()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_it_is_one_sentence_and_exit_code_2():
+    done = CliRunner().invoke(app, ["tune", "--d", "96", "--dtype", "fp16", "--budget", "5"])
+    assert done.exit_code == 2 and not done.stdout
+    assert done.stderr == "fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.\n"
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_it_prints_a_row_for_every_family():
+    done = CliRunner().invoke(app, ["tune", "--budget", "20"])
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert len(rows) == len(CANDIDATES)
+    for row, family in zip(rows, CANDIDATES, strict=True):
+        ((dim, tiles),) = eval(row, vars(launch))
+        assert dim == 128 and type(tiles) is type(gpu.table_row(family, 128, torch.bfloat16))
+
+
+@pytest.mark.cuda
+def test_tiles_with_a_wrong_result_are_found_out(monkeypatch):
+    case = gpu._Case(gpu.Shape(8, 32, 16, 100), 128, torch.bfloat16)
+    row = gpu.table_row("document_gradient", 128, torch.bfloat16)
+    assert case.problem("document_gradient", row) is None
+    backward = case._kernels.backward
+    monkeypatch.setattr(case._kernels, "backward", lambda *args, **kwargs: [1.1 * g for g in backward(*args, **kwargs)])
+    assert case.problem("document_gradient", row).startswith("wrong gradient, off by 0.1")

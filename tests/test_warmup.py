@@ -1,0 +1,108 @@
+"""`fastmaxsim warmup`: which steps it takes; that they compile kernels shows on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+from tiny_recipe import tiny, write
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.integrations import pylate_losses, switch
+from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.warmup import batch_sizes, nothing_to_compile, warm_up
+
+FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
+
+
+def warmup(recipe, *overrides, **options):
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    return CliRunner().invoke(app, ["warmup", str(recipe), *arguments], **options)
+
+
+def test_on_a_cpu_it_says_so_in_one_sentence_and_writes_nothing(tmp_path):
+    done = warmup(write(tmp_path, tiny(tmp_path, **FAST)))
+    assert (done.exit_code, done.output) == (0, "tiny trains on a CPU here, where there is nothing to compile.\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_the_plugin_there_is_nothing_to_compile(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, **FAST))
+    done = warmup(file, "fast.enabled=false")
+    assert (done.exit_code, done.output) == (0, "fast.enabled is false in tiny, so there is nothing to compile.\n")
+    done = warmup(file, env={"PYLATE_FASTMAXSIM": "0"})
+    assert (done.exit_code, done.output.split()[0]) == (0, "PYLATE_FASTMAXSIM")
+
+
+def test_a_bad_recipe_and_a_distributed_launcher_are_one_line_with_exit_code_2(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, **FAST))
+    done = warmup(file, "training.max_step=3")
+    assert done.exit_code == 2 and done.stderr.startswith("fastmaxsim: training.max_step is not a key")
+    done = warmup(file, env={"WORLD_SIZE": "2"})
+    assert done.exit_code == 2 and "start it without a launcher" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("loss", ["contrastive", "cached_contrastive", "distillation"])
+def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp_path, monkeypatch):
+    calls = []
+    score = pylate_losses._score
+
+    def record(queries, queries_mask, scored, candidates=None):
+        calls.append((len(queries), len(scored.documents), candidates is not None, queries.requires_grad))
+        return score(queries, queries_mask, scored, candidates)
+
+    monkeypatch.setattr(pylate_losses, "_score", record)
+    recipe = tiny(tmp_path, **FAST, loss={"name": loss})
+    recipe["training"] |= {"per_device_train_batch_size": 8, "dataloader_drop_last": False}
+    if loss == "distillation":
+        rows = [
+            {
+                "query": f"query {i}",
+                "documents": [f"document {i}", "fused late interaction", "x"],
+                "scores": [3.0, 2.0, 1.0],
+            }
+            for i in range(60)
+        ]
+        from datasets import Dataset
+
+        Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+        recipe["data"] = {"source": "files", "files": [str(tmp_path / "rows.parquet")]}
+    steps = warm_up(load_recipe(write(tmp_path, recipe)))
+    assert [step.rows for step in steps] == [8, 4]  # 60 rows
+    assert all(step.first > 0 and step.again > 0 for step in steps)
+    documents = 3 if loss == "distillation" else 1
+    assert calls == [(rows, rows * documents, loss == "distillation", True) for rows in (8, 8, 4, 4)]
+    assert switch.options() is None
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["prepared"]
+
+
+def test_sizes_of_batches(tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path)), ["training.per_device_train_batch_size=8"])
+    assert batch_sizes(60, recipe) == [8]  # the tiny recipe drops the last batch
+    recipe = load_recipe(tmp_path / "tiny.yaml", ["training.dataloader_drop_last=false"])
+    assert (batch_sizes(60, recipe), batch_sizes(62, recipe)) == ([4], [4, 2])
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_training_compiles_nothing_after_it(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, **FAST, training={"use_cpu": False, "max_steps": 3}))
+    assert nothing_to_compile(load_recipe(file)) is None
+
+    def kernels_after(command):
+        # In a process of its own, which has compiled nothing yet.
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+        run = [sys.executable, "-m", "pylate_fastmaxsim.cli", command, str(file)]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return {path.name for path in (tmp_path / "cache").rglob("*.cubin")}, done.stdout
+
+    compiled, printed = kernels_after("warmup")
+    assert {"forward_kernel.cubin", "query_gradient_kernel.cubin"} <= compiled and "first step" in printed
+    before = len(list((tmp_path / "cache").rglob("*.cubin")))
+    kernels_after("train")
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == before
