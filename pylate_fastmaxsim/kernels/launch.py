@@ -103,8 +103,8 @@ _CANDIDATE_GRADIENT = dict.fromkeys(
 )
 
 
-# Several for each multiprocessor of the largest GPU, so that none is idle at the end.
-_ENOUGH_PROGRAMS = 1024
+# Several for each multiprocessor of the largest GPU, one after the other, so that none is idle at the end.
+_ENOUGH_PROGRAMS = 2048
 
 
 def next_power_of_2(n: int) -> int:
