@@ -52,3 +52,29 @@ def test_gradcache(encoder, tmp_path):
     cached = losses_both_ways("colbert_gradcache", tmp_path / "cached", *overrides, "loss.mini_batch_size=3")
     plain = ["loss={name: contrastive, temperature: 0.02}"]
     assert losses_both_ways("colbert_gradcache", tmp_path / "plain", *overrides, *plain) == pytest.approx(cached)
+
+
+def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, list[dict]]:
+    """The three tables of a distillation data set, with ids that are not row numbers."""
+    return {
+        "train": [
+            {
+                "query_id": f"q{rows - row}",
+                "document_ids": [f"d{(row * 7 + way * 11) % documents}" for way in range(ways)],
+                "scores": [1.0 - way / ways - row / 100 for way in range(ways)],
+            }
+            for row in range(rows)
+        ],
+        "queries": [{"query_id": f"q{row}", "text": text(row, 5)} for row in range(rows + 1)],
+        "documents": [
+            {"document_id": f"d{row}", "text": f"{text(row, 2 + row % 25)} {row}"} for row in reversed(range(documents))
+        ],
+    }
+
+
+def test_distillation_and_as_a_second_stage(encoder, tmp_path):
+    data = hub_dataset(tmp_path / "data", **kd_subsets())
+    overrides = [f"data.name={data}", "data.n_ways=4", "evaluation.rows=8"]
+    losses_both_ways("colbert_kd", tmp_path / "first", f"model.name_or_path={encoder('modernbert')}", *overrides)
+    checkpoint = tmp_path / "first" / "true" / "model"
+    losses_both_ways("colbert_kd", tmp_path / "second", f"model.name_or_path={checkpoint}", *overrides)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
 
+from pylate_fastmaxsim.recipes.distillation import load_distillation
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 
@@ -29,15 +31,10 @@ def load_data(recipe: Recipe) -> RecipeData:
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
-    dataset = _load_rows(recipe.data)
-    columns = recipe.data.columns or dataset.column_names
-    for column in columns:
-        if column not in dataset.column_names:
-            raise RecipeError(
-                f"data.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
-            )
-    _check_columns(recipe, dataset, columns)
-    dataset = dataset.select_columns(columns)
+    if recipe.data.source == "distillation":
+        dataset = load_distillation(recipe.data, partial(_load_subset, recipe.data))
+    else:
+        dataset = _load_columns(recipe)
     held_out = recipe.evaluation.rows
     if len(dataset) < held_out + recipe.training.per_device_train_batch_size:
         raise RecipeError(
@@ -52,11 +49,35 @@ def load_data(recipe: Recipe) -> RecipeData:
     return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
 
 
+def _load_columns(recipe: Recipe) -> Dataset:
+    dataset = _load_rows(recipe.data)
+    columns = recipe.data.columns or dataset.column_names
+    for column in columns:
+        if column not in dataset.column_names:
+            raise RecipeError(
+                f"data.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
+            )
+    _check_columns(recipe, dataset, columns)
+    return dataset.select_columns(columns)
+
+
 def _load_rows(data: DataSection) -> Dataset:
     if data.source == "files":
         kind = FILE_TYPES[Path(data.files[0]).suffix]
         return _load_dataset("data.files", kind, data_files=data.files, split="train")
     return _load_dataset("data.name", data.name, data.config, split=data.split or "train")
+
+
+def _load_subset(data: DataSection, subset: str) -> Dataset:
+    """One table of a data set in several, from the Hub, from a copy of it on disk, or from plain files in a folder."""
+    folder = Path(data.name)
+    if not folder.is_dir() or (folder / "README.md").exists():
+        return _load_dataset("data.name", data.name, subset, split=data.split or "train")
+    for suffix, kind in FILE_TYPES.items():
+        if (file := folder / f"{subset}{suffix}").is_file():
+            return _load_dataset("data.name", kind, data_files=str(file), split="train")
+    names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
+    raise RecipeError(f"data.name: the folder {data.name} must hold {names}, or a README.md that names its subsets.")
 
 
 def _load_dataset(key: str, *arguments, **options) -> Dataset:

@@ -28,8 +28,13 @@ LOSS_OPTIONS = {
     },
     "distillation": {"size_average", "normalize_scores"},
 }
-SOURCE_KEYS = {"docstrings": {"packages"}, "hub": {"name", "config", "split"}, "files": {"files"}}
-REQUIRED_SOURCE_KEY = {"docstrings": "packages", "hub": "name", "files": "files"}
+SOURCE_KEYS = {
+    "docstrings": ("packages",),
+    "hub": ("name", "config", "split"),
+    "files": ("files",),
+    "distillation": ("name", "split", "n_ways"),
+}
+REQUIRED_SOURCE_KEY = {"docstrings": "packages", "hub": "name", "files": "files", "distillation": "name"}
 FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 _TYPE_NAMES = {
@@ -245,7 +250,7 @@ def _check_model(recipe: Recipe) -> None:
 def _check_data(recipe: Recipe) -> None:
     data = recipe.data
     own = SOURCE_KEYS[data.source]
-    for name in set().union(*SOURCE_KEYS.values()) - own:
+    for name in sorted(set().union(*SOURCE_KEYS.values()).difference(own)):
         if getattr(data, name) is not None:
             raise RecipeError(f"data.{name} does not apply to data.source {data.source}, which takes {', '.join(own)}.")
     required = REQUIRED_SOURCE_KEY[data.source]
@@ -265,5 +270,9 @@ def _check_data(recipe: Recipe) -> None:
             raise RecipeError(f"data.packages: {error}") from None
     if data.source == "docstrings" and recipe.loss.name == "distillation":
         raise RecipeError("loss.name must be contrastive or cached_contrastive with data.source docstrings.")
+    if data.source == "distillation" and recipe.loss.name != "distillation":
+        raise RecipeError(f"loss.name must be distillation with data.source distillation, got {recipe.loss.name!r}.")
+    if data.source == "distillation" and data.columns is not None:
+        raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
     if data.columns is not None and len(data.columns) < 2:
         raise RecipeError("data.columns must name the query column and at least one document column.")

@@ -60,16 +60,24 @@ class DataSection:
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
     .parquet ``files``. ``columns`` says which columns are used and in which order, the query first;
     for distillation they are the query, a list of documents and a list of teacher scores.
+
+    ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
+    ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
+    (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
+    as .jsonl or .parquet files. Texts are read from disk as they are needed. ``n_ways`` is how many
+    documents of each row are used, the first ones; null uses as many as the shortest row has.
+
     ``max_rows`` keeps a random part, drawn with ``seed``.
     """
 
-    source: Literal["docstrings", "hub", "files"]
+    source: Literal["docstrings", "hub", "files", "distillation"]
     packages: list[str] | None = None
     name: str | None = None
     config: str | None = None
     split: str | None = None
     files: list[str] | None = None
     columns: list[str] | None = None
+    n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)
     seed: int = key(0, minimum=0)
 
