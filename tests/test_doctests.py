@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("tokens", "reference", "ops.maxsim", "cpu.maxsim")
+MODULES = ("tokens", "reference", "ops.maxsim", "cpu.maxsim", "search")
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
 
+from pylate_fastmaxsim.recipes.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.distillation import load_distillation
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.tables import load_table
 
 # Stock MaxSim holds [queries, documents, query tokens, document tokens] while it evaluates; the
 # evaluator scores documents in chunks, sized so that this stays below 2**27 fp32 values (512 MiB).
@@ -20,32 +21,32 @@ EVALUATION_SIMILARITIES = 2**27
 
 @dataclass(frozen=True)
 class RecipeData:
-    """Rows to train on, and rows held out for the retrieval evaluation (None without one)."""
+    """Rows to train on, and what to evaluate on: rows held out of them, a collection in BEIR's layout, or nothing."""
 
     train: Dataset
-    held_out: Dataset | None
+    held_out: Dataset | None = None
+    collection: Collection | None = None
 
 
 def load_data(recipe: Recipe) -> RecipeData:
-    """Load the rows that a recipe names, keep its columns, and hold some out.
+    """Load the rows that a recipe names, keep its columns, hold some out, and load its collection.
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
-    if recipe.data.source == "distillation":
-        dataset = load_distillation(recipe.data, partial(_load_subset, recipe.data))
-    else:
-        dataset = _load_columns(recipe)
+    dataset = load_distillation(recipe.data) if recipe.data.source == "distillation" else _load_columns(recipe)
     held_out = recipe.evaluation.rows
+    dataset = dataset.shuffle(seed=recipe.data.seed)
+    if recipe.data.max_rows is not None:
+        dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
     if len(dataset) < held_out + recipe.training.per_device_train_batch_size:
         raise RecipeError(
             f"evaluation.rows must leave at least one training batch, but the data has {len(dataset)} rows, "
             f"{held_out} are held out and a batch takes {recipe.training.per_device_train_batch_size}."
         )
-    dataset = dataset.shuffle(seed=recipe.data.seed)
-    if recipe.data.max_rows is not None:
-        dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
+    if recipe.evaluation.beir is not None:
+        return RecipeData(dataset, collection=load_collection(recipe.evaluation))
     if not held_out:
-        return RecipeData(dataset, None)
+        return RecipeData(dataset)
     return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
 
 
@@ -64,28 +65,8 @@ def _load_columns(recipe: Recipe) -> Dataset:
 def _load_rows(data: DataSection) -> Dataset:
     if data.source == "files":
         kind = FILE_TYPES[Path(data.files[0]).suffix]
-        return _load_dataset("data.files", kind, data_files=data.files, split="train")
-    return _load_dataset("data.name", data.name, data.config, split=data.split or "train")
-
-
-def _load_subset(data: DataSection, subset: str) -> Dataset:
-    """One table of a data set in several, from the Hub, from a copy of it on disk, or from plain files in a folder."""
-    folder = Path(data.name)
-    if not folder.is_dir() or (folder / "README.md").exists():
-        return _load_dataset("data.name", data.name, subset, split=data.split or "train")
-    for suffix, kind in FILE_TYPES.items():
-        if (file := folder / f"{subset}{suffix}").is_file():
-            return _load_dataset("data.name", kind, data_files=str(file), split="train")
-    names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
-    raise RecipeError(f"data.name: the folder {data.name} must hold {names}, or a README.md that names its subsets.")
-
-
-def _load_dataset(key: str, *arguments, **options) -> Dataset:
-    try:
-        return load_dataset(*arguments, **options)
-    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
+        return load_table("data.files", kind, data_files=data.files, split="train")
+    return load_table("data.name", data.name, data.config, split=data.split or "train")
 
 
 def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:

@@ -7,7 +7,6 @@ batch reads just its own texts from the memory-mapped files.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.fingerprint import Hasher
 
 from pylate_fastmaxsim.recipes.schema import DataSection, RecipeError
+from pylate_fastmaxsim.recipes.tables import load_subset
 
 # The subsets of the layout, their id column and the columns they must have.
 COLUMNS = {
@@ -46,7 +46,7 @@ class Texts:
         return texts
 
 
-def load_distillation(data: DataSection, load_subset: Callable[[str], Dataset]) -> Dataset:
+def load_distillation(data: DataSection) -> Dataset:
     """Rows with the columns ``query`` (text), ``documents`` (n texts) and ``scores`` (n numbers).
 
     Parameters
@@ -54,25 +54,17 @@ def load_distillation(data: DataSection, load_subset: Callable[[str], Dataset]) 
     data
         Its ``n_ways`` is how many documents of each row are used: the first ones, as in
         ``pylate.utils.KDProcessing``. Null uses as many as the shortest row has.
-    load_subset
-        From ``train``, ``queries`` or ``documents`` to that table.
 
     Raises
     ------
     RecipeError
         A column is missing, a row has too few documents or scores, or an id is not in its table.
     """
-    subsets = {name: load_subset(name) for name in COLUMNS}
-    for name, columns in COLUMNS.items():
-        for column in columns:
-            if column not in subsets[name].column_names:
-                raise RecipeError(
-                    f"data.name: the subset {name} of {data.name} has no column {column!r}, "
-                    f"it has {', '.join(subsets[name].column_names)}."
-                )
-    train = _parsed(subsets["train"].select_columns(list(COLUMNS["train"])))
+    train, queries, documents = (
+        load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
+    )
+    train = _parsed(train.select_columns(list(COLUMNS["train"])))
     n_ways = _number_of_ways(data, train)
-    queries, documents = subsets["queries"], subsets["documents"]
     rows = train.with_format("arrow").map(
         _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways),
         batched=True,

@@ -226,6 +226,8 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("loss.temperature must be greater than 0, got 0.0.")
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
+    if recipe.evaluation.rows and recipe.evaluation.beir is not None:
+        raise RecipeError("evaluation must have at most one of rows and beir.")
     if Path(recipe.output_dir).exists() and not Path(recipe.output_dir).is_dir():
         raise RecipeError(
             f"output_dir must be a directory or a path yet to be made, but {recipe.output_dir} is a file."

@@ -140,9 +140,17 @@ class FastSection:
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """Retrieval on ``rows`` that are held out of training (0: none), once at the end: nDCG@10 over their documents."""
+    """Retrieval, once at the end, of one of two kinds or of none.
+
+    ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator. ``beir`` names a
+    collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus. It is on the
+    Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
+    ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements. ``batch_size`` texts are encoded at once.
+    """
 
     rows: int = key(0, minimum=0)
+    beir: str | None = None
+    split: str = "test"
     batch_size: int = key(32, minimum=1)
 
 
