@@ -124,7 +124,7 @@ def test_data_that_does_not_fit_gets_one_sentence(change, override, sentence, tm
 def test_missing_columns_and_files_are_named(tmp_path):
     subsets = kd_subsets()
     subsets["documents"] = [{"id": row["document_id"], "text": row["text"]} for row in subsets["documents"]]
-    with pytest.raises(RecipeError, match="the subset documents of .* has no column 'document_id', it has id, text"):
+    with pytest.raises(RecipeError, match="the subset documents has no column 'document_id', it has id, text"):
         load(tmp_path, write_files(tmp_path / "renamed", subsets))
     del subsets["documents"]
     with pytest.raises(RecipeError, match="must hold documents.jsonl or documents.parquet, or a README.md"):

@@ -48,6 +48,8 @@ FREE_TO_CHANGE = {
     "training.report_to",
     "training.dataloader_num_workers",
     "evaluation.batch_size",
+    "evaluation.beir",
+    "evaluation.split",
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
