@@ -1,4 +1,4 @@
-"""The command ``fastmaxsim``. ``run`` and ``doctor`` need PyLate only, ``train`` and ``compare`` the [recipes] extra."""
+"""The command ``fastmaxsim``. ``run`` and ``doctor`` need PyLate only, the others the [recipes] extra."""
 
 from __future__ import annotations
 

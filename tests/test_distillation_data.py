@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,16 @@ def test_missing_columns_and_files_are_named(tmp_path):
         load(tmp_path, tmp_path, "loss.name=contrastive")
     with pytest.raises(RecipeError, match="data.columns does not apply to data.source distillation"):
         load(tmp_path, tmp_path, "data.columns=[query, documents, scores]")
+
+
+@pytest.mark.parametrize("write_data", [write_files, lambda folder, subsets: hub_dataset(folder, **subsets)])
+def test_a_folder_that_is_written_anew_is_read_anew(write_data, tmp_path):
+    folder = tmp_path / "data"
+    write_data(folder, kd_subsets())
+    before = by_query(load(tmp_path, folder))
+    shutil.rmtree(folder)
+    changed = kd_subsets()
+    changed["documents"] = [row | {"text": f"new {row['text']}"} for row in changed["documents"]]
+    write_data(folder, changed)
+    after = by_query(load(tmp_path, folder))
+    assert [[f"new {text}" for text in row[1]] for row in before] == [row[1] for row in after]

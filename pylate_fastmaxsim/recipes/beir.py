@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int)
 
 def retrieve(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, dict[str, float]]:
     """The scores of the best documents of each query, by their ids."""
-    queries = _encode(model, list(collection.queries.values()), batch_size, is_query=True)
+    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True)
     scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH)
     return {
         query: dict(zip(map(str, collection.corpus[found]["_id"]), best, strict=True))
@@ -125,12 +125,13 @@ def _encoded(model: ColBERT, corpus: Dataset, batch_size: int) -> Iterator[Token
         for rows in corpus.iter(BATCHES_AT_ONCE * batch_size):
             titles = rows.get("title") or [""] * len(rows["text"])
             texts = [f"{title or ''} {text}".strip() for title, text in zip(titles, rows["text"], strict=True)]
-            yield _encode(model, texts, batch_size, is_query=False)
+            yield encode(model, texts, batch_size, is_query=False)
             progress.update(len(texts))
 
 
-def _encode(model: ColBERT, texts: list[str], batch_size: int, is_query: bool) -> TokenBatch:
+def encode(model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool) -> TokenBatch:
+    """Unit token embeddings as ``model.encode`` gives them: without padding and without skipped tokens."""
     embeddings = model.encode(
-        texts, batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=False
+        list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=False
     )
     return TokenBatch.from_list(embeddings)

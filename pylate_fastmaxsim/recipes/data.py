@@ -33,7 +33,7 @@ def load_data(recipe: Recipe) -> RecipeData:
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
-    dataset = load_distillation(recipe.data) if recipe.data.source == "distillation" else _load_columns(recipe)
+    dataset = load_distillation(recipe.data) if recipe.data.source == "distillation" else _load_checked(recipe)
     held_out = recipe.evaluation.rows
     dataset = dataset.shuffle(seed=recipe.data.seed)
     if recipe.data.max_rows is not None:
@@ -50,23 +50,29 @@ def load_data(recipe: Recipe) -> RecipeData:
     return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
 
 
-def _load_columns(recipe: Recipe) -> Dataset:
-    dataset = _load_rows(recipe.data)
-    columns = recipe.data.columns or dataset.column_names
+def _load_checked(recipe: Recipe) -> Dataset:
+    dataset = load_columns(recipe.data, "data")
+    _check_columns(recipe, dataset, dataset.column_names)
+    return dataset
+
+
+def load_columns(data: DataSection, section: str) -> Dataset:
+    """The columns that a section of the recipe names, of rows in files or on the Hub."""
+    dataset = _load_rows(data, section)
+    columns = data.columns or dataset.column_names
     for column in columns:
         if column not in dataset.column_names:
             raise RecipeError(
-                f"data.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
+                f"{section}.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
             )
-    _check_columns(recipe, dataset, columns)
     return dataset.select_columns(columns)
 
 
-def _load_rows(data: DataSection) -> Dataset:
+def _load_rows(data: DataSection, section: str) -> Dataset:
     if data.source == "files":
         kind = FILE_TYPES[Path(data.files[0]).suffix]
-        return load_table("data.files", kind, data_files=data.files, split="train")
-    return load_table("data.name", data.name, data.config, split=data.split or "train")
+        return load_table(f"{section}.files", kind, data_files=data.files, split="train")
+    return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")
 
 
 def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
@@ -78,10 +84,14 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
         raise RecipeError(
             f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
         )
-    texts = columns if recipe.loss.name != "distillation" else [query]
-    for column in texts:
+    require_text(dataset, columns if recipe.loss.name != "distillation" else [query], "data")
+
+
+def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
+    """Refuse columns that do not hold text."""
+    for column in columns:
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
-            raise RecipeError(f"data.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
+            raise RecipeError(f"{section}.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
 
 
 def retrieval_evaluator(recipe: Recipe, held_out: Dataset, query_length: int, document_length: int):

@@ -165,3 +165,13 @@ def training_table(result: dict[str, Any]) -> Table:
     table.add_row("plugin", "on" if result["fast"]["enabled"] else "off")
     table.add_row("model", result["model"])
     return table
+
+
+def mining_table(result: dict[str, Any]) -> Table:
+    """What mining found, and where it is."""
+    table = Table(title="mined", title_justify="left", show_header=False)
+    for name in ("queries", "documents", "rows"):
+        table.add_row(name, f"{result[name]:,}")
+    table.add_row("pairs without enough negatives", f"{result['left_out']:,}")
+    table.add_row("data", result["data"])
+    return table

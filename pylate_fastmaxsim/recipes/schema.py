@@ -83,6 +83,35 @@ class DataSection:
 
 
 @dataclass(frozen=True)
+class MiningSection:
+    """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
+
+    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``); their positives are the corpus.
+    The model of the recipe searches it. Of each query's ``range_max`` best documents that are not its positives
+    those are dropped that the margins and limits rule out, as in ``sentence_transformers.util.mine_hard_negatives``
+    (likely false negatives), then the first ``range_min``; the next ``num_negatives`` are taken, and a pair that has
+    fewer is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
+    ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
+
+    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most.
+    """
+
+    pairs: DataSection
+    teacher: str
+    teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
+    num_negatives: int = key(15, minimum=1)
+    range_min: int = key(0, minimum=0)
+    range_max: int = key(100, minimum=1)
+    absolute_margin: float | None = None
+    relative_margin: float | None = None
+    max_score: float | None = None
+    min_score: float | None = None
+    batch_size: int = key(64, minimum=1)
+    documents_per_part: int = key(50_000, minimum=1)
+    rows_per_part: int = key(2_000, minimum=1)
+
+
+@dataclass(frozen=True)
 class LossSection:
     """A loss of PyLate and its options; null keeps PyLate's default."""
 
@@ -166,3 +195,4 @@ class Recipe:
     training: TrainingSection = field(default_factory=TrainingSection)
     fast: FastSection = field(default_factory=FastSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    mining: MiningSection | None = None

@@ -5,27 +5,45 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder
 
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
+FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
-def load_table(key: str, *arguments: Any, **options: Any) -> Dataset:
+
+def load_table(key: str, path: str, subset: str | None = None, **options: Any) -> Dataset:
     """``datasets.load_dataset``; where it fails, a sentence that names the recipe's ``key``.
 
     Without ``split`` the data must have one split, which is the one returned.
     """
     try:
-        table = load_dataset(*arguments, **options)
+        if Path(path).is_dir():
+            path, subset, options = _files_of_folder(path, subset, options)
+        table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         reason = str(error).strip().split("\n")[0]
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
     if not isinstance(table, DatasetDict):
         return table
     if len(table) > 1:
-        raise RecipeError(f"{key}: {arguments[0]} must have one split, but it has {', '.join(table)}.")
+        raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
     return next(iter(table.values()))
+
+
+def _files_of_folder(path: str, subset: str | None, options: dict[str, Any]) -> tuple[str, None, dict[str, Any]]:
+    """The same table by its files.
+
+    ``datasets`` keeps what it made of a folder under the folder's last name only, and would return the rows of
+    another folder of that name, or of this one before it was written anew. Files it tells apart by path and time.
+    """
+    files = load_dataset_builder(path, subset).config.data_files
+    kinds = {FOLDER_FILE_TYPES.get(Path(file).suffix) for parts in files.values() for file in parts}
+    if len(kinds) != 1 or None in kinds:
+        raise ValueError(f"the files of a table must all end in one of {', '.join(FOLDER_FILE_TYPES)}.")
+    data_files = {str(split): list(map(str, parts)) for split, parts in files.items()}
+    return kinds.pop(), None, {**options, "data_files": data_files}
 
 
 def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], split: str | None = None) -> Dataset:
