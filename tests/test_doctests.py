@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("tokens", "reference", "ops.maxsim", "cpu.maxsim", "tuning.search", "tuning.report")
+MODULES = ("tokens", "reference", "ops.maxsim", "cpu.maxsim", "search", "tuning.search", "tuning.report")
 
 
 @pytest.mark.parametrize("module", MODULES)

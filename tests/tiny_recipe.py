@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import yaml
+from datasets import Dataset
 
 TEXT = "fused late interaction scores every query token against all tokens and writes no similarity tensor"
 WORDS = TEXT.split()
@@ -57,3 +58,33 @@ def write(directory: Path, recipe: dict, name: str = "tiny") -> Path:
     file = directory / f"{name}.yaml"
     file.write_text(yaml.safe_dump(recipe))
     return file
+
+
+def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:
+    """A folder laid out as a data set on the Hub: a card that names the subsets, and their Parquet files."""
+    configs = []
+    for name, rows in subsets.items():
+        (folder / name).mkdir(parents=True)
+        Dataset.from_list(rows).to_parquet(folder / name / "train-00000-of-00001.parquet")
+        files = [{"split": "train", "path": f"{name}/train-*"}]
+        configs.append({"config_name": name, "data_files": files})
+    card = yaml.safe_dump({"configs": configs})
+    (folder / "README.md").write_text(f"---\n{card}---\n")
+    return folder
+
+
+def few_steps(output: Path, *overrides: str) -> list[str]:
+    """Overrides under which a shipped recipe trains for two steps on a CPU."""
+    return [
+        f"output_dir={output}",
+        "model.embedding_size=8",
+        "model.query_length=12",
+        "model.document_length=32",
+        "training.per_device_train_batch_size=8",
+        "training.max_steps=2",
+        "training.use_cpu=true",
+        "training.dataloader_num_workers=0",
+        "training.logging_steps=1",
+        "training.report_to=none",
+        *overrides,
+    ]

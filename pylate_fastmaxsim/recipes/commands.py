@@ -106,6 +106,32 @@ def train(
 
 
 @app.command()
+def mine(
+    recipe: RecipePath,
+    set_: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from where mining stopped, or remove its results and start over.")
+    ] = True,
+) -> None:
+    """Find hard negatives for a recipe, let its teacher score them, and write the data it trains on."""
+    with _one_sentence_for_a_bad_recipe():
+        loaded = load_recipe(recipe, set_ or ())
+        from pylate_fastmaxsim.recipes.mining import mine as run
+        from pylate_fastmaxsim.recipes.report import mining_table
+
+        _quiet_libraries()
+        try:
+            result = run(loaded, resume)
+        except KeyboardInterrupt:
+            errors.print("\nInterrupted: what is done is kept, and the same command goes on from there.")
+            raise typer.Exit(INTERRUPTED) from None
+        except OSError as error:
+            errors.print(f"fastmaxsim: {error}; what is done is kept.", style="red", markup=False, highlight=False)
+            raise typer.Exit(1) from None
+    Console().print(mining_table(result))
+
+
+@app.command()
 def compare(
     recipe: RecipePath,
     set_: Overrides = None,

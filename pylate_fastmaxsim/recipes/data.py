@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
 
+from pylate_fastmaxsim.recipes.beir import Collection, load_collection
+from pylate_fastmaxsim.recipes.distillation import load_distillation
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.tables import load_table
 
 # Stock MaxSim holds [queries, documents, query tokens, document tokens] while it evaluates; the
 # evaluator scores documents in chunks, sized so that this stays below 2**27 fp32 values (512 MiB).
@@ -18,53 +21,58 @@ EVALUATION_SIMILARITIES = 2**27
 
 @dataclass(frozen=True)
 class RecipeData:
-    """Rows to train on, and rows held out for the retrieval evaluation (None without one)."""
+    """Rows to train on, and what to evaluate on: rows held out of them, a collection in BEIR's layout, or nothing."""
 
     train: Dataset
-    held_out: Dataset | None
+    held_out: Dataset | None = None
+    collection: Collection | None = None
 
 
 def load_data(recipe: Recipe) -> RecipeData:
-    """Load the rows that a recipe names, keep its columns, and hold some out.
+    """Load the rows that a recipe names, keep its columns, hold some out, and load its collection.
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
-    dataset = _load_rows(recipe.data)
-    columns = recipe.data.columns or dataset.column_names
-    for column in columns:
-        if column not in dataset.column_names:
-            raise RecipeError(
-                f"data.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
-            )
-    _check_columns(recipe, dataset, columns)
-    dataset = dataset.select_columns(columns)
+    dataset = load_distillation(recipe.data) if recipe.data.source == "distillation" else _load_checked(recipe)
     held_out = recipe.evaluation.rows
+    dataset = dataset.shuffle(seed=recipe.data.seed)
+    if recipe.data.max_rows is not None:
+        dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
     if len(dataset) < held_out + recipe.training.per_device_train_batch_size:
         raise RecipeError(
             f"evaluation.rows must leave at least one training batch, but the data has {len(dataset)} rows, "
             f"{held_out} are held out and a batch takes {recipe.training.per_device_train_batch_size}."
         )
-    dataset = dataset.shuffle(seed=recipe.data.seed)
-    if recipe.data.max_rows is not None:
-        dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
+    if recipe.evaluation.beir is not None:
+        return RecipeData(dataset, collection=load_collection(recipe.evaluation))
     if not held_out:
-        return RecipeData(dataset, None)
+        return RecipeData(dataset)
     return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
 
 
-def _load_rows(data: DataSection) -> Dataset:
+def _load_checked(recipe: Recipe) -> Dataset:
+    dataset = load_columns(recipe.data, "data")
+    _check_columns(recipe, dataset, dataset.column_names)
+    return dataset
+
+
+def load_columns(data: DataSection, section: str) -> Dataset:
+    """The columns that a section of the recipe names, of rows in files or on the Hub."""
+    dataset = _load_rows(data, section)
+    columns = data.columns or dataset.column_names
+    for column in columns:
+        if column not in dataset.column_names:
+            raise RecipeError(
+                f"{section}.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
+            )
+    return dataset.select_columns(columns)
+
+
+def _load_rows(data: DataSection, section: str) -> Dataset:
     if data.source == "files":
         kind = FILE_TYPES[Path(data.files[0]).suffix]
-        return _load_dataset("data.files", kind, data_files=data.files, split="train")
-    return _load_dataset("data.name", data.name, data.config, split=data.split or "train")
-
-
-def _load_dataset(key: str, *arguments, **options) -> Dataset:
-    try:
-        return load_dataset(*arguments, **options)
-    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
+        return load_table(f"{section}.files", kind, data_files=data.files, split="train")
+    return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")
 
 
 def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
@@ -76,10 +84,14 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
         raise RecipeError(
             f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
         )
-    texts = columns if recipe.loss.name != "distillation" else [query]
-    for column in texts:
+    require_text(dataset, columns if recipe.loss.name != "distillation" else [query], "data")
+
+
+def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
+    """Refuse columns that do not hold text."""
+    for column in columns:
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
-            raise RecipeError(f"data.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
+            raise RecipeError(f"{section}.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
 
 
 def retrieval_evaluator(recipe: Recipe, held_out: Dataset, query_length: int, document_length: int):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from pylate_fastmaxsim.recipes.docstrings import package_directory
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, Recipe, RecipeError
 
 LOSS_OPTIONS = {
     "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices"},
@@ -28,8 +28,13 @@ LOSS_OPTIONS = {
     },
     "distillation": {"size_average", "normalize_scores"},
 }
-SOURCE_KEYS = {"docstrings": {"packages"}, "hub": {"name", "config", "split"}, "files": {"files"}}
-REQUIRED_SOURCE_KEY = {"docstrings": "packages", "hub": "name", "files": "files"}
+SOURCE_KEYS = {
+    "docstrings": ("packages",),
+    "hub": ("name", "config", "split"),
+    "files": ("files",),
+    "distillation": ("name", "split", "n_ways"),
+}
+REQUIRED_SOURCE_KEY = {"docstrings": "packages", "hub": "name", "files": "files", "distillation": "name"}
 FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 _TYPE_NAMES = {
@@ -208,7 +213,16 @@ def _allowed(hint: Any, minimum: float | None) -> str:
 def _check(recipe: Recipe) -> None:
     """Everything that concerns more than one key, or what is on this machine."""
     _check_model(recipe)
-    _check_data(recipe)
+    _check_data(recipe.data, "data")
+    if recipe.mining is not None:
+        _check_data(recipe.mining.pairs, "mining.pairs")
+        _check_mining(recipe.mining)
+    if recipe.data.source == "docstrings" and recipe.loss.name == "distillation":
+        raise RecipeError("loss.name must be contrastive or cached_contrastive with data.source docstrings.")
+    if recipe.data.source == "distillation" and recipe.loss.name != "distillation":
+        raise RecipeError(f"loss.name must be distillation with data.source distillation, got {recipe.loss.name!r}.")
+    if recipe.data.source == "distillation" and recipe.data.columns is not None:
+        raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
     for option in dataclasses.fields(recipe.loss):
         if option.name == "name" or getattr(recipe.loss, option.name) is None:
             continue
@@ -221,6 +235,8 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("loss.temperature must be greater than 0, got 0.0.")
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
+    if recipe.evaluation.rows and recipe.evaluation.beir is not None:
+        raise RecipeError("evaluation must have at most one of rows and beir.")
     if Path(recipe.output_dir).exists() and not Path(recipe.output_dir).is_dir():
         raise RecipeError(
             f"output_dir must be a directory or a path yet to be made, but {recipe.output_dir} is a file."
@@ -242,28 +258,37 @@ def _check_model(recipe: Recipe) -> None:
         )
 
 
-def _check_data(recipe: Recipe) -> None:
-    data = recipe.data
+def _check_mining(mining: MiningSection) -> None:
+    if mining.pairs.source not in ("hub", "files"):
+        raise RecipeError(f"mining.pairs.source must be hub or files, got {mining.pairs.source!r}.")
+    if mining.range_min + mining.num_negatives > mining.range_max:
+        raise RecipeError(
+            "mining.range_max must be at least range_min + num_negatives, "
+            f"got {mining.range_max}, {mining.range_min} and {mining.num_negatives}."
+        )
+
+
+def _check_data(data: DataSection, section: str) -> None:
     own = SOURCE_KEYS[data.source]
-    for name in set().union(*SOURCE_KEYS.values()) - own:
+    for name in sorted(set().union(*SOURCE_KEYS.values()).difference(own)):
         if getattr(data, name) is not None:
-            raise RecipeError(f"data.{name} does not apply to data.source {data.source}, which takes {', '.join(own)}.")
+            raise RecipeError(
+                f"{section}.{name} does not apply to {section}.source {data.source}, which takes {', '.join(own)}."
+            )
     required = REQUIRED_SOURCE_KEY[data.source]
     if getattr(data, required) is None:
-        raise RecipeError(f"data.{required} is missing; data.source {data.source} needs it.")
+        raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
     for file in data.files or []:
         if Path(file).suffix not in FILE_TYPES:
-            raise RecipeError(f"data.files must end in {' or '.join(FILE_TYPES)}, got {file}.")
+            raise RecipeError(f"{section}.files must end in {' or '.join(FILE_TYPES)}, got {file}.")
         if not Path(file).is_file():
-            raise RecipeError(f"data.files: {file} is not a file.")
+            raise RecipeError(f"{section}.files: {file} is not a file.")
     if len({Path(file).suffix for file in data.files or []}) > 1:
-        raise RecipeError("data.files must all be of one type, .jsonl or .parquet.")
+        raise RecipeError(f"{section}.files must all be of one type, .jsonl or .parquet.")
     for package in data.packages or []:
         try:
             package_directory(package)
         except ModuleNotFoundError as error:
-            raise RecipeError(f"data.packages: {error}") from None
-    if data.source == "docstrings" and recipe.loss.name == "distillation":
-        raise RecipeError("loss.name must be contrastive or cached_contrastive with data.source docstrings.")
+            raise RecipeError(f"{section}.packages: {error}") from None
     if data.columns is not None and len(data.columns) < 2:
-        raise RecipeError("data.columns must name the query column and at least one document column.")
+        raise RecipeError(f"{section}.columns must name the query column and at least one document column.")

@@ -39,7 +39,7 @@ def measure(recipe: Recipe, steps_file: Path) -> dict[str, Any]:
 
     Returns
     -------
-    ``status`` (finished, or out of memory), ``memory`` in bytes, ``ndcg@10``, the ``warnings`` of the
+    ``status`` (finished, or out of memory), ``memory`` in bytes, ``ndcg@10`` and other metrics of the evaluation, the ``warnings`` of the
     plugin (what it could not accelerate, and why) and the environment.
     """
     warnings = _Warnings()
@@ -64,7 +64,7 @@ def measure(recipe: Recipe, steps_file: Path) -> dict[str, Any]:
             result["status"] = OUT_OF_MEMORY
         result["memory"] = {"before": memory.before, "peak": memory.peak()}
         if result["status"] == FINISHED:
-            result["ndcg@10"] = evaluate(recipe, model, data.held_out)
+            result |= evaluate(recipe, model, data)
     return result
 
 

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
 COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
+RANKING_METRICS = {"mrr@10": "MRR@10", "recall@100": "Recall@100"}
 LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
 
 
@@ -42,7 +43,10 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
     row("padding in documents encoded", "padding", "{:.0%}")
     table.add_row("final loss", *(_form("{:.4f}", (run["losses"] or [None])[-1]) for run in (stock, fast)), "")
-    row("nDCG@10, held out", "ndcg@10", "{:.4f}", ratio=_form("{:+.4f}", summary["ndcg@10_difference"]))
+    row("nDCG@10", "ndcg@10", "{:.4f}", ratio=_form("{:+.4f}", summary["ndcg@10_difference"]))
+    for key, title in RANKING_METRICS.items():
+        if any(key in run for run in (stock, fast)):
+            row(title, key, "{:.4f}")
     table.caption = caption(comparison)
     table.caption_justify = "left"
     return table
@@ -165,7 +169,20 @@ def training_table(result: dict[str, Any]) -> Table:
     )
     if losses:
         table.add_row("loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}")
-    table.add_row("nDCG@10, held out", _form("{:.4f}", result["ndcg@10"]))
+    table.add_row("nDCG@10", _form("{:.4f}", result["ndcg@10"]))
+    for key, title in RANKING_METRICS.items():
+        if key in result:
+            table.add_row(title, f"{result[key]:.4f}")
     table.add_row("plugin", "on" if result["fast"]["enabled"] else "off")
     table.add_row("model", result["model"])
+    return table
+
+
+def mining_table(result: dict[str, Any]) -> Table:
+    """What mining found, and where it is."""
+    table = Table(title="mined", title_justify="left", show_header=False)
+    for name in ("queries", "documents", "rows"):
+        table.add_row(name, f"{result[name]:,}")
+    table.add_row("pairs without enough negatives", f"{result['left_out']:,}")
+    table.add_row("data", result["data"])
     return table

@@ -60,18 +60,55 @@ class DataSection:
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
     .parquet ``files``. ``columns`` says which columns are used and in which order, the query first;
     for distillation they are the query, a list of documents and a list of teacher scores.
+
+    ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
+    ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
+    (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
+    as .jsonl or .parquet files. Texts are read from disk as they are needed. ``n_ways`` is how many
+    documents of each row are used, the first ones; null uses as many as the shortest row has.
+
     ``max_rows`` keeps a random part, drawn with ``seed``.
     """
 
-    source: Literal["docstrings", "hub", "files"]
+    source: Literal["docstrings", "hub", "files", "distillation"]
     packages: list[str] | None = None
     name: str | None = None
     config: str | None = None
     split: str | None = None
     files: list[str] | None = None
     columns: list[str] | None = None
+    n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)
     seed: int = key(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class MiningSection:
+    """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
+
+    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``); their positives are the corpus.
+    The model of the recipe searches it. Of each query's ``range_max`` best documents that are not its positives
+    those are dropped that the margins and limits rule out, as in ``sentence_transformers.util.mine_hard_negatives``
+    (likely false negatives), then the first ``range_min``; the next ``num_negatives`` are taken, and a pair that has
+    fewer is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
+    ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
+
+    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most.
+    """
+
+    pairs: DataSection
+    teacher: str
+    teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
+    num_negatives: int = key(15, minimum=1)
+    range_min: int = key(0, minimum=0)
+    range_max: int = key(100, minimum=1)
+    absolute_margin: float | None = None
+    relative_margin: float | None = None
+    max_score: float | None = None
+    min_score: float | None = None
+    batch_size: int = key(64, minimum=1)
+    documents_per_part: int = key(50_000, minimum=1)
+    rows_per_part: int = key(2_000, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -132,9 +169,17 @@ class FastSection:
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """Retrieval on ``rows`` that are held out of training (0: none), once at the end: nDCG@10 over their documents."""
+    """Retrieval, once at the end, of one of two kinds or of none.
+
+    ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator. ``beir`` names a
+    collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus. It is on the
+    Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
+    ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements. ``batch_size`` texts are encoded at once.
+    """
 
     rows: int = key(0, minimum=0)
+    beir: str | None = None
+    split: str = "test"
     batch_size: int = key(32, minimum=1)
 
 
@@ -150,3 +195,4 @@ class Recipe:
     training: TrainingSection = field(default_factory=TrainingSection)
     fast: FastSection = field(default_factory=FastSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    mining: MiningSection | None = None

@@ -19,8 +19,9 @@ from transformers import TrainerState
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
-from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
@@ -47,6 +48,8 @@ FREE_TO_CHANGE = {
     "training.report_to",
     "training.dataloader_num_workers",
     "evaluation.batch_size",
+    "evaluation.beir",
+    "evaluation.split",
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
@@ -69,7 +72,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Returns
     -------
-    The content of ``train.json``: steps, losses, nDCG@10, where the model is.
+    The content of ``train.json``: steps, losses, metrics of the evaluation, where the model is.
 
     Raises
     ------
@@ -99,7 +102,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
             "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
         }
         if arguments.should_save:
-            result["ndcg@10"] = evaluate(prepared, model, data.held_out)
+            result |= evaluate(prepared, model, data)
             _save(recipe, model, result)
     return result
 
@@ -183,13 +186,15 @@ def switched(fast: FastSection) -> AbstractContextManager:
     )
 
 
-def evaluate(recipe: Recipe, model: models.ColBERT, held_out: Dataset | None) -> float | None:
-    """nDCG@10 on the held-out rows, or None where the recipe holds none out."""
-    if held_out is None:
-        return None
-    evaluator = retrieval_evaluator(recipe, held_out, model.query_length, model.document_length)
+def evaluate(recipe: Recipe, model: models.ColBERT, data: RecipeData) -> dict[str, float | None]:
+    """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none."""
+    if data.collection is not None:
+        return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)
+    if data.held_out is None:
+        return {"ndcg@10": None}
+    evaluator = retrieval_evaluator(recipe, data.held_out, model.query_length, model.document_length)
     metrics = evaluator(model)
-    return metrics[evaluator.primary_metric]
+    return {"ndcg@10": metrics[evaluator.primary_metric]}
 
 
 def last_checkpoint(recipe: Recipe) -> Path | None:

@@ -1,0 +1,137 @@
+"""Retrieval in BEIR's layout: a corpus, queries and relevance judgements, scored by exact search over the whole corpus."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, get_dataset_config_names
+from pylate.models import ColBERT
+from tqdm import tqdm
+
+from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
+from pylate_fastmaxsim.recipes.tables import has_plain_files, load_subset, load_table, require_columns
+from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim.tokens import TokenBatch
+
+KEY = "evaluation.beir"
+METRICS = ("ndcg@10", "mrr@10", "recall@100")
+DEPTH = 100  # ranks that the metrics look at
+JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
+
+# Documents that are encoded and then scored together: PyLate sorts them by length, so many pad little.
+BATCHES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A retrieval task.
+
+    Parameters
+    ----------
+    corpus
+        Documents with the columns ``_id``, ``text`` and perhaps ``title``, on disk.
+    queries
+        Text of each judged query by its id.
+    judgements
+        For each of them, the grade of each judged document: 0 is not relevant.
+    """
+
+    corpus: Dataset
+    queries: dict[str, str]
+    judgements: dict[str, dict[str, int]]
+
+
+def load_collection(section: EvaluationSection) -> Collection:
+    """Load what ``evaluation.beir`` names.
+
+    On the Hub, judgements are the subset ``qrels`` or ``default`` of the data set, or the data set of that name
+    with ``-qrels`` behind it. In a folder of files they are ``qrels/SPLIT.tsv`` or ``qrels.tsv``.
+
+    Raises
+    ------
+    RecipeError
+        A table or a column is missing, or there are no judgements for any query.
+    """
+    corpus = load_subset(KEY, section.beir, "corpus", ("_id", "text"))
+    texts = load_subset(KEY, section.beir, "queries", ("_id", "text"))
+    judgements: dict[str, dict[str, int]] = {}
+    rows = _load_judgements(section)
+    for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
+        try:
+            judgements.setdefault(str(query), {})[str(document)] = int(grade)
+        except (TypeError, ValueError):
+            raise RecipeError(
+                f"{KEY}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
+            ) from None
+    queries = {str(row["_id"]): row["text"] for row in texts if str(row["_id"]) in judgements}
+    missing = next((query for query in judgements if query not in queries), None)
+    if missing is not None or not queries:
+        reason = f"the query {missing} is judged but is not among the queries" if queries else "no query is judged"
+        raise RecipeError(f"{KEY}: {section.beir} does not fit together: {reason}.")
+    return Collection(corpus, queries, judgements)
+
+
+def _load_judgements(section: EvaluationSection) -> Dataset:
+    name, split = section.beir, section.split
+    if has_plain_files(name):
+        files = [file for file in (Path(name, "qrels", f"{split}.tsv"), Path(name, "qrels.tsv")) if file.is_file()]
+        if not files:
+            raise RecipeError(f"{KEY}: the folder {name} must hold qrels/{split}.tsv or qrels.tsv.")
+        # Not with datasets, which would read ids as numbers: 007 would become 7.
+        with open(files[0], encoding="utf-8", newline="") as lines:
+            table = Dataset.from_list(list(csv.DictReader(lines, delimiter="\t")))
+        return require_columns(KEY, "qrels", table, JUDGEMENT_COLUMNS)
+    subset = next((subset for subset in ("qrels", "default") if subset in _subsets(name)), None)
+    if subset is None:
+        table = load_table(KEY, f"{name}-qrels", split=split)
+    else:
+        table = load_table(KEY, name, subset, split=split)
+    return require_columns(KEY, "qrels", table, JUDGEMENT_COLUMNS)
+
+
+def _subsets(name: str) -> list[str]:
+    try:
+        return get_dataset_config_names(name)
+    except Exception as error:  # as in load_table
+        reason = str(error).strip().split("\n")[0]
+        raise RecipeError(f"{KEY} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, float]:
+    """nDCG@10, MRR@10 and Recall@100 of exact MaxSim search, averaged over the judged queries."""
+    # Imported where it is used: ranx compiles for seconds when it is imported.
+    from ranx import Qrels, Run, evaluate
+
+    run = Run(retrieve(model, collection, batch_size))
+    scores = evaluate(Qrels(collection.judgements), run, list(METRICS), make_comparable=True)
+    return {name: float(scores[name]) for name in METRICS}
+
+
+def retrieve(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, dict[str, float]]:
+    """The scores of the best documents of each query, by their ids."""
+    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True)
+    scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH)
+    return {
+        query: dict(zip(map(str, collection.corpus[found]["_id"]), best, strict=True))
+        for query, found, best in zip(collection.queries, positions.tolist(), scores.tolist(), strict=True)
+    }
+
+
+def _encoded(model: ColBERT, corpus: Dataset, batch_size: int) -> Iterator[TokenBatch]:
+    with tqdm(total=len(corpus), desc="Searching", unit=" documents", unit_scale=True) as progress:
+        for rows in corpus.iter(BATCHES_AT_ONCE * batch_size):
+            titles = rows.get("title") or [""] * len(rows["text"])
+            texts = [f"{title or ''} {text}".strip() for title, text in zip(titles, rows["text"], strict=True)]
+            yield encode(model, texts, batch_size, is_query=False)
+            progress.update(len(texts))
+
+
+def encode(model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool) -> TokenBatch:
+    """Unit token embeddings as ``model.encode`` gives them: without padding and without skipped tokens."""
+    embeddings = model.encode(
+        list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=False
+    )
+    return TokenBatch.from_list(embeddings)

@@ -1,0 +1,176 @@
+"""Rows of (query id, document ids, teacher scores) whose texts are in two other tables, read as they are needed.
+
+The corpus stays on disk: ids are turned into row numbers once, in a table that ``datasets`` keeps, and a
+batch reads just its own texts from the memory-mapped files.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Sequence, Value
+from datasets.fingerprint import Hasher
+
+from pylate_fastmaxsim.recipes.schema import DataSection, RecipeError
+from pylate_fastmaxsim.recipes.tables import load_subset
+
+# The subsets of the layout, their id column and the columns they must have.
+COLUMNS = {
+    "train": ("query_id", "document_ids", "scores"),
+    "queries": ("query_id", "text"),
+    "documents": ("document_id", "text"),
+}
+
+# For each batch of rows the ids of all documents are hashed once more, so batches are large.
+ROWS_PER_LOOKUP = 200_000
+
+
+class Texts:
+    """A transform of ``datasets``: row numbers of queries and documents to their texts, for one batch at a time."""
+
+    def __init__(self, queries: Dataset, documents: Dataset) -> None:
+        self.queries = queries.select_columns(["text"])
+        self.documents = documents.select_columns(["text"])
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        texts = dict(batch)
+        if "query" in batch:
+            texts["query"] = self.queries[batch["query"]]["text"]
+        if "documents" in batch:
+            flat = self.documents[[row for rows in batch["documents"] for row in rows]]["text"]
+            ends = iter(flat)
+            texts["documents"] = [[next(ends) for _ in rows] for rows in batch["documents"]]
+        return texts
+
+
+def load_distillation(data: DataSection) -> Dataset:
+    """Rows with the columns ``query`` (text), ``documents`` (n texts) and ``scores`` (n numbers).
+
+    Parameters
+    ----------
+    data
+        Its ``n_ways`` is how many documents of each row are used: the first ones, as in
+        ``pylate.utils.KDProcessing``. Null uses as many as the shortest row has.
+
+    Raises
+    ------
+    RecipeError
+        A column is missing, a row has too few documents or scores, or an id is not in its table.
+    """
+    train, queries, documents = (
+        load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
+    )
+    train = _parsed(train.select_columns(list(COLUMNS["train"])))
+    n_ways = _number_of_ways(data, train)
+    rows = train.with_format("arrow").map(
+        _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways),
+        batched=True,
+        batch_size=ROWS_PER_LOOKUP,
+        remove_columns=train.column_names,
+        features=Features(
+            {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
+        ),
+        # Of the tables and not of the ids in memory, which would take long to hash.
+        new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 1]),
+        desc="Looking up document ids",
+    )
+    return rows.with_transform(Texts(queries, documents))
+
+
+def _parsed(train: Dataset) -> Dataset:
+    """Lists as lists: some data sets of this layout hold them as text."""
+    written = [
+        name for name in ("document_ids", "scores") if train.features[name] in (Value("string"), Value("large_string"))
+    ]
+    if not written:
+        return train
+    return train.map(_parse, fn_kwargs={"columns": written}, desc="Reading lists")
+
+
+def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
+    try:
+        return {name: ast.literal_eval(row[name]) for name in columns}
+    except (ValueError, SyntaxError):
+        raise RecipeError(
+            f"data.name: the subset train holds {' and '.join(columns)} as text, which is "
+            f"not a list in the row of query_id {row['query_id']}."
+        ) from None
+
+
+def _number_of_ways(data: DataSection, train: Dataset) -> int:
+    """How many documents of each row are used, once it is known that every row has as many."""
+    least = None
+    for table in train.with_format("arrow").iter(ROWS_PER_LOOKUP):
+        lengths = []
+        for name in ("document_ids", "scores"):
+            if not (pa.types.is_list(table[name].type) or pa.types.is_large_list(table[name].type)):
+                raise RecipeError(
+                    f"data.name: {name!r} of the subset train must hold lists, but it holds {table[name].type}."
+                )
+            lengths.append(pc.fill_null(pc.list_value_length(table[name]), 0))
+        uneven = pc.index(pc.not_equal(*lengths), True).as_py()
+        if uneven >= 0:
+            raise RecipeError(
+                f"data.name: the row of query_id {table['query_id'][uneven]} has {lengths[0][uneven]} document_ids "
+                f"but {lengths[1][uneven]} scores; it must have a score for each."
+            )
+        shortest = pc.min(lengths[0]).as_py()
+        if shortest < max(2, data.n_ways or 2):
+            row = pc.index(lengths[0], shortest).as_py()
+            raise RecipeError(
+                f"data.n_ways must be at most the number of documents of every row and at least 2, but the row of query_id "
+                f"{table['query_id'][row]} has {shortest}."
+            )
+        least = shortest if least is None else min(least, shortest)
+    return data.n_ways or least
+
+
+def _ids(table: Dataset, column: str) -> pa.ChunkedArray:
+    # As text: the same id may be a number in one table and text in the other.
+    return pc.cast(table.select_columns([column]).with_format("arrow")[:][column], pa.string())
+
+
+class _Resolve:
+    """From ids to row numbers, for a batch of rows in Arrow."""
+
+    def __init__(self, query_ids: pa.ChunkedArray, document_ids: pa.ChunkedArray, n_ways: int) -> None:
+        self.query_ids = query_ids
+        self.document_ids = document_ids
+        self.n_ways = n_ways
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        first = {name: pc.list_slice(table[name], 0, self.n_ways) for name in ("document_ids", "scores")}
+        queries = _rows("query_id", table["query_id"], self.query_ids, "queries")
+        documents = _rows("document_ids", pc.list_flatten(first["document_ids"]), self.document_ids, "documents")
+        scores = pc.cast(pc.list_flatten(first["scores"]), pa.float32())
+        if scores.null_count or not pc.all(pc.is_finite(scores)).as_py():
+            raise RecipeError(
+                "data.name: 'scores' of the subset train must be finite numbers, but some are missing, nan or infinite."
+            )
+        return pa.table(
+            {
+                "query": queries,
+                "documents": self._lists(documents),
+                "scores": self._lists(scores),
+            }
+        )
+
+    def _lists(self, flat: pa.ChunkedArray) -> pa.Array:
+        values = flat.combine_chunks()
+        ends = pa.array(range(0, len(values) + 1, self.n_ways), pa.int32())
+        return pa.ListArray.from_arrays(ends, values)
+
+
+def _rows(column: str, ids: pa.ChunkedArray, known: pa.ChunkedArray, subset: str) -> pa.ChunkedArray:
+    """Row numbers, int64, of ids in the table that has them."""
+    ids = pc.cast(ids, pa.string())
+    rows = pc.index_in(ids, value_set=known)
+    if rows.null_count:
+        missing = ids[pc.index(pc.is_null(rows), True).as_py()]
+        raise RecipeError(
+            f"data.name: {column} of the subset train has {missing}, which is not in the subset {subset}."
+        )
+    return pc.cast(rows, pa.int64())

@@ -1,0 +1,295 @@
+"""From plain (query, positive) pairs to distillation data: hard negatives by exact search, scored by a teacher."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from datasets import Dataset
+from pylate.models import ColBERT
+from sentence_transformers import CrossEncoder
+from tqdm import trange
+
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.recipes.data import load_columns, require_text
+from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.train import training_arguments
+from pylate_fastmaxsim.search import search
+
+SUMMARY_FILE = "mining.json"
+SETTINGS_FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Distinct texts, and for each row of the data where its query and its positive are among them."""
+
+    queries: list[str]
+    documents: list[str]
+    rows: list[tuple[int, int]]
+
+    def positives(self) -> list[set[int]]:
+        """The documents that are relevant to each query."""
+        positives: list[set[int]] = [set() for _ in self.queries]
+        for query, document in self.rows:
+            positives[query].add(document)
+        return positives
+
+
+def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
+    """Write distillation data to ``data.name``, in the layout of ``lightonai/ms-marco-en-bge``.
+
+    Each row holds the positive of a pair and its hardest negatives among all positives of the data, best first,
+    with the teacher's scores. What is computed is kept in ``data.name`` + ``.unfinished`` until the data set is
+    complete, so a run that was interrupted goes on from there.
+
+    Parameters
+    ----------
+    recipe
+        With a ``mining`` section, and ``data.source: distillation``.
+    resume
+        Otherwise earlier results are removed and mining starts over.
+
+    Returns
+    -------
+    Numbers of queries, documents, rows written and rows left out for lack of negatives; also in ``mining.json``.
+
+    Raises
+    ------
+    RecipeError
+        The recipe does not mine, its pairs or models cannot be loaded, or earlier results are of other settings.
+    """
+    section = recipe.mining
+    if section is None or recipe.data.source != "distillation":
+        raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError("mine runs on one device; start it without a distributed launcher.")
+    output = Path(recipe.data.name)
+    unfinished = output.with_name(output.name + ".unfinished")
+    settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
+    if (finished := _open(output, unfinished, settings, resume)) is not None:
+        return finished
+    pairs = _load_pairs(section)
+    device = training_arguments(recipe).device
+    model = load_model(recipe.model, device, recipe.training.seed)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    _write(unfinished / SETTINGS_FILE, lambda file: Path(file).write_text(json.dumps(settings)))
+    scores, found = _search(model, pairs, section, unfinished)
+    chosen = _hard_negatives(model, pairs, section, scores, found)
+    del model
+    candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
+    if not candidates:
+        raise RecipeError(
+            "mining: no query has as many negatives as mining.num_negatives; lower it, raise mining.range_max, or loosen the margins."
+        )
+    graded = _grade(_teacher(section, device), pairs, candidates, section, unfinished)
+    summary = {
+        "queries": len(pairs.queries),
+        "documents": len(pairs.documents),
+        "rows": len(candidates),
+        "left_out": len(pairs.rows) - len(candidates),
+        "data": str(output),
+    }
+    _write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+    os.replace(unfinished / "data", output)
+    shutil.rmtree(unfinished)
+    return summary
+
+
+def _open(output: Path, unfinished: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """The summary where mining is done already, else None with nothing in the way of these settings."""
+    if output.exists() and not (output / SUMMARY_FILE).exists():
+        raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")
+    for file in (output / SUMMARY_FILE, unfinished / SETTINGS_FILE):
+        if not file.exists():
+            continue
+        if not resume:
+            shutil.rmtree(file.parent)
+            continue
+        earlier = json.loads(file.read_text())
+        # As JSON, where a tuple is a list.
+        if earlier.get("settings", earlier) != json.loads(json.dumps(settings)):
+            raise RecipeError(
+                f"data.name: {file.parent} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
+            )
+        if file.parent == output:
+            return {key: value for key, value in earlier.items() if key != "settings"}
+    return None
+
+
+def _load_pairs(section: MiningSection) -> Pairs:
+    table = load_columns(section.pairs, "mining.pairs")
+    require_text(table, table.column_names, "mining.pairs")
+    if len(table.column_names) != 2:
+        raise RecipeError(
+            f"mining.pairs.columns must be the query and its positive, got {', '.join(table.column_names)}."
+        )
+    if section.pairs.max_rows is not None:
+        table = table.shuffle(seed=section.pairs.seed).select(range(min(section.pairs.max_rows, len(table))))
+    queries: dict[str, int] = {}
+    documents: dict[str, int] = {}
+    rows = dict.fromkeys(
+        (queries.setdefault(query, len(queries)), documents.setdefault(document, len(documents)))
+        for query, document in zip(*(table[:][column] for column in table.column_names), strict=True)
+    )
+    return Pairs(list(queries), list(documents), list(rows))
+
+
+def _search(model: ColBERT, pairs: Pairs, section: MiningSection, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and numbers of the best documents of each query, ``[Nq, K]``, found part by part of the documents."""
+    queries = None
+    parts = []
+    # So many that all positives of a query can be taken out and range_max are left.
+    k = section.range_max + max(map(len, pairs.positives()))
+    for begin in trange(0, len(pairs.documents), section.documents_per_part, desc="Searching", unit="part"):
+        file = folder / f"search-{begin:010d}.npz"
+        if not file.exists():
+            if queries is None:
+                queries = encode(model, pairs.queries, section.batch_size, is_query=True)
+            part = pairs.documents[begin : begin + section.documents_per_part]
+            scores, found = search(queries, _encoded(model, part, section.batch_size), k)
+            arrays = {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + begin}
+            _write(file, lambda path, arrays=arrays: np.savez(path, **arrays))
+        with np.load(file) as arrays:
+            parts.append((torch.from_numpy(arrays["scores"]), torch.from_numpy(arrays["found"])))
+    scores, found = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    scores, order = scores.sort(dim=1, descending=True, stable=True)
+    return scores[:, :k], found.gather(1, order[:, :k])
+
+
+def _encoded(model: ColBERT, documents: Sequence[str], batch_size: int) -> Iterator:
+    step = BATCHES_AT_ONCE * batch_size
+    for begin in range(0, len(documents), step):
+        yield encode(model, documents[begin : begin + step], batch_size, is_query=False)
+
+
+def _hard_negatives(
+    model: ColBERT, pairs: Pairs, section: MiningSection, scores: torch.Tensor, found: torch.Tensor
+) -> dict[int, list[int]]:
+    """The negatives of each query that has enough of them, hardest first."""
+    positives = pairs.positives()
+    lowest = _lowest_positive_scores(model, pairs, section)
+    chosen = {}
+    for query, (ranked, documents) in enumerate(zip(scores.tolist(), found.tolist(), strict=True)):
+        others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
+        allowed = [d for s, d in others[: section.range_max] if is_negative(section, s, lowest[query])]
+        negatives = allowed[section.range_min : section.range_min + section.num_negatives]
+        if len(negatives) == section.num_negatives:
+            chosen[query] = negatives
+    return chosen
+
+
+def is_negative(section: MiningSection, score: float, positive: float) -> bool:
+    """Whether a document may be a negative by its score and that of the query's lowest positive.
+
+    The rules are those of ``sentence_transformers.util.mine_hard_negatives``.
+    """
+    return not (
+        (section.absolute_margin is not None and score + section.absolute_margin > positive)
+        or (section.relative_margin is not None and score > positive * (1 - section.relative_margin))
+        or (section.max_score is not None and score > section.max_score)
+        or (section.min_score is not None and score < section.min_score)
+    )
+
+
+def _lowest_positive_scores(model: ColBERT, pairs: Pairs, section: MiningSection) -> list[float]:
+    lowest = [float("inf")] * len(pairs.queries)
+    step = BATCHES_AT_ONCE * section.batch_size
+    for begin in trange(0, len(pairs.rows), step, desc="Scoring positives", unit="batch"):
+        rows = pairs.rows[begin : begin + step]
+        candidates = [(query, [document]) for query, document in rows]
+        for (query, _), score in zip(rows, _colbert_scores(model, pairs, candidates, section.batch_size), strict=True):
+            lowest[query] = min(lowest[query], score.item())
+    return lowest
+
+
+Candidates = list[tuple[int, list[int]]]
+Teacher = Callable[[Pairs, Candidates], np.ndarray]
+
+
+def _colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
+    """MaxSim of the candidates of each query, ``[N, K]``."""
+    used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
+    queries = encode(model, [pairs.queries[query] for query, _ in candidates], batch_size, is_query=True)
+    documents = encode(model, [pairs.documents[document] for document in used], batch_size, is_query=False)
+    places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
+    with torch.no_grad():
+        return maxsim(queries, documents, places).cpu().numpy()
+
+
+def _teacher(section: MiningSection, device: torch.device) -> Teacher:
+    if section.teacher_type == "colbert":
+        model = load_model(ModelSection(name_or_path=section.teacher), device, seed=0)
+
+        def by_colbert(pairs: Pairs, candidates: Candidates) -> np.ndarray:
+            scores = _colbert_scores(model, pairs, candidates, section.batch_size)
+            lowest, highest = scores.min(1, keepdims=True), scores.max(1, keepdims=True)
+            return (scores - lowest) / (highest - lowest + 1e-8)  # as PyLate's Distillation scales the student's
+
+        return by_colbert
+    try:
+        encoder = CrossEncoder(section.teacher, device=str(device))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise RecipeError(f"mining.teacher {section.teacher} cannot be loaded: {reason}") from error
+
+    def by_cross_encoder(pairs: Pairs, candidates: Candidates) -> np.ndarray:
+        texts = [(pairs.queries[query], pairs.documents[d]) for query, row in candidates for d in row]
+        scores = encoder.predict(texts, batch_size=section.batch_size, show_progress_bar=False)
+        if np.ndim(scores) != 1:
+            raise RecipeError(
+                f"mining.teacher {section.teacher} must give one score a pair, but it gives {np.shape(scores)[1]}."
+            )
+        return scores.reshape(len(candidates), -1)
+
+    return by_cross_encoder
+
+
+def _grade(teacher: Teacher, pairs: Pairs, candidates: Candidates, section: MiningSection, folder: Path) -> np.ndarray:
+    """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
+    parts = []
+    for begin in trange(0, len(candidates), section.rows_per_part, desc="Asking the teacher", unit="part"):
+        file = folder / f"teacher-{begin:010d}.npy"
+        if not file.exists():
+            scores = teacher(pairs, candidates[begin : begin + section.rows_per_part]).astype(np.float32)
+            _write(file, lambda path, scores=scores: np.save(path, scores))
+        parts.append(np.load(file))
+    return np.concatenate(parts)
+
+
+def _write(file: Path, write: Callable[[str], Any]) -> None:
+    """A file that appears under its name only when it is complete."""
+    scratch = file.with_name(f"writing-{file.name}")
+    write(str(scratch))
+    os.replace(scratch, file)
+
+
+def _write_data(
+    folder: Path, pairs: Pairs, candidates: Candidates, scores: np.ndarray, summary: dict[str, Any]
+) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    tables = {
+        "train": {
+            "query_id": [str(query) for query, _ in candidates],
+            "document_ids": [list(map(str, row)) for _, row in candidates],
+            "scores": scores.tolist(),
+        },
+        "queries": {"query_id": list(map(str, range(len(pairs.queries)))), "text": pairs.queries},
+        "documents": {"document_id": list(map(str, range(len(pairs.documents)))), "text": pairs.documents},
+    }
+    for name, columns in tables.items():
+        Dataset.from_dict(columns).to_parquet(folder / f"{name}.parquet")
+    configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}.parquet"}]} for name in tables]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Tables from the Hub, from a copy of a Hub data set on disk, or from plain files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder
+
+from pylate_fastmaxsim.recipes.load import FILE_TYPES
+from pylate_fastmaxsim.recipes.schema import RecipeError
+
+FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
+
+
+def load_table(key: str, path: str, subset: str | None = None, **options: Any) -> Dataset:
+    """``datasets.load_dataset``; where it fails, a sentence that names the recipe's ``key``.
+
+    Without ``split`` the data must have one split, which is the one returned.
+    """
+    try:
+        if Path(path).is_dir():
+            path, subset, options = _files_of_folder(path, subset, options)
+        table = load_dataset(path, subset, **options)
+    except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        reason = str(error).strip().split("\n")[0]
+        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
+    if not isinstance(table, DatasetDict):
+        return table
+    if len(table) > 1:
+        raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
+    return next(iter(table.values()))
+
+
+def _files_of_folder(path: str, subset: str | None, options: dict[str, Any]) -> tuple[str, None, dict[str, Any]]:
+    """The same table by its files.
+
+    ``datasets`` keeps what it made of a folder under the folder's last name only, and would return the rows of
+    another folder of that name, or of this one before it was written anew. Files it tells apart by path and time.
+    """
+    files = load_dataset_builder(path, subset).config.data_files
+    kinds = {FOLDER_FILE_TYPES.get(Path(file).suffix) for parts in files.values() for file in parts}
+    if len(kinds) != 1 or None in kinds:
+        raise ValueError(f"the files of a table must all end in one of {', '.join(FOLDER_FILE_TYPES)}.")
+    data_files = {str(split): list(map(str, parts)) for split, parts in files.items()}
+    return kinds.pop(), None, {**options, "data_files": data_files}
+
+
+def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], split: str | None = None) -> Dataset:
+    """One table of a data set that consists of several, which must have ``columns``.
+
+    Parameters
+    ----------
+    key
+        The key of the recipe that gave ``name``.
+    name
+        On the Hub, or a folder: a copy of what is on the Hub, with its README.md, or one with a .jsonl or
+        .parquet file named after each subset.
+    subset
+        Name of the table.
+    columns
+        Columns that it must have; it may have more.
+    split
+        Its split; None takes the only one.
+    """
+    plain = has_plain_files(name)
+    table = _load_file(key, Path(name), subset) if plain else load_table(key, name, subset, split=split)
+    return require_columns(key, subset, table, columns)
+
+
+def has_plain_files(name: str) -> bool:
+    """Whether a data set is a folder of files rather than laid out as on the Hub."""
+    return Path(name).is_dir() and not Path(name, "README.md").exists()
+
+
+def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, ...]) -> Dataset:
+    """``table``, once it is known to have ``columns``."""
+    for column in columns:
+        if column not in table.column_names:
+            raise RecipeError(
+                f"{key}: the subset {subset} has no column {column!r}, it has {', '.join(table.column_names)}."
+            )
+    return table
+
+
+def _load_file(key: str, folder: Path, subset: str) -> Dataset:
+    for suffix, kind in FILE_TYPES.items():
+        if (file := folder / f"{subset}{suffix}").is_file():
+            return load_table(key, kind, data_files=str(file), split="train")
+    names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
+    raise RecipeError(f"{key}: the folder {folder} must hold {names}, or a README.md that names its subsets.")

@@ -1,0 +1,77 @@
+"""Exact MaxSim search over a corpus that streams by: every document is scored, the best of each query stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.tokens import TokenBatch
+
+# Scores of one batch of documents that are held at once, 256 MiB; more queries than fit are scored in turn.
+SCORES_AT_ONCE = 1 << 26
+
+
+@torch.no_grad()
+def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` documents of each query with the highest MaxSim score, found without an index.
+
+    Takes one batch of documents at a time and keeps nothing of it but the best scores, so the corpus may be any
+    size. The larger the batches, the better they fill a GPU. Of equal scores the earlier document comes first.
+
+    Parameters
+    ----------
+    queries
+        Nq queries, on the device that scores.
+    documents
+        Batches of documents, each of the d, dtype and device of the queries; they may come from a generator.
+    k
+        Number of documents to return for each query, at least 1.
+
+    Returns
+    -------
+    scores
+        Best first, ``[Nq, min(k, Nd)]`` for Nd documents in all, float32 (float64 for float64 input). A NaN comes
+        before every number.
+    positions
+        Which document each score is of, counted through all batches, ``[Nq, min(k, Nd)]``, int64.
+
+    Raises
+    ------
+    ValueError
+        ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch
+    >>> from pylate_fastmaxsim.search import search
+    >>> queries = TokenBatch.from_list([torch.eye(2)])
+    >>> batches = (TokenBatch.from_list([size * torch.eye(2), torch.eye(2)]) for size in (2.0, 3.0))
+    >>> search(queries, batches, k=2)
+    (tensor([[6., 4.]]), tensor([[2, 0]]))
+    """
+    if k < 1:
+        raise ValueError(f"search: k must be at least 1, got {k}.")
+    dtype = torch.float64 if queries.values.dtype == torch.float64 else torch.float32
+    scores = torch.empty(len(queries), 0, dtype=dtype, device=queries.device)
+    positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    seen = 0
+    for batch in documents:
+        if len(batch) == 0:
+            continue
+        rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
+        merged = [_merge(scores[part], positions[part], maxsim(queries.select(part), batch), seen, k) for part in rows]
+        scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
+        seen += len(batch)
+    return scores, positions
+
+
+def _merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best of those so far and of new ones, of which ``first`` is the position of the first."""
+    new = torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
+    # A stable sort and not topk, which picks any of equal scores: the result must not depend on the batches.
+    values, order = torch.cat([best, scores], dim=1).sort(dim=1, descending=True, stable=True)
+    return values[:, :k], torch.cat([positions, new], dim=1).gather(1, order[:, :k])

@@ -1,0 +1,167 @@
+"""Evaluation in BEIR's layout: the ranking and the metrics of stock PyLate, from files and from the Hub's layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+pytest.importorskip("ranx")
+
+import models
+from pylate import evaluation
+from pylate.scores import colbert_scores
+from tiny_recipe import hub_dataset, text, tiny, write
+
+from pylate_fastmaxsim.recipes import beir
+from pylate_fastmaxsim.recipes.compare import compare
+from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.report import comparison_table, training_table
+from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
+from pylate_fastmaxsim.recipes.train import train
+
+CRANFIELD = Path(__file__).resolve().parents[2] / "shared" / "data" / "cranfield"
+QUERIES, DOCUMENTS = 6, 150
+
+
+def tables() -> dict[str, list[dict]]:
+    corpus = [
+        {"_id": f"{row:04d}", "title": f"number {row}" if row % 2 else "", "text": text(row, 1 + row % 23)}
+        for row in range(DOCUMENTS)
+    ]
+    queries = [{"_id": f"q{row}", "text": text(row * 3, 5)} for row in range(QUERIES + 2)]  # two are not judged
+    qrels = [
+        {"query-id": f"q{row}", "corpus-id": f"{(row * 31 + step * 17) % DOCUMENTS:04d}", "score": step % 3}
+        for row in range(QUERIES)
+        for step in range(7)
+    ]
+    return {"corpus": corpus, "queries": queries, "qrels": qrels}
+
+
+def write_folder(folder: Path, file: str = "qrels/test.tsv", **changed: list[dict]) -> Path:
+    content = tables() | changed
+    (folder / file).parent.mkdir(parents=True)
+    for name in ("corpus", "queries"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content[name]))
+    lines = [list(content["qrels"][0]), *(row.values() for row in content["qrels"])]
+    (folder / file).write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
+    return folder
+
+
+def write_hub(folder: Path, layout: str) -> Path:
+    content = tables()
+    qrels = content.pop("qrels")
+    if layout == "BeIR":
+        hub_dataset(folder, **content)
+        hub_dataset(folder.with_name(f"{folder.name}-qrels"), default=qrels)
+    else:
+        hub_dataset(folder, **content, **{"default" if layout == "mteb" else "qrels": qrels})
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["qrels/test.tsv", "qrels.tsv", "BeIR", "mteb", "qrels"])
+def test_every_layout_gives_the_same_collection(layout, tmp_path):
+    write_layout = write_folder if layout.endswith("tsv") else write_hub
+    folder = write_layout(tmp_path / "data", layout)
+    split = "test" if layout.endswith("tsv") else "train"
+    collection = beir.load_collection(EvaluationSection(beir=str(folder), split=split))
+    expected = tables()
+    assert collection.corpus["_id"][:] == [row["_id"] for row in expected["corpus"]]
+    assert collection.queries == {row["_id"]: row["text"] for row in expected["queries"][:QUERIES]}
+    assert collection.judgements["q1"] == {
+        row["corpus-id"]: row["score"] for row in expected["qrels"] if row["query-id"] == "q1"
+    }
+
+
+@pytest.mark.parametrize("expansion", [True, False])
+def test_ranking_and_metrics_are_those_of_stock_pylate(expansion, encoder, tmp_path, monkeypatch):
+    model = models.load_model(encoder("bert"), do_query_expansion=expansion)
+    collection = beir.load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    monkeypatch.setattr(beir, "BATCHES_AT_ONCE", 3)  # several batches of documents
+    documents = [f"{row['title']} {row['text']}".strip() for row in tables()["corpus"]]
+    d_embeddings = model.encode(documents, is_query=False, convert_to_tensor=True)
+    ranked = []
+    for query in model.encode(list(collection.queries.values()), is_query=True, convert_to_tensor=True):
+        # One document at a time: stock lets the zeros that it pads with win over negative similarities.
+        scores = {
+            row["_id"]: colbert_scores(query[None], document[None]).item()
+            for row, document in zip(tables()["corpus"], d_embeddings, strict=True)
+        }
+        best = sorted(scores, key=scores.get, reverse=True)[: beir.DEPTH]
+        ranked.append([{"id": name, "score": scores[name]} for name in best])
+    found = beir.retrieve(model, collection, batch_size=8)
+    for matches, got in zip(ranked, found.values(), strict=True):
+        assert list(got.values()) == pytest.approx([match["score"] for match in matches], rel=1e-5)
+        assert len(set(got) & {match["id"] for match in matches}) >= beir.DEPTH - 2  # rounding at the last ranks
+    expected = evaluation.evaluate(ranked, collection.judgements, list(collection.queries), list(beir.METRICS))
+    metrics = beir.evaluate_collection(model, collection, batch_size=8)
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert 0 < metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
+
+
+@pytest.mark.skipif(not CRANFIELD.exists(), reason=f"the Cranfield collection is not at {CRANFIELD}")
+def test_cranfield_is_read():
+    collection = beir.load_collection(EvaluationSection(beir=str(CRANFIELD)))
+    assert (len(collection.corpus), len(collection.queries)) == (1400, 225)
+    assert sum(map(len, collection.judgements.values())) == 1837
+
+
+def test_a_recipe_reports_it_stock_and_fast(tmp_path):
+    recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(write_folder(tmp_path / "data"))})
+    recipe["model"]["build"]["dropout"] = 0.0
+    recipe["training"] |= {"max_steps": 2, "save_steps": None}
+    loaded = load_recipe(write(tmp_path, recipe))
+    assert len(load_data(loaded).train) == 60
+    result = train(loaded)
+    comparison = compare(loaded)
+    for run in comparison["runs"].values():
+        assert all(run[name] == pytest.approx(result[name], abs=1e-6) for name in beir.METRICS)
+    for table in (training_table(result), comparison_table(comparison)):
+        assert {"nDCG@10", "MRR@10", "Recall@100"} <= set(table.columns[0].cells)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"qrels": [{"query": "q1", "corpus-id": "0001", "score": 1}]},
+            "evaluation.beir: the subset qrels has no column 'query-id', it has query, corpus-id, score.",
+        ),
+        (
+            {"qrels": [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
+            "does not fit together: no query is judged.",
+        ),
+        (
+            {"qrels": tables()["qrels"] + [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
+            "does not fit together: the query q99 is judged but is not among the queries.",
+        ),
+        (
+            {"qrels": [{"query-id": "q1", "corpus-id": "0001", "score": "high"}]},
+            "evaluation.beir: the grade of query q1 and document 0001 must be an integer, got 'high'.",
+        ),
+        ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
+    ],
+)
+def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp_path):
+    folder = write_folder(tmp_path / "data", **changes)
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "data")
+    with pytest.raises(RecipeError, match="the folder .* must hold qrels/dev.tsv or qrels.tsv"):
+        beir.load_collection(EvaluationSection(beir=str(folder), split="dev"))
+    (folder / "queries.jsonl").unlink()
+    with pytest.raises(RecipeError, match="the folder .* must hold queries.jsonl or queries.parquet"):
+        beir.load_collection(EvaluationSection(beir=str(folder)))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError, match="evaluation.beir cannot be loaded: "):
+        beir.load_collection(EvaluationSection(beir="no-such-owner/no-such-data"))
+    with pytest.raises(RecipeError, match="evaluation must have at most one of rows and beir."):
+        load_recipe(write(tmp_path, tiny(tmp_path)), ["evaluation.beir=some/data"])

@@ -1,0 +1,149 @@
+"""Distillation data by ids: the same rows as PyLate resolves, from every form, and a sentence where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from datasets import Dataset
+from pylate.utils import KDProcessing
+from test_shipped_recipes import kd_subsets
+from tiny_recipe import hub_dataset, tiny, write
+
+from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.schema import RecipeError
+
+
+def write_files(folder: Path, subsets: dict[str, list[dict]], suffix: str = ".jsonl") -> Path:
+    folder.mkdir()
+    for name, rows in subsets.items():
+        if suffix == ".jsonl":
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def load(tmp_path: Path, name: Path, *overrides: str) -> Dataset:
+    recipe = tiny(tmp_path, loss={"name": "distillation"}, evaluation={"rows": 0})
+    recipe["data"] = {"source": "distillation", "name": str(name)}
+    return load_data(load_recipe(write(tmp_path, recipe), overrides)).train
+
+
+def by_query(rows) -> list[tuple]:
+    return sorted((row["query"], row["documents"], [round(score, 5) for score in row["scores"]]) for row in rows)
+
+
+@pytest.mark.parametrize("form", [".jsonl", ".parquet", "hub", "lists as text", "numbers as ids"])
+def test_rows_are_those_of_pylate(form, tmp_path):
+    subsets = kd_subsets()
+    train, queries, documents = (Dataset.from_list(subsets[name]) for name in ("train", "queries", "documents"))
+    train.set_transform(KDProcessing(queries, documents, n_ways=4).transform)
+    expected = by_query(train)
+    if form == "lists as text":
+        for row in subsets["train"]:
+            row |= {name: str(row[name]) for name in ("document_ids", "scores")}
+    if form == "numbers as ids":
+        for row in subsets["documents"]:
+            row["document_id"] = int(row["document_id"][1:])
+        for row in subsets["train"]:
+            row["document_ids"] = [number[1:] for number in row["document_ids"]]
+    folder = tmp_path / "data"
+    if form == "hub":
+        hub_dataset(folder, **subsets)
+    else:
+        write_files(folder, subsets, form if form == ".parquet" else ".jsonl")
+    rows = load(tmp_path, folder, "data.n_ways=4")
+    assert rows.column_names == ["query", "documents", "scores"]
+    assert by_query(rows) == expected and len(expected) == 24
+    batch = rows[:3]
+    assert [batch[name][2] for name in rows.column_names] == [rows[2][name] for name in rows.column_names]
+    assert {len(row["documents"]) for row in load(tmp_path, folder)} == {5}
+
+
+def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch):
+    from pylate_fastmaxsim.recipes import distillation
+
+    folder = write_files(tmp_path / "data", kd_subsets(rows=25))
+    first = load(tmp_path, folder)
+    stored = first.with_format(None)[0]
+    assert isinstance(stored["query"], int) and all(isinstance(row, int) for row in stored["documents"])
+    monkeypatch.setattr(distillation, "_Resolve", lambda *arguments: pytest.fail)
+    assert by_query(load(tmp_path, folder)) == by_query(first)
+
+
+@pytest.mark.parametrize(
+    ("change", "override", "sentence"),
+    [
+        (
+            ("train", {"query_id": "q99"}),
+            "",
+            "query_id of the subset train has q99, which is not in the subset queries.",
+        ),
+        (
+            ("train", {"document_ids": ["d1", "d2", "d3", "d4", "x"]}),
+            "",
+            "document_ids of the subset train has x, which is not in the subset documents.",
+        ),
+        (("train", {"document_ids": ["d1", "d2", "d3", "d4", "x"]}), "data.n_ways=4", None),
+        (
+            ("train", {"scores": [0.1, 0.2]}),
+            "",
+            "the row of query_id q21 has 5 document_ids but 2 scores; it must have a score for each.",
+        ),
+        (
+            ("train", {"scores": [0.1, 0.2], "document_ids": ["d1", "d2"]}),
+            "data.n_ways=4",
+            "data.n_ways must be at most the number of documents of every row and at least 2, but the row of query_id "
+            "q21 has 2.",
+        ),
+        (("train", {"scores": [0.1, 0.2, 0.3, 0.4, None]}), "", "must be finite numbers"),
+        (("train", {"scores": None}), "", "has 5 document_ids but 0 scores"),
+    ],
+)
+def test_data_that_does_not_fit_gets_one_sentence(change, override, sentence, tmp_path):
+    subsets = kd_subsets()
+    subset, values = change
+    subsets[subset][3] |= values
+    folder = write_files(tmp_path / "data", subsets)
+    overrides = [override] if override else []
+    if sentence is None:
+        assert len(load(tmp_path, folder, *overrides)) == 24
+        return
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path, folder, *overrides)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_columns_and_files_are_named(tmp_path):
+    subsets = kd_subsets()
+    subsets["documents"] = [{"id": row["document_id"], "text": row["text"]} for row in subsets["documents"]]
+    with pytest.raises(RecipeError, match="the subset documents has no column 'document_id', it has id, text"):
+        load(tmp_path, write_files(tmp_path / "renamed", subsets))
+    del subsets["documents"]
+    with pytest.raises(RecipeError, match="must hold documents.jsonl or documents.parquet, or a README.md"):
+        load(tmp_path, write_files(tmp_path / "missing", subsets))
+    with pytest.raises(RecipeError, match="loss.name must be distillation with data.source distillation"):
+        load(tmp_path, tmp_path, "loss.name=contrastive")
+    with pytest.raises(RecipeError, match="data.columns does not apply to data.source distillation"):
+        load(tmp_path, tmp_path, "data.columns=[query, documents, scores]")
+
+
+@pytest.mark.parametrize("write_data", [write_files, lambda folder, subsets: hub_dataset(folder, **subsets)])
+def test_a_folder_that_is_written_anew_is_read_anew(write_data, tmp_path):
+    folder = tmp_path / "data"
+    write_data(folder, kd_subsets())
+    before = by_query(load(tmp_path, folder))
+    shutil.rmtree(folder)
+    changed = kd_subsets()
+    changed["documents"] = [row | {"text": f"new {row['text']}"} for row in changed["documents"]]
+    write_data(folder, changed)
+    after = by_query(load(tmp_path, folder))
+    assert [[f"new {text}" for text in row[1]] for row in before] == [row[1] for row in after]

@@ -1,0 +1,231 @@
+"""Mining: the negatives of brute force, the rules of sentence-transformers, and nothing lost by an interruption."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import numpy as np
+import torch
+import yaml
+from datasets import Dataset
+from pylate.scores import colbert_scores
+from sentence_transformers import CrossEncoder
+from tiny_recipe import few_steps, hub_dataset, text
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, RecipeError
+from pylate_fastmaxsim.recipes.train import train
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "colbert_kd_mine.yaml"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, encoder) -> str:
+    """A cross-encoder with random weights."""
+    folder = str(tmp_path_factory.mktemp("teacher"))
+    tokenizer = AutoTokenizer.from_pretrained(encoder("bert"))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    config.num_labels = 1
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str):
+    data = tmp_path / "pairs"
+    if not data.exists():
+        # Every fourth query has two positives, and one pair stands there twice.
+        rows = [{"query": text(i - i % 4 // 3, 5), "answer": f"{text(i, 2 + i % 20)} {i}"} for i in range(40)]
+        hub_dataset(data, pair=[*rows, rows[0]])
+    options = [
+        f"model.name_or_path={model}",
+        f"mining.pairs.name={data}",
+        f"mining.teacher={teacher}",
+        "mining.num_negatives=3",
+        "mining.range_min=1",
+        "mining.range_max=12",
+        "mining.relative_margin=null",
+        "mining.batch_size=4",
+        "mining.documents_per_part=15",
+        "mining.rows_per_part=9",
+        f"data.name={tmp_path / 'mined'}",
+        "evaluation.rows=8",
+        *overrides,
+    ]
+    return load_recipe(RECIPE, few_steps(tmp_path / "out", *options))
+
+
+@pytest.mark.parametrize("rules", [{}, {"absolute_margin": -0.5, "relative_margin": -0.3, "min_score": 6.0}])
+def test_negatives_are_those_of_brute_force(rules, encoder, teacher, tmp_path):
+    overrides = [f"mining.{name}={value}" for name, value in rules.items()]
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides)
+    summary = mining.mine(recipe)
+    folder = str(tmp_path / "mined")
+    train_rows, queries, documents = (
+        Dataset.from_parquet(f"{folder}/{name}.parquet") for name in ("train", "queries", "documents")
+    )
+    pairs = mining._load_pairs(recipe.mining)
+    assert (queries["text"][:], documents["text"][:]) == (pairs.queries, pairs.documents)
+    assert summary["rows"] + summary["left_out"] == len(pairs.rows) == 40 and summary["rows"] == len(train_rows) > 0
+
+    model = load_model(recipe.model, "cpu", recipe.training.seed)
+    q, d = (
+        model.encode(texts, is_query=is_query, convert_to_tensor=True)
+        for texts, is_query in ((pairs.queries, True), (pairs.documents, False))
+    )
+    scores = np.array([[colbert_scores(one[None], other[None]).item() for other in d] for one in q])
+    expected = {}
+    for query, positives in enumerate(pairs.positives()):
+        lowest = min(scores[query][document] for document in positives)
+        ranked = [int(x) for x in np.argsort(-scores[query], kind="stable") if x not in positives][:12]
+        left = [
+            x
+            for x in ranked
+            if not rules
+            or (scores[query][x] - 0.5 <= lowest and scores[query][x] <= lowest * 1.3 and scores[query][x] >= 6.0)
+        ]
+        if len(left[1:4]) == 3:
+            expected[query] = left[1:4]
+    assert {int(row["query_id"]) for row in train_rows} == set(expected)
+    grader = CrossEncoder(teacher, device="cpu")
+    for row in train_rows:
+        positive, *negatives = map(int, row["document_ids"])
+        assert (int(row["query_id"]), positive) in pairs.rows
+        assert negatives == expected[int(row["query_id"])]
+        texts = [(pairs.queries[int(row["query_id"])], pairs.documents[int(x)]) for x in row["document_ids"]]
+        assert row["scores"] == pytest.approx(grader.predict(texts).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "score", "allowed"),
+    [
+        ({"absolute_margin": 0.2}, 0.8, True),
+        ({"absolute_margin": 0.2}, 0.81, False),
+        ({"relative_margin": 0.05}, 0.95, True),
+        ({"relative_margin": 0.05}, 0.96, False),
+        ({"max_score": 0.7}, 0.71, False),
+        ({"min_score": 0.7}, 0.69, False),
+        ({}, 2.0, True),
+    ],
+)
+def test_rules(rule, score, allowed):
+    section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rule)
+    assert mining.is_negative(section, score, positive=1.0) is allowed
+
+
+def test_the_whole_loop_and_a_colbert_teacher(encoder, teacher, tmp_path):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    mining.mine(recipe)
+    assert not (tmp_path / "mined.unfinished").exists()
+    results = []
+    for fast in (False, True):
+        switched = replace(recipe.fast, enabled=fast, stock_masking=fast)
+        results.append(train(replace(recipe, fast=switched, output_dir=str(tmp_path / f"fast-{fast}"))))
+    for (_, expected), (_, got) in zip(*(result["losses"] for result in results), strict=True):
+        assert got == pytest.approx(expected, rel=1e-4) and expected > 1e-3
+    assert results[0]["steps"] == 2 and 0 <= results[0]["ndcg@10"] <= 1
+
+    # Once more from the trained model, which is also a ColBERT that can teach.
+    model = results[1]["model"]
+    again = [f"data.name={tmp_path / 'mined-2'}", "mining.teacher_type=colbert", f"output_dir={tmp_path / 'out-2'}"]
+    second = recipe_for(tmp_path, model, model, *again)
+    mining.mine(second)
+    scores = Dataset.from_parquet(str(tmp_path / "mined-2" / "train.parquet"))["scores"][:]
+    assert all(min(row) == 0 and max(row) == pytest.approx(1) for row in scores)
+    # The student is its own teacher, and there is nothing to learn.
+    assert train(second)["losses"][0][1] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["search", "teacher"])
+def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, tmp_path, monkeypatch):
+    whole = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}")
+    mining.mine(whole)
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    write, seen = mining._write, []
+
+    def interrupting(file, writer):
+        if file.name.startswith(stage):
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+            seen.append(file.name)
+        write(file, writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "_write", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            mining.mine(recipe)
+    assert not (tmp_path / "mined").exists()
+
+    written = []
+    monkeypatch.setattr(mining, "_write", lambda file, writer: (written.append(file.name), write(file, writer)))
+    mining.mine(recipe)
+    assert len(seen) == 2 and not set(seen) & set(written)
+    for name in ("train", "queries", "documents"):
+        whole_file, file = (tmp_path / folder / f"{name}.parquet" for folder in ("whole", "mined"))
+        assert whole_file.read_bytes() == file.read_bytes()
+    written.clear()
+    assert mining.mine(recipe)["rows"] and not written  # nothing is left to do
+
+
+def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, tmp_path):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    mining.mine(recipe)
+    changed = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.range_min=0")
+    with pytest.raises(RecipeError, match="was mined with other settings; keep them, choose another folder, or "):
+        mining.mine(changed)
+    assert mining.mine(changed, resume=False)["rows"]
+    with pytest.raises(RecipeError, match="data.name must be a folder for mining to write, but .* something else"):
+        mining.mine(
+            recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'pairs'}"), resume=False
+        )
+    assert (tmp_path / "pairs" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("mining.range_max=3", "mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3."),
+        ("mining.pairs.source=docstrings", "mining.pairs."),
+        ("mining.pairs.columns=[query, positive]", "mining.pairs.columns: no column 'positive'"),
+        ("mining.max_score=-100", "mining: no query has as many negatives as mining.num_negatives"),
+        ("mining.teacher=no-such-owner/no-such-model", "mining.teacher no-such-owner/no-such-model cannot be loaded: "),
+    ],
+)
+def test_what_does_not_fit_gets_one_sentence(override, sentence, encoder, teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError) as error:
+        mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_command_says_what_was_mined_and_what_a_full_disk_leaves(encoder, teacher, tmp_path, monkeypatch):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(asdict(recipe)))
+
+    def full(file, writer):
+        raise OSError(28, "No space left on device", str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "_write", full)
+        failed = CliRunner().invoke(app, ["mine", str(file)])
+    assert failed.exit_code == 1 and "No space left on device" in failed.output and "is kept" in failed.output
+    done = CliRunner().invoke(app, ["mine", str(file)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "mined" / "mining.json").read_text())["rows"]
+    assert f"{rows}" in done.output and "mined" in done.output

@@ -1,0 +1,93 @@
+"""Streaming search returns what sorting all scores returns, whatever the batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim import search as module
+from pylate_fastmaxsim.search import search
+
+
+def documents(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 6, (count,), generator=generator).tolist()
+    # Small integers, so that many scores are equal and all are exact.
+    return [torch.randint(-2, 3, (length, 3), generator=generator).float() for length in lengths]
+
+
+def batches(sequences: list[torch.Tensor], sizes: list[int]):
+    begin = 0
+    for size in [*sizes, len(sequences)]:
+        part = sequences[begin : begin + size]
+        begin += size
+        yield TokenBatch.from_list(part or [torch.empty(0, 3)]).select(torch.arange(len(part)))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), max_size=5),
+    k=st.integers(1, 30),
+    queries=st.integers(1, 5),
+    held=st.sampled_from([1, 30, 1 << 26]),
+)
+def test_equal_to_sorting_all_scores(sizes, k, queries, held):
+    sequences = documents(40)
+    batch = TokenBatch.from_list([torch.randint(-2, 3, (4, 3)).float() for _ in range(queries)])
+    everything = maxsim(batch, TokenBatch.from_list(sequences))
+    expected, order = everything.sort(dim=1, descending=True, stable=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SCORES_AT_ONCE", held)
+        scores, positions = search(batch, batches(sequences, sizes), k)
+    assert torch.equal(scores, expected[:, :k])
+    assert torch.equal(positions, order[:, :k])
+
+
+def test_nothing_of_a_batch_is_kept_but_its_best(monkeypatch):
+    held = []
+    merge = module._merge
+
+    def recording(best, positions, scores, first, k):
+        held.append((best.shape[1], scores.numel()))
+        return merge(best, positions, scores, first, k)
+
+    monkeypatch.setattr(module, "_merge", recording)
+    monkeypatch.setattr(module, "SCORES_AT_ONCE", 20)
+    queries = TokenBatch.from_list(documents(7, seed=1))
+    search(queries, batches(documents(50), [10] * 5), k=3)
+    assert max(best for best, _ in held) == 3 and max(scores for _, scores in held) <= 20
+
+
+def test_no_documents_and_a_bad_k():
+    queries = TokenBatch.from_list([torch.ones(2, 3)] * 2)
+    scores, positions = search(queries, [], k=5)
+    assert scores.shape == positions.shape == (2, 0)
+    with pytest.raises(ValueError, match="search: k must be at least 1, got 0."):
+        search(queries, [], k=0)
+
+
+def test_a_nan_shows():
+    sequences = documents(10)
+    sequences[7] = torch.full((1, 3), torch.nan)
+    scores, positions = search(TokenBatch.from_list([torch.ones(2, 3)]), batches(sequences, [4, 4]), k=2)
+    assert positions[0, 0] == 7 and scores[0, 0].isnan()
+
+
+def test_no_gradient_is_recorded():
+    queries = TokenBatch.from_list([torch.ones(2, 3, requires_grad=True)])
+    scores, _ = search(queries, batches(documents(5), []), k=2)
+    assert not scores.requires_grad
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_it_is_the_same():
+    sequences = documents(300)
+    queries = TokenBatch.from_list(documents(20, seed=1))
+    scores, positions = search(queries, batches(sequences, [50] * 6), k=40)
+    on_gpu = TokenBatch.from_list([query.cuda() for query in documents(20, seed=1)])
+    streamed = batches([sequence.cuda() for sequence in sequences], [50] * 5)
+    got, places = search(on_gpu, streamed, k=40)
+    assert torch.equal(got.cpu(), scores) and torch.equal(places.cpu(), positions)

@@ -1,0 +1,80 @@
+"""The recipes that come with the package, each for a few steps on stand-ins of the model and data that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from tiny_recipe import few_steps, hub_dataset, text
+
+from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.train import train
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def losses_both_ways(name: str, tmp_path: Path, *overrides: str) -> list[float]:
+    """Train a shipped recipe stock and fast; its losses, which must be the same to rounding."""
+    results = []
+    for fast in ("false", "true"):
+        options = few_steps(tmp_path / fast, *overrides, f"fast.enabled={fast}", f"fast.stock_masking={fast}")
+        results.append(train(load_recipe(RECIPES / f"{name}.yaml", options)))
+    stock, fast = ([loss for _, loss in result["losses"]] for result in results)
+    assert len(stock) == 2 and fast == pytest.approx(stock, rel=1e-4)
+    assert all(0 <= result["ndcg@10"] <= 1 for result in results)
+    return stock
+
+
+def test_msmarco(encoder, tmp_path):
+    rows = [{"query": text(i, 5), "positive": text(i, 9), "negative": text(i + 1, 30)} for i in range(40)]
+    data = hub_dataset(tmp_path / "data", triplet=rows)
+    overrides = [f"model.name_or_path={encoder('modernbert')}", f"data.name={data}", "evaluation.rows=8"]
+    losses_both_ways("colbert_msmarco", tmp_path, *overrides)
+    recipe = load_recipe(RECIPES / "colbert_msmarco.yaml", few_steps(tmp_path / "out", *overrides))
+    held_out = load_data(recipe).held_out
+    assert held_out.column_names == ["query", "positive", "negative"]
+    model = load_model(recipe.model, "cpu", seed=0)
+    evaluator = retrieval_evaluator(recipe, held_out, model.query_length, model.document_length)
+    assert (len(evaluator.queries), len(evaluator.corpus)) == (8, 16)
+
+
+def test_gradcache(encoder, tmp_path):
+    rows = [{"query": text(i, 5), "document": text(i, 3 + i % 20), "dataset": "gooaq", "shard": 0} for i in range(40)]
+    data = hub_dataset(tmp_path / "data", gooaq=rows)
+    overrides = [f"model.name_or_path={encoder('modernbert')}", f"data.name={data}", "evaluation.rows=8"]
+    overrides += ["data.config=gooaq", "data.split=train"]
+    cached = losses_both_ways("colbert_gradcache", tmp_path / "cached", *overrides, "loss.mini_batch_size=3")
+    plain = ["loss={name: contrastive, temperature: 0.02}"]
+    assert losses_both_ways("colbert_gradcache", tmp_path / "plain", *overrides, *plain) == pytest.approx(cached)
+
+
+def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, list[dict]]:
+    """The three tables of a distillation data set, with ids that are not row numbers."""
+    return {
+        "train": [
+            {
+                "query_id": f"q{rows - row}",
+                "document_ids": [f"d{(row * 7 + way * 11) % documents}" for way in range(ways)],
+                "scores": [1.0 - way / ways - row / 100 for way in range(ways)],
+            }
+            for row in range(rows)
+        ],
+        "queries": [{"query_id": f"q{row}", "text": text(row, 5)} for row in range(rows + 1)],
+        "documents": [
+            {"document_id": f"d{row}", "text": f"{text(row, 2 + row % 25)} {row}"} for row in reversed(range(documents))
+        ],
+    }
+
+
+def test_distillation_and_as_a_second_stage(encoder, tmp_path):
+    data = hub_dataset(tmp_path / "data", **kd_subsets())
+    overrides = [f"data.name={data}", "data.n_ways=4", "evaluation.rows=8"]
+    losses_both_ways("colbert_kd", tmp_path / "first", f"model.name_or_path={encoder('modernbert')}", *overrides)
+    checkpoint = tmp_path / "first" / "true" / "model"
+    losses_both_ways("colbert_kd", tmp_path / "second", f"model.name_or_path={checkpoint}", *overrides)
