@@ -45,7 +45,7 @@ def test_a_script_runs_accelerated_with_its_own_arguments(script, tmp_path):
     assert done.stdout.splitlines() == [
         f"__main__ {[str(script), '--compile', '--lr', '1', '--', 'x']} True",
         "accelerated True",
-        "Options(padding_free=False, compile=True, stock_masking=False)",
+        "Options(padding_free=False, compile=True, stock_masking=False, grad_filter=None)",
     ]
     assert done.stderr.count("is accelerated") == 1
 
@@ -73,7 +73,7 @@ def test_a_pylate_that_is_loaded_already_is_accelerated(tmp_path, monkeypatch, c
         launcher.run_script(["--stock-masking", str(tmp_path / "quick.py")])
     finally:
         switch.disable()
-    assert capsys.readouterr().out == "Options(padding_free=True, compile=False, stock_masking=True)\n"
+    assert capsys.readouterr().out == "Options(padding_free=True, compile=False, stock_masking=True, grad_filter=None)\n"
 
 
 def test_an_exception_prints_the_script_s_own_traceback(tmp_path):

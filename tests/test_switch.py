@@ -135,7 +135,7 @@ def test_enable_says_what_it_switched_on_in_one_line(caplog):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert len(caplog.messages) == 1
     assert pylate.__version__ in caplog.text
-    assert "padding_free on, compile off, stock_masking on" in caplog.text
+    assert "padding_free on, compile off, stock_masking on, grad_filter off" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])

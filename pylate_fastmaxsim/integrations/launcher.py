@@ -64,7 +64,7 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    options = {name: getattr(parsed, name) for name in ("padding_free", "compile", "stock_masking")}
+    options = {name: getattr(parsed, name) for name in ("padding_free", "compile", "stock_masking", "grad_filter")}
     hook = _EnableWithPylate(options)
     if "pylate" in sys.modules:
         switch.enable(**options)
@@ -84,7 +84,7 @@ def _run(parsed: argparse.Namespace) -> None:
 class _EnableWithPylate(importlib.abc.MetaPathFinder):
     """Calls ``enable`` as soon as PyLate is imported."""
 
-    def __init__(self, options: dict[str, bool]) -> None:
+    def __init__(self, options: dict[str, bool | str | None]) -> None:
         self.options = options
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
@@ -108,7 +108,7 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Run a PyLate training script accelerated, without editing it.",
-        usage="%(prog)s [--no-padding-free] [--compile] [--stock-masking] (SCRIPT.py | -m MODULE) [ARGS ...]",
+        usage="%(prog)s [--no-padding-free] [--compile] [--stock-masking] [--grad-filter auto] (SCRIPT.py | -m MODULE) [ARGS ...]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -117,6 +117,9 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile the encoder's layers")
     parser.add_argument(
         "--stock-masking", action="store_true", help="masked document tokens count with similarity 0, as in stock"
+    )
+    parser.add_argument(
+        "--grad-filter", choices=["auto"], help="skip pairs whose gradients are too small to matter in the backward"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module, as in python -m")
     parser.add_argument("target", metavar="SCRIPT.py | MODULE", nargs="?", help="what to run")

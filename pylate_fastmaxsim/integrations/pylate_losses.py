@@ -251,7 +251,13 @@ def _scored(loss: nn.Module, documents: TokenBatch, features: Features) -> _Scor
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
     batch = TokenBatch.from_padded(queries, queries_mask)
-    return maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor)
+    return maxsim(
+        batch,
+        scored.documents,
+        candidates,
+        zero_floor=scored.zero_floor,
+        grad_filter=switch.options().grad_filter,
+    )
 
 
 def _rows(mask: Tensor | None, begin: int, count: int) -> Tensor | None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.grad_filter import GradFilter
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()
@@ -29,6 +31,7 @@ class Options:
     padding_free: bool = True
     compile: bool = False
     stock_masking: bool = False
+    grad_filter: GradFilter = None
 
 
 def options() -> Options | None:
@@ -36,7 +39,13 @@ def options() -> Options | None:
     return _options
 
 
-def enable(*, padding_free: bool = True, compile: bool = False, stock_masking: bool = False) -> None:
+def enable(
+    *,
+    padding_free: bool = True,
+    compile: bool = False,
+    stock_masking: bool = False,
+    grad_filter: GradFilter = None,
+) -> None:
     """Make PyLate compute its scores and losses without a similarity tensor and without padding.
 
     Call it before or after the model and the loss are built, and whether PyLate's functions were
@@ -55,13 +64,17 @@ def enable(*, padding_free: bool = True, compile: bool = False, stock_masking: b
     stock_masking
         Let a masked document token count with similarity 0, as stock PyLate does, to reproduce
         runs that were made with it.
+    grad_filter
+        ``"auto"``: the backward of a loss's scores skips pairs of a query and a document whose gradients are too small
+        to matter, of each query at most 2**-12 of the sum of its absolute gradients.
 
     Raises
     ------
     ImportError
         PyLate is not installed, or not in a version from 1.5.1 up to but not including 2.
     ValueError
-        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off.
+        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
+        ``"auto"`` nor ``None``.
 
     Notes
     -----
@@ -76,15 +89,16 @@ def enable(*, padding_free: bool = True, compile: bool = False, stock_masking: b
     tensor([[1.]])
     >>> pylate_fastmaxsim.disable()
     """
+    grad_filters.check(grad_filter)
     if forbidden():
         _logger.info("PYLATE_FASTMAXSIM=%s: PyLate runs as it came.", os.environ["PYLATE_FASTMAXSIM"])
         return
-    new = Options(padding_free, compile, stock_masking)
+    new = Options(padding_free, compile, stock_masking, grad_filter)
     _switch_to(new)
     _logger.info(
         "PyLate %s is accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.",
         importlib.import_module("pylate").__version__,
-        ", ".join(f"{name} {'on' if value else 'off'}" for name, value in asdict(new).items()),
+        ", ".join(f"{name} {_said(value)}" for name, value in asdict(new).items()),
     )
 
 
@@ -100,7 +114,13 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled(*, padding_free: bool = True, compile: bool = False, stock_masking: bool = False) -> Iterator[None]:
+def enabled(
+    *,
+    padding_free: bool = True,
+    compile: bool = False,
+    stock_masking: bool = False,
+    grad_filter: GradFilter = None,
+) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block; then what was in force before is again.
 
     Examples
@@ -112,11 +132,15 @@ def enabled(*, padding_free: bool = True, compile: bool = False, stock_masking: 
     tensor([[0.]])
     """
     before = options()
-    enable(padding_free=padding_free, compile=compile, stock_masking=stock_masking)
+    enable(padding_free=padding_free, compile=compile, stock_masking=stock_masking, grad_filter=grad_filter)
     try:
         yield
     finally:
         _switch_to(before)
+
+
+def _said(value: bool | str | None) -> str:
+    return value if isinstance(value, str) else "on" if value else "off"
 
 
 def forbidden() -> bool:

@@ -48,7 +48,9 @@ def query_gradient_kernel(
                 if candidates is not None:
                     document = tl.load(candidates + query * num_slots + slot, mask=in_slots, other=0)
                 start = tl.load(d_starts + document, mask=in_slots, other=0)
-                winner = tl.load(winners + slot * num_rows + row, mask=live & in_slots, other=SENTINEL).to(tl.int32)
+                # A pair of weight 0, as gradient filtering leaves them, costs nothing but this look at it.
+                counts = live & in_slots & (weight != 0.0)
+                winner = tl.load(winners + slot * num_rows + row, mask=counts, other=SENTINEL).to(tl.int32)
                 won = winner != SENTINEL
                 token = tl.load(
                     d_values + (start + winner)[:, None] * DIM + column[None, :],

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu import maxsim as blocked
+from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.tokens import TokenBatch
 from pylate_fastmaxsim.winners import winner_dtype
 
@@ -26,6 +28,7 @@ def maxsim(
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
+    grad_filter: GradFilter = None,
 ) -> Tensor:
     """Score queries against documents: each live query token takes its best live document token; sum over query tokens.
 
@@ -50,6 +53,9 @@ def maxsim(
     zero_floor
         Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Where masked tokens were multiplied by 0
         rather than left out, this reproduces the score of a document that has one.
+    grad_filter
+        ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter, of each
+        query at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only those of gradient 0.
 
     Returns
     -------
@@ -59,7 +65,8 @@ def maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, or a candidate is out of range (on a CPU).
+        Shapes, dtypes or devices do not fit together, a candidate is out of range (on a CPU), or ``grad_filter`` is
+        neither ``"auto"`` nor ``None``.
     TypeError
         An argument is of the wrong type.
 
@@ -79,6 +86,7 @@ def maxsim(
     >>> maxsim(queries, documents, candidates=torch.tensor([[1, 1]]))
     tensor([[2., 2.]])
     """
+    grad_filters.check(grad_filter)
     queries = _as_batch("queries", queries, queries_mask)
     documents = _as_batch("documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
@@ -105,7 +113,7 @@ def maxsim(
         documents.max_length,
         differentiate,
     )
-    return scores
+    return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 
 
 def _as_batch(name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:

@@ -165,6 +165,7 @@ class FastSection:
     padding_free: bool = True
     compile: bool = False
     stock_masking: bool = False
+    grad_filter: Literal["auto"] | None = None
 
 
 @dataclass(frozen=True)

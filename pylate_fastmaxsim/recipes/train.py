@@ -182,7 +182,10 @@ def switched(fast: FastSection) -> AbstractContextManager:
     if not fast.enabled:
         return nullcontext()
     return pylate_fastmaxsim.enabled(
-        padding_free=fast.padding_free, compile=fast.compile, stock_masking=fast.stock_masking
+        padding_free=fast.padding_free,
+        compile=fast.compile,
+        stock_masking=fast.stock_masking,
+        grad_filter=fast.grad_filter,
     )
 
 

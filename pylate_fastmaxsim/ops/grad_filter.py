@@ -1,0 +1,49 @@
+"""Gradient filtering: pairs whose weight is below rounding take no part in the backward of MaxSim."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GradFilter = Literal["auto"] | None
+
+# Of a query's total absolute weight, the most that is dropped: an eighth of what bf16 resolves (2**-9).
+DROPPED_AT_MOST = 2.0**-12
+
+
+def check(grad_filter: GradFilter) -> None:
+    """Raise ValueError unless it is one of the values that are allowed."""
+    if grad_filter not in (None, "auto"):
+        raise ValueError(f'grad_filter must be "auto" or None, got {grad_filter!r}.')
+
+
+def filtered(scores: Tensor) -> Tensor:
+    """The scores ``[Nq, P]`` as they are; their gradient passes without the pairs that do not matter.
+
+    Of each query's pairs those are dropped whose absolute gradient is at most ``DROPPED_AT_MOST / P`` of the sum over
+    the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes. Nothing waits for the
+    device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> scores = torch.zeros(1, 3, requires_grad=True)
+    >>> filtered(scores).backward(torch.tensor([[1.0, -1e-3, 1e-5]]))
+    >>> scores.grad
+    tensor([[ 1.0000, -0.0010,  0.0000]])
+    """
+    return _Filter.apply(scores)
+
+
+class _Filter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores):
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        size = gradient.abs()
+        limit = size.sum(dim=1, keepdim=True) * (DROPPED_AT_MOST / max(1, gradient.shape[1]))
+        return gradient.masked_fill(size <= limit, 0.0)

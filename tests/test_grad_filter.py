@@ -1,0 +1,101 @@
+"""Gradient filtering drops what the bound allows and nothing else, and training does not notice."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import collated, load_model, sentences
+from pylate import losses
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim import maxsim
+from pylate_fastmaxsim.ops import grad_filter
+
+BF16_ROUNDING = 2.0**-9
+
+
+def filtered(gradient):
+    scores = torch.zeros_like(gradient, requires_grad=True)
+    grad_filter.filtered(scores).backward(gradient)
+    return scores.grad
+
+
+@given(
+    rows=st.integers(1, 5),
+    pairs=st.integers(1, 200),
+    temperature=st.sampled_from([0.1, 1.0, 5.0]),
+    seed=st.integers(0, 9),
+)
+def test_what_is_dropped_of_a_query_is_at_most_the_bound(rows, pairs, temperature, seed):
+    generator = torch.Generator().manual_seed(seed)
+    gradient = torch.randn(rows, pairs, generator=generator).mul(10 * temperature).exp() * torch.randn(rows, pairs)
+    kept = filtered(gradient)
+    dropped = torch.where(kept == 0, gradient, 0.0)
+    assert torch.equal(kept + dropped, gradient)
+    assert (dropped.abs().sum(dim=1) <= 2.0**-12 * gradient.abs().sum(dim=1)).all()
+
+
+def test_the_rest_of_a_softmax_is_dropped():
+    scores = torch.zeros(4, 512)
+    scores[:, 0] = 1.0
+    gradient = torch.softmax(scores / 0.02, dim=1)
+    assert (filtered(gradient) != 0).sum(dim=1).tolist() == [1] * 4
+
+
+def test_nan_passes():
+    gradient = torch.tensor([[1.0, 1e-9], [float("nan"), 1e-9]])
+    kept = filtered(gradient)
+    assert kept[0].tolist() == [1.0, 0.0]
+    assert kept[1].isnan()[0] and kept[1, 1] == gradient[1, 1]
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 5, 2], [1, 1, 3]])], ids=["all", "candidates"])
+def test_the_operator_differentiates_the_pairs_that_are_left(candidates):
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(2, 5, 16, generator=generator, requires_grad=True)
+    documents = torch.randn(6, 9, 16, generator=generator, requires_grad=True)
+    scores = maxsim(queries, documents, candidates, grad_filter="auto")
+    plain = maxsim(queries, documents, candidates)
+    assert torch.equal(scores, plain)
+    weight = torch.full_like(plain, 1e-7)
+    weight[:, 0] = 1.0
+    ours = torch.autograd.grad(scores, (queries, documents), weight)
+    expected = torch.autograd.grad(plain, (queries, documents), torch.where(weight == 1.0, 1.0, 0.0))
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("call", [lambda: maxsim(torch.ones(1, 1, 1), torch.ones(1, 1, 1), grad_filter="all")])
+def test_other_values_are_refused(call):
+    with pytest.raises(ValueError, match='must be "auto" or None, got'):
+        call()
+    with pytest.raises(ValueError, match='must be "auto" or None, got'):
+        pylate_fastmaxsim.enable(grad_filter=True)
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_gradients_of_training_move_by_less_than_bf16_rounds(encoder, loss_class, monkeypatch):
+    model = load_model(encoder("modernbert"), document_length=32)
+    batch = collated(model, *(sentences(24, longest=24, seed=seed) for seed in range(3)))
+    kept = []
+    original = grad_filter._Filter.backward
+
+    def counting(ctx, gradient):
+        result = original(ctx, gradient)
+        kept.append((result != 0).float().mean().item())
+        return result
+
+    monkeypatch.setattr(grad_filter._Filter, "backward", counting)
+
+    def gradients(**options):
+        model.zero_grad()
+        with pylate_fastmaxsim.enabled(**options):
+            loss = loss_class(model, temperature=0.002)([dict(column) for column in batch], None)
+            loss.backward()
+        return loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+    plain_loss, plain = gradients()
+    assert not kept
+    loss, ours = gradients(grad_filter="auto")
+    assert torch.equal(loss, plain_loss)
+    assert max(kept) < 0.9
+    assert ((ours - plain).norm() / plain.norm()).item() < BF16_ROUNDING
