@@ -44,7 +44,9 @@ def measure(device: torch.device) -> list[dict]:
 
             row[name] = time_calls([backward], device)["ms"]
         rows.append(row)
-        print(f"{share:8.2%} kept: {row['all']:.3f} ms without the filter, {row['filtered']:.3f} ms with it", flush=True)
+        print(
+            f"{share:8.2%} kept: {row['all']:.3f} ms without the filter, {row['filtered']:.3f} ms with it", flush=True
+        )
     return rows
 
 

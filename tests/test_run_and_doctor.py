@@ -73,7 +73,9 @@ def test_a_pylate_that_is_loaded_already_is_accelerated(tmp_path, monkeypatch, c
         launcher.run_script(["--stock-masking", str(tmp_path / "quick.py")])
     finally:
         switch.disable()
-    assert capsys.readouterr().out == "Options(padding_free=True, compile=False, stock_masking=True, grad_filter=None)\n"
+    assert (
+        capsys.readouterr().out == "Options(padding_free=True, compile=False, stock_masking=True, grad_filter=None)\n"
+    )
 
 
 def test_an_exception_prints_the_script_s_own_traceback(tmp_path):

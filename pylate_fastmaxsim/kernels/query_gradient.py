@@ -38,20 +38,20 @@ def query_gradient_kernel(
         column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_dim = column[None, :] < DIM
         total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+        same = tl.zeros([BLOCK_ROWS], tl.int32)
         for first in range(0, num_slots, UNROLL):
             # Unrolled so that the loads of several slots are in flight together.
             for i in tl.static_range(UNROLL):
                 slot = tl.cast(first + i, tl.int64)
                 in_slots = slot < num_slots
-                weight = tl.load(grad_scores + query * num_slots + slot, mask=in_slots, other=0.0)
+                weight = tl.load(grad_scores + query * num_slots + slot + same, mask=live & in_slots, other=0.0)
                 document = slot
                 if candidates is not None:
                     document = tl.load(candidates + query * num_slots + slot, mask=in_slots, other=0)
                 start = tl.load(d_starts + document, mask=in_slots, other=0)
-                # A pair of weight 0, as gradient filtering leaves them, costs nothing but this look at it.
-                counts = live & in_slots & (weight != 0.0)
-                winner = tl.load(winners + slot * num_rows + row, mask=counts, other=SENTINEL).to(tl.int32)
-                won = winner != SENTINEL
+                winner = tl.load(winners + slot * num_rows + row, mask=live & in_slots, other=SENTINEL).to(tl.int32)
+                # A pair of weight 0, as gradient filtering leaves them, gathers nothing.
+                won = (winner != SENTINEL) & (weight != 0.0)
                 token = tl.load(
                     d_values + (start + winner)[:, None] * DIM + column[None, :],
                     mask=won[:, None] & in_dim,
