@@ -39,7 +39,7 @@ def measure(device: torch.device) -> list[dict]:
         for name, grad_filter in (("all", None), ("filtered", "auto")):
             scores = maxsim(queries, documents, grad_filter=grad_filter)
 
-            def backward(scores: torch.Tensor = scores) -> None:
+            def backward(scores: torch.Tensor = scores, weight: torch.Tensor = weight) -> None:
                 torch.autograd.grad(scores, (queries, documents), weight, retain_graph=True)
 
             row[name] = time_calls([backward], device)["ms"]

@@ -86,6 +86,16 @@ def test_random_shapes(seed):
     check(queries, documents, candidates, zero_floor)
 
 
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_long_sums_of_float32_do_not_shrink(layout):
+    # With d = 1 one of two tokens wins for every query token, and its gradient sums thousands of them.
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 64, 300, 1, torch.float32, shortest=300)
+    documents = ragged(generator, 2, 50, 1, torch.float32)
+    candidates = torch.randint(2, (64, 20), generator=generator).to(DEVICE) if layout == "candidates" else None
+    check(queries, documents, candidates)
+
+
 def test_long_documents():
     generator = torch.Generator().manual_seed(0)
     documents = ragged(generator, 3, 40000, 64, torch.bfloat16, shortest=30000)

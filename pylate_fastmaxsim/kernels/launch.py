@@ -84,7 +84,7 @@ _FORWARD = {
         [(128, ForwardTiles(64, 64, 128, 1, 4, 2)), (None, ForwardTiles(32, 32, 32, 1, 4, 3))],
     ),
     **dict.fromkeys([(80, "bf16x6"), (86, "bf16x6"), (120, "bf16x6")], [(None, ForwardTiles(64, 32, 16, 1, 4, 2))]),
-    **dict.fromkeys([(80, "bf16x3"), (86, "bf16x3"), (120, "bf16x3")], [(None, ForwardTiles(64, 32, 32, 1, 4, 2))]),
+    **dict.fromkeys([(80, "bf16x3"), (86, "bf16x3"), (120, "bf16x3")], [(None, ForwardTiles(32, 64, 16, 1, 4, 2))]),
     **dict.fromkeys([(80, "tf32"), (86, "tf32"), (120, "tf32")], [(None, ForwardTiles(64, 64, 16, 1, 8, 2))]),
     (90, "bf16x6"): [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     (100, "bf16x6"): [(128, ForwardTiles(128, 64, 64, 1, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 2))],
@@ -96,11 +96,19 @@ _FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2
 _QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
     (90, "half"): [(None, DocumentGradientTiles(16, 64, 128, 1024, 4, 2, 3))],
-    **dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))]),
+    "half": [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
+    **dict.fromkeys(
+        ("tf32", "bf16x3", "bf16x6"),
+        [
+            (128, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2)),
+            (None, DocumentGradientTiles(16, 32, 128, 1024, 4, 4, 2)),
+        ],
+    ),
 }
-_CANDIDATE_GRADIENT = dict.fromkeys(
-    ("half", "tf32", "bf16x3", "bf16x6"), [(None, CandidateGradientTiles(32, 32, 128, 4, 2))]
-)
+_CANDIDATE_GRADIENT = {
+    "half": [(None, CandidateGradientTiles(32, 32, 128, 4, 2))],
+    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CandidateGradientTiles(32, 32, 64, 4, 2))]),
+}
 
 
 # Several for each multiprocessor of the largest GPU, one after the other, so that none is idle at the end.

@@ -22,22 +22,27 @@ def product(a, b, total, PRECISION: tl.constexpr):
     """
     if a.dtype != tl.float32:
         total = tl.dot(a, b, total)
-    elif PRECISION == "tf32":
-        total = tl.dot(a, b, total, input_precision="tf32")
     else:
-        a_high, a_rest = split(a)
-        b_high, b_rest = split(b)
-        if PRECISION == "bf16x6":
-            a_middle, a_low = split(a_rest)
-            b_middle, b_low = split(b_rest)
-            total = tl.dot(split(a_low)[0], b_high, total)
-            total = tl.dot(a_high, split(b_low)[0], total)
-            total = tl.dot(a_middle, b_middle, total)
+        # Matrix units cut off what does not fit when they add to a sum, always towards 0: a long sum would shrink. So
+        # they sum this product alone, and the total is added to it with rounding.
+        part = tl.zeros(total.shape, tl.float32)
+        if PRECISION == "tf32":
+            part = tl.dot(a, b, part, input_precision="tf32")
         else:
-            # Rounded: what is cut off would make every product too small.
-            a_middle = a_rest.to(tl.bfloat16)
-            b_middle = b_rest.to(tl.bfloat16)
-        total = tl.dot(a_middle, b_high, total)
-        total = tl.dot(a_high, b_middle, total)
-        total = tl.dot(a_high, b_high, total)
+            a_high, a_rest = split(a)
+            b_high, b_rest = split(b)
+            if PRECISION == "bf16x6":
+                a_middle, a_low = split(a_rest)
+                b_middle, b_low = split(b_rest)
+                part = tl.dot(split(a_low)[0], b_high, part)
+                part = tl.dot(a_high, split(b_low)[0], part)
+                part = tl.dot(a_middle, b_middle, part)
+            else:
+                # Rounded: what is cut off would make every product too small.
+                a_middle = a_rest.to(tl.bfloat16)
+                b_middle = b_rest.to(tl.bfloat16)
+            part = tl.dot(a_middle, b_high, part)
+            part = tl.dot(a_high, b_middle, part)
+            part = tl.dot(a_high, b_high, part)
+        total += part
     return total
