@@ -364,6 +364,18 @@ def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compila
             torch.testing.assert_close(torch.autograd.grad(actual, arguments[:2]), expected_gradients)
 
 
+@pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])
+def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suffices, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    ops._has_tiles.cache_clear()
+    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        assert [ops._has_tiles(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
+    ops._has_tiles.cache_clear()
+    assert [("8.0 and newer" in message) for message in caplog.messages] == [True] * (not suffices)
+
+
 def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim", None)
     monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim", raising=False)

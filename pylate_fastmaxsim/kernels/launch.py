@@ -140,8 +140,8 @@ def _row(table: dict, arch: int, kind: str, dim: int):
 def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool) -> ForwardTiles:
     """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
     tiles = want_winners and _row(_FORWARD_WITH_WINNERS, arch, kind, dim) or _row(_FORWARD, arch, kind, dim)
-    # From sm_90 on matrix units take 64 rows; fewer would go to older and slower instructions.
-    fewest_rows = min(tiles.block_m, 16 if arch < 90 else 64)
+    # The matrix units of sm_90 and sm_100 take 64 rows; fewer would go to older and slower instructions.
+    fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
     return tiles._replace(
         block_m=block_m,

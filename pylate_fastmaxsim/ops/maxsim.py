@@ -185,9 +185,22 @@ def _check(
 
 def _path(values: Tensor) -> ModuleType:
     """The module that scores such values: Triton for what it can run, else blocked PyTorch."""
-    if values.is_cuda and values.dtype in _KERNEL_DTYPES:
+    if values.is_cuda and values.dtype in _KERNEL_DTYPES and _has_tiles(values.device):
         return _kernels()
     return blocked
+
+
+@functools.cache
+def _has_tiles(device: torch.device) -> bool:
+    if torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0):
+        return True
+    logger.warning(
+        "maxsim: the kernels are made for NVIDIA GPUs of compute capability 8.0 and newer; tensors on %s (%s) are scored "
+        "by blocked PyTorch.",
+        device,
+        torch.cuda.get_device_name(device),
+    )
+    return False
 
 
 @functools.cache
