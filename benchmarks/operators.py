@@ -7,7 +7,7 @@
 
 A cell is one competitor at one shape: forward without gradient, forward that keeps the winners, forward with both
 gradients, their memory, and their error against float64. Each is written to the results file as soon as it is known
-and a finished one is not run again, so several short sessions on a GPU fill one file. Every session first measures
+and a finished one is not run again, so several short runs on a GPU fill one file. Every run first measures
 the device's own rates, against which its cells are reported. Compiling einsum is slow and is left out unless asked
 for by name in --competitors.
 """

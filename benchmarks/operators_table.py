@@ -126,7 +126,7 @@ def sentences(results: Results) -> str:
         measured, where = results.runs[index]["ceilings"], results.runs[index]["environment"]
         rates = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in measured["matmul_flops_per_s"].items())
         lines.append(
-            f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}. In the same session: "
+            f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}. In the same run: "
             f"{measured['matmul_size']}-cubed matrix products at {rates} Tflop/s, device-to-device copy at "
             f"{measured['copy_bytes_per_s'] / 1e12:.2f} TB/s, read plus written."
         )
@@ -134,7 +134,7 @@ def sentences(results: Results) -> str:
         "Medians in ms; in brackets the share of our time that the floor explains: the matrix product at the measured "
         "rate, or inputs read once and outputs written once at the copy's bandwidth, whichever is longer. Extra memory is "
         "the peak beyond the inputs, of forward + backward where there is one.",
-        "Of every package the fastest public entry counts; † compares two sessions. Ragged batches go to late-interaction-kernels packed and "
+        "Of every package the fastest public entry counts; † compares two runs. Ragged batches go to late-interaction-kernels packed and "
         "padded with a mask, to flash-maxsim padded with lengths (its packed functions take one query at a time and "
         "have no gradient), to einsum padded with a mask.",
     ]

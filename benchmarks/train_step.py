@@ -5,7 +5,7 @@
 
 A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query. Each
 cell runs in a process of its own and is written to the results file as soon as it is known; a
-finished cell is not run again, so several short sessions on a GPU fill one file.
+finished cell is not run again, so several short runs on a GPU fill one file.
 """
 
 from __future__ import annotations
