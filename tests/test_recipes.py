@@ -62,7 +62,10 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
         ("training.learning_rate=.nan", "training.learning_rate must be a number of at least 0, got nan."),
         ("training.precision=int8", "training.precision must be one of auto, fp32, bf16, fp16, got 'int8'."),
         ("fast.enabled=maybe", "fast.enabled must be true or false, got 'maybe'."),
-        ("fast=true", "fast must be a section with the keys enabled, padding_free, compile, stock_masking, got True."),
+        (
+            "fast=true",
+            "fast must be a section with the keys enabled, padding_free, compile, stock_masking, grad_filter, got True.",
+        ),
         ("data.files=pairs.jsonl", "data.files must be a list of strings or null, got 'pairs.jsonl'."),
         ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
         ("data.files=[rows.csv]", "data.files must end in .jsonl or .parquet, got rows.csv."),
