@@ -143,6 +143,17 @@ else:
     def test_many_rows_in_a_bucket(generator):
         check(ragged(generator, [16] * 9, 16), ragged(generator, [2, 18, 3], 16))
 
+    @pytest.mark.parametrize("entries", [1, 100])
+    def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
+        monkeypatch.setattr(maxsim, "_BUCKET_ENTRIES", entries)
+        check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
+
+    @pytest.mark.parametrize("longest", [16, 17], ids=["short", "longer than a block of rows"])
+    def test_each_document_is_a_candidate_of_one_query(generator, longest):
+        queries = ragged(generator, [longest, 1, 0], 16, keep=0.8)
+        documents = ragged(generator, [2, 30, 0, 1, 19, 5, 3, 3, 40], 16, keep=0.7)
+        check(queries, documents, torch.randperm(9, generator=generator).view(3, 3))
+
     def test_everything_masked(generator):
         queries = ragged(generator, [4, 2], 16)
         documents = ragged(generator, [20, 3], 16, keep=0.0)

@@ -17,7 +17,7 @@ from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
 from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
-# Rows times documents whose buckets are held at once: 32 MiB of entries and weights.
+# Rows times documents whose buckets are held at once: 32 MiB of entries and weights, and at most as much of counts.
 _BUCKET_ENTRIES = 2**22
 # Comparisons that a GPU makes in less time than the launches of a sort take.
 _QUADRATIC_ORDER = 2**26
@@ -212,8 +212,9 @@ def _document_gradient(
     num_documents = d_starts.shape[0]
     tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
     num_chunks = triton.cdiv(num_rows, tile.block_scan)
-    # An entry and its weight for each row and document; a part of the documents at a time, to bound this.
-    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // num_rows))
+    # An entry and its weight for each row and document, and a count and its sum for each tile and chunk; a part of the
+    # documents at a time, to bound this.
+    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_rows, tiles_per_document * num_chunks)))
     entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
     counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=torch.int32, device=device)
     buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
