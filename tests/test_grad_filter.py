@@ -28,7 +28,9 @@ def filtered(gradient):
 )
 def test_what_is_dropped_of_a_query_is_at_most_the_bound(rows, pairs, temperature, seed):
     generator = torch.Generator().manual_seed(seed)
-    gradient = torch.randn(rows, pairs, generator=generator).mul(10 * temperature).exp() * torch.randn(rows, pairs)
+    gradient = torch.randn(rows, pairs, generator=generator).mul(10 * temperature).exp() * torch.randn(
+        rows, pairs, generator=generator
+    )
     kept = filtered(gradient)
     dropped = torch.where(kept == 0, gradient, 0.0)
     assert torch.equal(kept + dropped, gradient)
@@ -64,10 +66,9 @@ def test_the_operator_differentiates_the_pairs_that_are_left(candidates):
     assert all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("call", [lambda: maxsim(torch.ones(1, 1, 1), torch.ones(1, 1, 1), grad_filter="all")])
-def test_other_values_are_refused(call):
+def test_other_values_are_refused():
     with pytest.raises(ValueError, match='must be "auto" or None, got'):
-        call()
+        maxsim(torch.ones(1, 1, 1), torch.ones(1, 1, 1), grad_filter="all")
     with pytest.raises(ValueError, match='must be "auto" or None, got'):
         pylate_fastmaxsim.enable(grad_filter=True)
 

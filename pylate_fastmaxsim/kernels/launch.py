@@ -58,7 +58,7 @@ FROM_TABLES = Tiles()
 
 # How float32 is multiplied (see products.py) under each float32_matmul_precision; 16-bit operands are as they are.
 INPUT_PRECISION = {"highest": "bf16x6", "high": "bf16x3", "medium": "tf32"}
-# 86 stands for what has a third less shared memory (sm_86, sm_89), and so does 120 (sm_120).
+# 86 (for sm_86 and sm_89) and 120 are GPUs with less shared memory for a program.
 ARCHITECTURES = (80, 86, 90, 100, 120)
 
 # (architecture, arithmetic), or the arithmetic alone for every architecture without a row of its own ->
