@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 QUERY_LENGTH = 32
@@ -22,6 +23,8 @@ DOCUMENT_LENGTH = 300
 MEAN_WORDS = 77.0  # with [CLS], the document prefix and [SEP]: 80 tokens
 SIGMA = 0.5
 VOCABULARY = 30_000
+# What PYLATE_SCORES_BACKEND says on each path.
+SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 
 def build_model(directory: Path, layers: int | None, document_length: int):
@@ -74,6 +77,23 @@ def make_rows(count: int, negatives: int, draw: random.Random) -> list[dict[str,
     return [{"query": text(draw.randint(4, 12)), **{c: document() for c in columns}} for _ in range(count)]
 
 
+def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> dict:
+    """A collated batch; with ``--tile`` of so many different rows, one copy of them after the other."""
+    if options.tile is None or options.tile >= options.batch:
+        return collator(make_rows(options.batch, options.negatives, draw))
+    import torch
+
+    from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX
+
+    batch = collator(make_rows(options.tile, options.negatives, draw))
+    copies = -(-options.batch // options.tile)
+    return {
+        key: value.repeat(copies, 1)[: options.batch] if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+        if not key.endswith((TOKEN_INDEX, CU_SEQLENS))  # of the tile; the loss finds those of the batch
+    }
+
+
 def collect_features(batch: dict) -> list[dict]:
     """The trainer's own split of a batch into one feature dict a column."""
     from sentence_transformers import SentenceTransformerTrainer
@@ -98,9 +118,9 @@ def elapsed(start, end) -> float:
 
 
 def run_cell(options: argparse.Namespace) -> dict:
-    scoring = {"stock": "torch", "fast": "auto"}.get(options.path, options.path)
-    os.environ["PYLATE_SCORES_BACKEND"] = scoring
+    os.environ["PYLATE_SCORES_BACKEND"] = SCORING[options.path]
     import torch
+    from accelerate.utils import convert_outputs_to_fp32
     from pylate import losses, utils
 
     import pylate_fastmaxsim
@@ -109,12 +129,12 @@ def run_cell(options: argparse.Namespace) -> dict:
     device = torch.device("cuda" if cuda else "cpu")
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     if options.path == "fast":
-        pylate_fastmaxsim.enable(compile=options.compile)
+        pylate_fastmaxsim.enable(compile=options.compile, fused_head=options.fused_head)
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(Path(directory), options.layers, options.document_length).to(device)
     collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
     draw = random.Random(0)
-    batches = [collator(make_rows(options.batch, options.negatives, draw)) for _ in range(options.batches)]
+    batches = [make_batch(collator, options, draw) for _ in range(options.batches)]
     live = [sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask")) for batch in batches]
     documents = [
         sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask") and "query" not in key)
@@ -129,11 +149,19 @@ def run_cell(options: argparse.Namespace) -> dict:
         model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     wrapped = torch.compile(model) if options.compile and options.path != "fast" else model
-    loss_function = losses.Contrastive(model=wrapped, temperature=0.02)
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+    if options.loss == "cached_contrastive":
+        # Stock encodes a second time inside of backward(), out of the reach of a context around the loss. So autocast is
+        # around the encoder alone, whose embeddings become float32: as the trainer has it with bf16=True.
+        model.forward = convert_outputs_to_fp32(autocast(model.forward))
+        autocast = nullcontext()
+        loss_function = losses.CachedContrastive(wrapped, mini_batch_size=options.mini_batch, temperature=0.02)
+    else:
+        loss_function = losses.Contrastive(model=wrapped, temperature=0.02)
 
     def step(batch: dict) -> torch.Tensor:
         batch = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        with torch.autocast(device.type, dtype=torch.bfloat16):
+        with autocast:
             loss = loss_function(collect_features(batch))
         loss.backward()
         optimizer.step()
@@ -143,7 +171,8 @@ def run_cell(options: argparse.Namespace) -> dict:
     losses_seen = []
     began = time.perf_counter()
     for index in range(options.warmup):
-        losses_seen.append(step(batches[index % len(batches)]))
+        batch = batches[index % len(batches)]
+        losses_seen.append(step({k: v[: options.warmup_rows] if hasattr(v, "shape") else v for k, v in batch.items()}))
     synchronize()
     warmup_seconds = time.perf_counter() - began
     if cuda:
@@ -177,15 +206,20 @@ def run_cell(options: argparse.Namespace) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--path", choices=["stock", "lik", "flash", "fast"], required=True)
+    parser.add_argument("--path", choices=list(SCORING), required=True)
+    parser.add_argument("--loss", choices=["contrastive", "cached_contrastive"], default="contrastive")
+    parser.add_argument("--mini-batch", type=int, default=32, help="rows that GradCache encodes at a time")
+    parser.add_argument("--tile", type=int, help="repeat so many rows to fill a batch, where only its size counts")
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
     parser.add_argument("--layers", type=int, help="fewer encoder layers than ModernBERT-base has, for a trial run")
     parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
     parser.add_argument("--warmup", type=int, help="steps before timing; by default each batch once")
+    parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
     options = parser.parse_args()

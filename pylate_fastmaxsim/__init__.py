@@ -4,7 +4,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 __version__ = "0.1.0"
 
-__all__ = ["TokenBatch", "maxsim", "enable", "disable", "enabled", "__version__"]
+__all__ = ["TokenBatch", "maxsim", "maxsim_from_hidden", "xtr_scores", "enable", "disable", "enabled", "__version__"]
 
 
 def __getattr__(name: str):
@@ -13,6 +13,14 @@ def __getattr__(name: str):
         from pylate_fastmaxsim.ops.maxsim import maxsim
 
         return maxsim
+    if name == "xtr_scores":
+        from pylate_fastmaxsim.ops.xtr import xtr_scores
+
+        return xtr_scores
+    if name == "maxsim_from_hidden":
+        from pylate_fastmaxsim.ops.head import maxsim_from_hidden
+
+        return maxsim_from_hidden
     if name in ("enable", "disable", "enabled"):
         from pylate_fastmaxsim.integrations import switch
 

@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a PyLate training script with the plugin switched on: fastmaxsim run SCRIPT.py ARGS."""
+    """Run a PyLate or colpali-engine training script with the plugin switched on: fastmaxsim run SCRIPT.py ARGS."""
     from pylate_fastmaxsim.integrations.launcher import run_script
 
     run_script(arguments)

@@ -1,4 +1,4 @@
-"""MaxSim in plain PyTorch: the definition that every faster path is tested against.
+"""MaxSim and XTR scores in plain PyTorch: the definitions that every faster path is tested against.
 
 Clarity over speed and memory: everything is padded, and the whole similarity tensor is held.
 """
@@ -78,6 +78,40 @@ def maxsim(
     return maxima.masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
 
 
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
+    """Token vectors of hidden states: ``y = weight @ x + bias``, and ``y / max(|y|, 1e-12)`` if ``normalize``.
+
+    Parameters
+    ----------
+    hidden
+        ``[T, d_model]``.
+    weight
+        ``[d, d_model]``.
+    bias
+        ``[d]``; ``None`` means none.
+    normalize
+        Whether vectors are divided by their length.
+
+    Returns
+    -------
+    Tensor
+        ``[T, d]``, in the dtype of ``hidden``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import reference
+    >>> reference.project(torch.tensor([[1.5, 2.0]]), 2 * torch.eye(2))
+    tensor([[0.6000, 0.8000]])
+    """
+    values = torch.einsum("tm,hm->th", hidden, weight)
+    if bias is not None:
+        values = values + bias
+    if normalize:
+        values = values / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    return values
+
+
 def maxsim_winners(
     queries: TokenBatch,
     documents: TokenBatch,
@@ -103,7 +137,101 @@ def maxsim_winners(
             [-1, -1]])
     """
     _, winner, query_mask = _token_maxima(queries, documents, candidates, zero_floor)
+    return _by_row(winner, query_mask, queries)
+
+
+def _by_row(winner: Tensor, query_mask: Tensor, queries: TokenBatch) -> Tensor:
+    """From ``[Nq, P, Lq]`` to one column for every row of ``queries.values``."""
     rows = (queries.starts[:, None] + torch.arange(queries.max_length, device=queries.device))[query_mask]
     winners = torch.full((winner.shape[1], queries.values.shape[0]), -1, device=queries.device)
     winners[:, rows] = winner.transpose(0, 1)[:, query_mask]
     return winners
+
+
+def _xtr_token_maxima(
+    queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None, zero_floor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every query token gets from every document, ``[Nq, P, Lq]``, from which token, and the live query tokens."""
+    query_values, query_mask = queries.to_padded()
+    document_values, live = documents.to_padded()
+    similarities = torch.einsum("qsh,dth->qdst", query_values, document_values)
+    live = live[None, :, None, :]
+    similarities = similarities.masked_fill(~live, -torch.inf)
+
+    all_tokens = similarities.transpose(1, 2).flatten(2)
+    threshold = similarities.new_full((*all_tokens.shape[:2], 1), -torch.inf)
+    if 0 < k <= all_tokens.shape[2]:
+        threshold = all_tokens.topk(k).values[..., -1:]
+    passes = live & ((similarities >= threshold[:, None]) | similarities.isnan())
+
+    # A live token that does not pass counts as 0, and so does having no live token, or a floor.
+    floor_is_zero = (live & ~passes).any(dim=-1) | ~live.any(dim=-1)
+    if zero_floor is not None:
+        floor_is_zero = floor_is_zero | zero_floor[:, None]
+    floor = torch.where(floor_is_zero, 0.0, -torch.inf).to(similarities.dtype)
+    maxima, position = torch.cat([floor[..., None], similarities.masked_fill(~passes, -torch.inf)], dim=-1).max(dim=-1)
+    if candidates is not None:
+        query = torch.arange(len(queries), device=queries.device)[:, None]
+        maxima, position = maxima[query, candidates], position[query, candidates]
+    return maxima, position - 1, query_mask
+
+
+def xtr_scores(
+    queries: TokenBatch,
+    documents: TokenBatch,
+    k: int,
+    candidates: Tensor | None = None,
+    zero_floor: Tensor | None = None,
+) -> Tensor:
+    """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
+
+    With ``t_s`` the k-th largest similarity of query token s to any live token of any document, a document gives s
+    its largest similarity of those that are at least ``t_s``, and a token that is not counts as 0. The score is the
+    sum of what the live query tokens get, divided by how many of them get more than 0 (or by 0.001 if none does).
+
+    Parameters
+    ----------
+    queries
+        Nq queries of d-dimensional token vectors.
+    documents
+        Nd documents, same d and dtype.
+    k
+        How many document tokens pass for each query token, at least 1. All that equal the k-th largest pass; all
+        pass where there are fewer than k.
+    candidates
+        Which documents each query scores, ``[Nq, K]``, int64; ``None`` means all. The tokens of all documents compete
+        either way.
+    zero_floor
+        Documents of which every query token gets at least 0, ``[Nd]``, bool. ``None`` means no document.
+
+    Returns
+    -------
+    Tensor
+        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates, in the dtype of the values.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0], [0.0, 1.0]])])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [2.0, 3.0]]), torch.ones(1, 2)])
+    >>> reference.xtr_scores(queries, documents, k=1)
+    tensor([[2.5000, 0.0000]])
+    >>> reference.xtr_scores(queries, documents, k=2)
+    tensor([[2.5000, 1.0000]])
+    """
+    maxima, _, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor)
+    maxima = maxima.masked_fill(~query_mask[:, None, :], 0)
+    return maxima.sum(dim=-1) / (maxima > 0).sum(dim=-1).clamp(min=1e-3)
+
+
+def xtr_winners(
+    queries: TokenBatch,
+    documents: TokenBatch,
+    k: int,
+    candidates: Tensor | None = None,
+    zero_floor: Tensor | None = None,
+) -> Tensor:
+    """Which token of each document gives :func:`xtr_scores` its value, in the form of :func:`maxsim_winners`."""
+    _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor)
+    return _by_row(winner, query_mask, queries)

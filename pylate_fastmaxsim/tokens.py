@@ -31,6 +31,9 @@ class TokenBatch:
         to learn how large a launch or a buffer must be.
     keep
         Which rows of ``values`` count, ``[T]``, bool; ``None`` means all of them.
+    gapless
+        Whether every row of ``values`` is known to belong to a sequence, so that no gradient has to be filled with
+        zeros first. ``False`` where it is not known.
 
     Examples
     --------
@@ -46,6 +49,7 @@ class TokenBatch:
     lengths: Tensor
     max_length: int
     keep: Tensor | None = None
+    gapless: bool = False
 
     def __post_init__(self) -> None:
         if self.values.dim() != 2:
@@ -99,7 +103,8 @@ class TokenBatch:
         device = values.device
         starts = torch.arange(count, device=device) * length
         if mask is None:
-            return cls(values.reshape(count * length, dim), starts, torch.full_like(starts, length), length)
+            lengths = torch.full_like(starts, length)
+            return cls(values.reshape(count * length, dim), starts, lengths, length, gapless=True)
         if mask.shape != values.shape[:2]:
             raise ValueError(
                 f"TokenBatch.from_padded: mask must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
@@ -152,7 +157,7 @@ class TokenBatch:
             raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
         sizes = [len(sequence) for sequence in sequences]
         lengths = torch.tensor(sizes, dtype=torch.int64, device=sequences[0].device)
-        return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes))
+        return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
         """The same sequences over other vectors ``[T, d']``."""
@@ -164,7 +169,7 @@ class TokenBatch:
         An index must not repeat where the result is differentiated as documents; repeat documents
         with ``candidates`` instead.
         """
-        return replace(self, starts=self.starts[index], lengths=self.lengths[index])
+        return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """Copy to ``[N, max_length, d]`` with zeros behind, and its mask ``[N, max_length]`` (bool).

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

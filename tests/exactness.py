@@ -7,7 +7,10 @@ winners with the definition by the scores that they give.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -34,7 +37,7 @@ def arguments(queries: TokenBatch, documents: TokenBatch, candidates=None, zero_
     return (
         queries.values, queries.starts, queries.lengths, queries.keep,
         documents.values, documents.starts, documents.lengths, documents.keep,
-        candidates, zero_floor, queries.max_length, documents.max_length,
+        candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
     )  # fmt: skip
 
 
@@ -50,9 +53,28 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores, winners and both gradients of ``path``; ``options`` are its own, for example ``tiles``."""
     args = arguments(queries, documents, candidates, zero_floor)
-    scores, winners = path.forward(*args, True, precision, **options)
-    grad = torch.ones_like(scores) if grad is None else grad
-    return scores, winners, *path.backward(grad, winners, *args, precision, True, True, **options)
+    with uninitialized_memory_as_nan():
+        scores, winners = path.forward(*args, True, precision, **options)
+        grad = torch.ones_like(scores) if grad is None else grad
+        return scores, winners, *path.backward(grad, winners, *args, precision, True, True, **options)
+
+
+@contextmanager
+def uninitialized_memory_as_nan() -> Iterator[None]:
+    """What a path leaves unwritten shows: PyTorch fills new memory with NaN, and of integers with 1, a possible winner."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    empty = torch.empty
+
+    def filled(*arguments, **keywords) -> Tensor:
+        tensor = empty(*arguments, **keywords)
+        return tensor if tensor.is_floating_point() else tensor.fill_(1)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with mock.patch.object(torch, "empty", filled):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def winner_index(winners: Tensor) -> Tensor:

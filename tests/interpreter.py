@@ -27,7 +27,7 @@ def _generic_reduce(self, inputs):
     if self.combine_fn.fn.__name__ == "maximum_or_nan":
         results = [np.max(arrays[0], axis=self.axis)]
     else:
-        assert self.combine_fn.fn.__name__ == "_first_maximum"
+        assert self.combine_fn.fn.__name__ == "first_maximum"
         place = np.expand_dims(np.argmax(arrays[0], axis=self.axis), self.axis)
         results = [np.take_along_axis(array, place, self.axis).squeeze(self.axis) for array in arrays]
     return [self.to_tensor(result, tensor.dtype) for result, tensor in zip(results, inputs, strict=True)]

@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -157,10 +157,11 @@ def shape(number: int, seed: int, kinds: list[Family], path: Path) -> Shape:
 def ragged(draw, generator, count, longest, dim, dtype, masked, bound=None) -> TokenBatch:
     """Sequences of 0 to ``longest`` tokens in shuffled order with gaps; every row that does not count is NaN."""
     lengths = [draw.choice((0, 1, longest, draw.randint(0, longest), draw.randint(0, longest))) for _ in range(count)]
-    starts, row = [0] * count, draw.randrange(3)
+    gapless = draw.random() < 0.4
+    starts, row = [0] * count, 0 if gapless else draw.randrange(3)
     for place in draw.sample(range(count), count):
         starts[place] = row
-        row += lengths[place] + draw.choice((0, 0, 1, 3))
+        row += lengths[place] + (0 if gapless else draw.choice((0, 0, 1, 3)))
     counts = torch.zeros(row, dtype=torch.bool)
     for start, length in zip(starts, lengths, strict=True):
         counts[start : start + length] = True
@@ -178,6 +179,7 @@ def ragged(draw, generator, count, longest, dim, dtype, masked, bound=None) -> T
         torch.tensor(lengths, dtype=torch.int64),
         max(longest, bound or 0),
         keep,
+        gapless,
     )
 
 
@@ -193,8 +195,12 @@ def plant(draw: random.Random, batch: TokenBatch) -> str | None:
 
 def moved(batch: TokenBatch, device: str) -> TokenBatch:
     keep = None if batch.keep is None else batch.keep.to(device)
-    return TokenBatch(
-        batch.values.to(device), batch.starts.to(device), batch.lengths.to(device), batch.max_length, keep
+    return replace(
+        batch,
+        values=batch.values.to(device),
+        starts=batch.starts.to(device),
+        lengths=batch.lengths.to(device),
+        keep=keep,
     )
 
 

@@ -1,13 +1,19 @@
 """Stock against fast: both really run, and what goes wrong in one of them is said or shown."""
 
+import base64
 import importlib.util
 import io
 import json
 import math
+import re
 import resource
 import subprocess
 import sys
+import time
+from html.parser import HTMLParser
+from importlib.metadata import version
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,14 +24,18 @@ pytest.importorskip("pylate")
 import torch
 from PIL import Image
 from rich.console import Console
-from tiny_recipe import tiny, write
+from test_shipped_recipes import kd_subsets
+from tiny_recipe import few_steps, hub_dataset, tiny, write
 from typer.testing import CliRunner
 
+from pylate_fastmaxsim.recipes import commands, figures
 from pylate_fastmaxsim.recipes.commands import app
-from pylate_fastmaxsim.recipes.compare import contrast, read_steps, summarize
+from pylate_fastmaxsim.recipes.compare import Progress, _last_bar, contrast, read_steps, summarize
+from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
 from pylate_fastmaxsim.recipes.measure import is_out_of_memory
 from pylate_fastmaxsim.recipes.memory import PeakMemory, peak_resident
-from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison
+from pylate_fastmaxsim.recipes.phases import PHASES
+from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison, sweep_table
 
 MEBIBYTE = 2**20
 
@@ -41,6 +51,30 @@ def shown(comparison: dict) -> str:
     return console.file.getvalue()
 
 
+class Page(HTMLParser):
+    """A report as a browser without a network sees it; anything that it would have to fetch fails."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.titles, self.images, self.text, self._tag = [], [], "", ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self._tag = tag
+        attributes = dict(attributes)
+        assert tag not in ("script", "link", "iframe", "object") and "href" not in attributes
+        if "src" in attributes:
+            kind, _, data = attributes["src"].partition(";base64,")
+            assert kind == "data:image/svg+xml" and attributes["alt"]
+            self.images.append(ElementTree.fromstring(base64.b64decode(data)))
+
+    def handle_data(self, data):
+        assert "url(" not in data and "@import" not in data
+        self.text += data
+        if self._tag == "h2" and data.strip():
+            self.titles.append(data)
+
+
 def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
     recipe = tiny(tmp_path, training={"max_steps": 8, "learning_rate": 1e-3})
     recipe["model"]["build"]["dropout"] = 0.0
@@ -53,6 +87,9 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
         assert run["step_seconds"] > 0 and run["documents_per_second"] > 0
         assert run["memory"]["peak"] >= run["memory"]["before"] > 50 * MEBIBYTE
         assert 0 < run["ndcg@10"] <= 1
+        assert tuple(run["phases"]) == PHASES and all(seconds > 0 for seconds in run["phases"].values())
+    # Stock and fast begin with the same model, which is evaluated once.
+    assert 0 < fast["untrained"]["ndcg@10"] <= 1 and "untrained" not in stock
     # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.
     assert stock["padding"] > 0.5 > fast["padding"] >= 0
     assert comparison["summary"]["largest_loss_difference"] < 1e-4
@@ -61,30 +98,82 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
     assert comparison["recipe"]["name"] == "tiny"
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.width > 1000
-    assert "median step" in done.stdout and "compare.png" in done.stdout
+    assert "median step" in done.stdout and "compare.png" in done.stdout and "compare.html" in done.stdout
+    page = Page((tmp_path / "out" / "compare.html").read_text())
+    assert page.titles == [
+        "Step time and memory",
+        "Loss",
+        "Where a step's time goes",
+        "What was padded away",
+        "Retrieval quality before and after",
+        "Versions",
+        "Recipe",
+    ]
+    assert len(page.images) == 4
+    assert f"{fast['untrained']['ndcg@10']:.4f}" in page.text and f"{fast['ndcg@10']:.4f}" in page.text
+    assert version("transformers") in page.text and "document_length: 64" in page.text
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
-def test_running_out_of_memory_is_a_result(tmp_path):
+def test_a_distillation_recipe_is_compared(encoder, tmp_path):
+    data = hub_dataset(tmp_path / "data", **kd_subsets())
+    overrides = few_steps(tmp_path / "out", f"model.name_or_path={encoder('modernbert')}", f"data.name={data}")
+    overrides += ["data.n_ways=4", "evaluation.rows=8", "fast.stock_masking=true"]
+    done = compare(Path(__file__).parents[1] / "recipes" / "colbert_kd.yaml", *overrides)
+    assert done.exit_code == 0, done.output
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert comparison["summary"]["largest_loss_difference"] < 1e-4
+    stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
+    # 8 queries of 12 tokens a step, each with 4 documents.
+    assert stock["tokens_per_step"]["queries"] == fast["tokens_per_step"]["queries"] == 8 * 12
+    assert stock["tokens_per_step"]["documents"] == fast["tokens_per_step"]["documents"] <= 8 * 4 * 32
+    assert stock["tokens_per_step"]["padding"] > fast["tokens_per_step"]["padding"] >= 0
+    assert all(set(run["phases"]) == set(PHASES) for run in (stock, fast))
+    assert len(Page((tmp_path / "out" / "compare.html").read_text()).images) == 4
+
+
+def test_running_out_of_memory_is_a_result_and_ends_a_sweep(tmp_path):
     # The stock similarity tensor, 640 x 640 x 16 x 200 fp32 values, is 4.9 GiB; a process has about half of it left.
     limited = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)),) * 2)\n"
         "from pylate_fastmaxsim.cli import main\n"
+        "from pylate_fastmaxsim.recipes import compare\n"
+        "compare.SWEEP_STEPS = 2\n"
         "main()\n"
     )
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 640})
+    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 650})
     recipe["model"] |= {"query_length": 16, "document_length": 200}
     recipe["training"] |= {"per_device_train_batch_size": 640, "max_steps": 1}
     recipe["evaluation"]["rows"] = 0
     command = [sys.executable, "-c", limited, str(used + 2560 * MEBIBYTE), "compare", str(write(tmp_path, recipe))]
+    command += ["--sweep", "batch_size=650,640"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    runs = json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]
-    assert runs["stock"]["status"] == "out of memory" and runs["fast"]["status"] == "finished"
-    assert "out of memory" in done.stdout
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [run["status"] for run in comparison["runs"].values()] == ["out of memory", "finished"]
+    stock, fast = comparison["sweep"]["stock"], comparison["sweep"]["fast"]
+    assert [(point["batch_size"], point["status"]) for point in stock] == [(640, "out of memory"), (650, "not run")]
+    assert [(point["batch_size"], point["status"]) for point in fast] == [(640, "finished"), (650, "finished")]
+    assert all(point["step_seconds"] > 0 and point["memory"]["peak"] > 50 * MEBIBYTE for point in fast)
+    assert "Stock runs out of memory at 640, the smallest batch tried. Fast takes every batch tried, up to 650." in (
+        done.stdout
+    )
     assert (tmp_path / "out" / "compare.png").exists()
+    page = Page((tmp_path / "out" / "compare.html").read_text())
+    assert "runs out of memory at 640" in page.text and "Against batch size" in page.titles
+
+
+@pytest.mark.parametrize(
+    "sweep", ["batch_size=8,x", "batch_size=", "batch_size=0", "seed=1", "8,16", "batch_size=8,1000"]
+)
+def test_a_sweep_that_cannot_be_is_one_sentence_before_anything_runs(sweep, tmp_path):
+    done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path))), "--sweep", sweep])
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    said = "a batch takes 1000" if "1000" in sweep else f"--sweep {sweep}: write it as batch_size=64,256,1024"
+    assert said in done.stderr
+    assert not (tmp_path / "out" / "compare").exists()
 
 
 @pytest.mark.cuda
@@ -120,6 +209,13 @@ def test_a_run_that_fails_otherwise_shows_its_last_line_of_error(tmp_path, monke
     assert not (tmp_path / "out" / "compare.json").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for bf16 on a GPU that is not there")
+def test_a_recipe_that_does_not_fit_this_machine_is_one_sentence(tmp_path):
+    done = compare(write(tmp_path, tiny(tmp_path)), "training.precision=bf16", "training.use_cpu=false")
+    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("fastmaxsim: The stock run failed: training: Your setup doesn't support bf16")
+
+
 def test_a_comparison_under_a_distributed_launcher_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = compare(write(tmp_path, tiny(tmp_path)))
@@ -146,7 +242,8 @@ def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
 
 def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
     result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": 0.5}
-    fast = summarize({**result, "environment": {"device": "some GPU"}}, steps([1.0] * 6, encoded=50))
+    environment = {"device": "some GPU", "device_memory": 80 * 2**30}
+    fast = summarize({**result, "environment": environment}, steps([1.0] * 6, encoded=50))
     for stock in (
         summarize({"status": "out of memory"}, steps([2.0] * 3, encoded=80)),
         summarize({"status": "out of memory"}, []),
@@ -155,6 +252,9 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
         runs = {"stock": stock, "fast": fast}
         comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(stock, fast)}
         draw_comparison(comparison, tmp_path / "compare.png")
+        write_html(comparison | {"recipe": {"name": "<script>x"}}, tmp_path / "compare.html")
+        page = Page((tmp_path / "compare.html").read_text())
+        assert "<script>x" in page.text and "80.0 GiB" in page.text
         table = shown(comparison)
         if stock["status"] == "finished":
             assert comparison["summary"]["speedup"] == 2.0 and comparison["summary"]["peak_memory"] == 1.0
@@ -165,6 +265,54 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
     both = {"stock": stock, "fast": stock}
     assert contrast(stock, stock)["largest_loss_difference"] == 0.0
     assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock)})
+
+
+def test_each_run_has_a_bar_with_its_rate_and_the_time_left(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with commands._progress() as on_progress:
+        on_progress(Progress("stock run", 0, None))
+        for done in (2, 4):
+            time.sleep(0.05)
+            on_progress(Progress("stock run", done, 8))
+        on_progress(Progress("fast run", 8, 8, "Searching: 45% 9/20 [00:05<00:06]"))
+    shown = re.sub("\x1b[^mKAl]*[mKAl]", "", capsys.readouterr().err)
+    last = {line.split(" run")[0]: line for line in shown.splitlines() if " run" in line}
+    assert re.search(r"4/8 [\d.]+ steps/s \d:\d\d:\d\d", last["stock"])
+    assert "8/8" in last["fast"] and "Searching: 45% 9/20 [00:05<00:06]" in last["fast"]
+
+
+def test_the_last_bar_of_a_log_is_found(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("said\nSearching:  10%|█  | 2/20 [00:01<00:09]\rSearching:  45%|███  | 9/20 [00:05<00:06]")
+    assert _last_bar(log) == "Searching:  45% 9/20 [00:05<00:06]"
+    log.write_text("said\n")
+    assert _last_bar(log) == ""
+
+
+def test_a_sweep_says_how_far_each_path_went():
+    def point(batch_size, status):
+        return {
+            "batch_size": batch_size,
+            "status": status,
+            "step_seconds": 0.25,
+            "memory": {"before": 1, "peak": 2**30},
+        }
+
+    sizes = (64, 256, 1024)
+    points = {
+        "stock": list(map(point, sizes, ("finished", "out of memory", "not run"))),
+        "fast": list(map(point, sizes, ("finished",) * 3)),
+    }
+    assert sweep_sentence(points) == (
+        "Stock takes a batch of 64 and runs out of memory at 256. Fast takes every batch tried, up to 1,024."
+    )
+    console = Console(width=200, file=io.StringIO())
+    console.print(sweep_table(points))
+    table = console.file.getvalue()
+    assert table.count("0.250 s") == 4 and "1,024 MiB" in table and "out of memory" in table and "not run" in table
+    drawn = figures.svg(figures.sweep(points, capacity=2**31), 8, 4)
+    assert drawn.count("<!-- out of memory -->") == 2
 
 
 def test_a_line_still_being_written_is_not_a_step(tmp_path):

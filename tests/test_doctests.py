@@ -5,7 +5,18 @@ import importlib
 
 import pytest
 
-MODULES = ("tokens", "reference", "ops.maxsim", "cpu.maxsim", "search", "tuning.search", "tuning.report")
+MODULES = (
+    "tokens",
+    "reference",
+    "ops.maxsim",
+    "ops.head",
+    "ops.xtr",
+    "cpu.maxsim",
+    "search",
+    "tuning.search",
+    "tuning.report",
+    "recipes.disk",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -40,20 +40,27 @@ TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
     "row_query": "*i32",
     "live_tokens": "*i32",
     "live_lengths": "*i32",
+    "groups": "*i16",
 }
+TYPES |= dict.fromkeys(["maxima", "thresholds", "sums", "positives"], "*fp32")
+TYPES |= dict.fromkeys(["rows", "q_rows", "d_rows", "bounds", "pending", "pool"], "*i32")
+TYPES |= dict.fromkeys(["inverse_norms", "squares", "bias", "scales", "shifts", "grad_weights", "grad_biases"], "*fp32")
+VECTORS = ["q_values", "d_values", "grad_q", "grad_d", "hidden", "weight", "embeddings", "grad", "grad_hidden"]
 POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pairs", "pair_offsets"]
+POINTERS += ["starts", "offsets", "q_offsets", "d_offsets"]
 SIZES = [
     "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_chunks", "num_pairs",
-    "first_document", "documents_per_program", "row_blocks", "tiles_per_document",
+    "first_document", "documents_per_program", "row_blocks", "tiles_per_document", "first_row", "num_groups",
+    "rows_per_part", "num_parts", "slot_blocks", "capacity", "k",
 ]  # fmt: skip
 
 
 def compiled(kernel, arch, operand, options, absent=(), winners=torch.uint8, **constants):
     """PTX and shared memory of a kernel, called the way maxsim.py calls it; `absent` pointers are None."""
     types = TYPES | dict.fromkeys(POINTERS, "*i64") | dict.fromkeys(SIZES, "i32")
-    types["winners"] = WINNERS[winners]
+    types |= dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
     constants["SENTINEL"] = no_winner(winners)
-    types |= dict.fromkeys(["q_values", "d_values", "grad_q", "grad_d"], ELEMENT[operand])
+    types |= dict.fromkeys(VECTORS, ELEMENT[operand])
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants |= dict.fromkeys(set(absent) & set(kernel.arg_names))
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -110,6 +117,7 @@ class Batch(NamedTuple):
 # Each pair of properties occurs once at least.
 BATCHES = {
     "training": Batch(4096),
+    "masked-training": Batch(4096, masks=True),
     "scoring": Batch(4096, masks=True, winners=None),
     "long-training": Batch(4096, long_queries=True, masks=True, winners=torch.int16),
     "long-scoring": Batch(4096, long_queries=True, winners=None),
@@ -122,7 +130,7 @@ BATCHES = {
 @pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_forward(arch, operand, dim, name, tmp_path):
-    if name == "long-scoring" and (operand, dim) not in CASES[::3]:
+    if name in ("long-scoring", "masked-training") and (operand, dim) not in CASES[::3]:
         pytest.skip("a few cases are enough for what the other batches cover already")
     batch = BATCHES[name]
     tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None)
@@ -135,8 +143,9 @@ def test_forward(arch, operand, dim, name, tmp_path):
         absent,
         batch.winners or torch.uint8,
         DIM=dim,
-        SLOT=tile.block_m if batch.long_queries else min(32, tile.block_m),
-        LONG_QUERIES=batch.long_queries,
+        SLOT=32,
+        ONE_QUERY=batch.candidates or batch.long_queries,
+        LONG_DOCUMENTS=False,
         WANT_WINNERS=batch.winners is not None,
         PRECISION=precision(operand),
         BLOCK_M=tile.block_m,
@@ -178,6 +187,7 @@ def test_document_gradient(arch, operand, dim, tmp_path):
         operand,
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         DIM=dim,
+        WRITE_ZEROS=False,
         PRECISION=precision(operand),
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
@@ -197,6 +207,7 @@ def test_candidate_document_gradient(arch, operand, dim, tmp_path):
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         DIM=dim,
         SHORT_QUERIES=True,
+        WRITE_ZEROS=False,
         PRECISION=precision(operand),
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,

@@ -27,6 +27,7 @@ if not INTERPRETED:
         assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
 
 else:
+    from exactness import uninitialized_memory_as_nan
     from interpreter import mended
 
     from pylate_fastmaxsim import TokenBatch, reference
@@ -35,7 +36,7 @@ else:
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
     TILES = launch.Tiles(
-        launch.ForwardTiles(16, 16, 64, 2, 4, 1),
+        launch.ForwardTiles(16, 16, 64, 3, 4, 1),
         launch.QueryGradientTiles(4, 64, 2, 1),
         launch.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
         launch.CandidateGradientTiles(16, 16, 64, 4, 1),
@@ -45,6 +46,11 @@ else:
     def _mended():
         with mended():
             yield
+
+    @pytest.fixture(autouse=True)
+    def _several_documents_a_program(monkeypatch):
+        # So few rows would otherwise leave one document to each program.
+        monkeypatch.setattr(launch, "_ENOUGH_ROWS", 0)
 
     def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
         """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""
@@ -61,13 +67,13 @@ else:
         values[used] = torch.randn(int(used.sum()), dim, generator=generator)
         mask = None if keep is None else torch.rand(total, generator=generator) < keep
         longest = int(lengths.max()) if len(lengths) else 0
-        return TokenBatch(values.to(dtype), starts, lengths, longest, mask)
+        return TokenBatch(values.to(dtype), starts, lengths, longest, mask, gapless=gap == 0)
 
     def arguments(queries, documents, candidates, zero_floor):
         return (
             queries.values, queries.starts, queries.lengths, queries.keep,
             documents.values, documents.starts, documents.lengths, documents.keep,
-            candidates, zero_floor, queries.max_length, documents.max_length,
+            candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
         )  # fmt: skip
 
     def finite(batch):
@@ -76,7 +82,8 @@ else:
     def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
         exact = queries.values.dtype == torch.float32
         args = arguments(queries, documents, candidates, zero_floor)
-        scores, winners = maxsim.forward(*args, True, precision, tiles)
+        with uninitialized_memory_as_nan():
+            scores, winners = maxsim.forward(*args, True, precision, tiles)
         alone, none = maxsim.forward(*args, False, precision, tiles)
         q64, d64 = finite(queries), finite(documents)
         q64.values.requires_grad_()
@@ -90,7 +97,8 @@ else:
         assert torch.equal(index, reference.maxsim_winners(q64, d64, candidates, zero_floor))
 
         grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
-        grad_q, grad_d = maxsim.backward(grad, winners, *args, precision, True, True, tiles)
+        with uninitialized_memory_as_nan():
+            grad_q, grad_d = maxsim.backward(grad, winners, *args, precision, True, True, tiles)
         assert grad_q.dtype == queries.values.dtype and grad_d.dtype == documents.values.dtype
         if expected.requires_grad:
             expected.backward(grad.double())
@@ -110,9 +118,10 @@ else:
 
     @pytest.mark.parametrize("dim", [1, 7, 48, 128, 200])
     @pytest.mark.parametrize("layout", ["all", "candidates"])
-    def test_ragged(generator, dim, layout):
-        queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8)
-        documents = ragged(generator, [1, 40, 0, 17, 33], dim, keep=0.6)
+    @pytest.mark.parametrize("gap", [0, 1])
+    def test_ragged(generator, dim, layout, gap):
+        queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8, gap=gap)
+        documents = ragged(generator, [1, 40, 0, 17, 33], dim, keep=0.6, gap=gap)
         candidates = torch.tensor([[4, 4, 1], [0, 1, 2], [3, 0, 3], [2, 2, 2], [1, 3, 4], [0, 4, 1]])
         check(queries, documents, candidates if layout == "candidates" else None)
 
@@ -122,6 +131,12 @@ else:
         queries = ragged(generator, [4, 7, 1], 48, dtype)
         documents = ragged(generator, [20, 3, 35], 48, dtype)
         check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
+
+    @pytest.mark.parametrize("gap", [0, 1])
+    def test_documents_of_one_query_each(generator, gap):
+        queries = ragged(generator, [4, 7, 1], 48, gap=gap)
+        documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
+        check(queries, documents, torch.tensor([[2, 0], [1, 3], [5, 4]]))
 
     @pytest.mark.parametrize("layout", ["all", "candidates"])
     @pytest.mark.parametrize("dim", [16, 80])

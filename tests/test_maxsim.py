@@ -85,7 +85,7 @@ def test_no_similarity_tensor_is_held(candidates):
     arguments = (
         *(queries.values, queries.starts, queries.lengths, queries.keep),
         *(documents.values, documents.starts, documents.lengths, documents.keep),
-        *(index, None, queries.max_length, documents.max_length),
+        *(index, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless),
     )
     with LargestTensor() as forward:
         scores, winners = blocked.forward(*arguments, True, "highest")
@@ -327,7 +327,7 @@ def test_opcheck(candidates, want_winners):
     arguments = (
         *(values[0], queries.starts, queries.lengths, queries.keep),
         *(values[1], documents.starts, documents.lengths, documents.keep),
-        *(candidates, None, queries.max_length, documents.max_length),
+        *(candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless),
     )
     torch.library.opcheck(torch.ops.pylate_fastmaxsim.maxsim_forward.default, (*arguments, want_winners))
     if want_winners:

@@ -49,7 +49,14 @@ def test_winners_are_those_of_the_definition(problem):
     arguments = (
         *(queries.values, queries.starts, queries.lengths, queries.keep),
         *(documents.values, documents.starts, documents.lengths, documents.keep),
-        *(problem.candidates, problem.zero_floor, queries.max_length, documents.max_length),
+        *(
+            problem.candidates,
+            problem.zero_floor,
+            queries.max_length,
+            documents.max_length,
+            queries.gapless,
+            documents.gapless,
+        ),
     )
     _, winners = blocked.forward(*arguments, True, "highest")
     assert winners.dtype == winner_dtype(documents.max_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def test_the_whole_loop_and_a_colbert_teacher(encoder, teacher, tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["search", "teacher"])
-def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, tmp_path, monkeypatch, capsys):
     whole = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}")
     mining.mine(whole)
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
@@ -171,10 +172,16 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, t
             mining.mine(recipe)
     assert not (tmp_path / "mined").exists()
 
+    capsys.readouterr()
     written = []
     monkeypatch.setattr(mining, "_write", lambda file, writer: (written.append(file.name), write(file, writer)))
     mining.mine(recipe)
     assert len(seen) == 2 and not set(seen) & set(written)
+    # The bar begins where the first run stopped, after two parts.
+    first, total = (30, 40) if stage == "search" else (18, 40)
+    title = "Searching" if stage == "search" else "Asking the teacher"
+    bars = [line for line in re.split("[\r\n]", capsys.readouterr().err) if line.startswith(title)]
+    assert f" {first}" in bars[0].split("|")[2] and f"{total}" in bars[-1].split("|")[2] and "100%" in bars[-1]
     for name in ("train", "queries", "documents"):
         whole_file, file = (tmp_path / folder / f"{name}.parquet" for folder in ("whole", "mined"))
         assert whole_file.read_bytes() == file.read_bytes()

@@ -20,12 +20,15 @@ from safetensors.torch import load_file
 from tiny_recipe import text, tiny, write
 from transformers import TrainerCallback
 
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.recipes import prepare as preparing
 from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.compare import compare
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -36,6 +39,15 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
     (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "dumped.yaml") == recipe
     assert recipe.name == name and not recipe.model.trust_remote_code
+
+
+def test_every_option_of_the_fast_section_reaches_the_flag():
+    section = FastSection(
+        padding_free=False, compile=True, stock_masking=True, grad_filter="auto", ring=True, fused_head=False
+    )
+    assert all(value != getattr(FastSection(), key) for key, value in asdict(section).items() if key != "enabled")
+    with training.switched(section):
+        assert {"enabled": True, **asdict(switch.options())} == asdict(section)
 
 
 def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path):
@@ -64,7 +76,7 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
         ("fast.enabled=maybe", "fast.enabled must be true or false, got 'maybe'."),
         (
             "fast=true",
-            "fast must be a section with the keys enabled, padding_free, compile, stock_masking, grad_filter, got True.",
+            "fast must be a section with the keys enabled, padding_free, compile, stock_masking, grad_filter, ring, fused_head, got True.",
         ),
         ("data.files=pairs.jsonl", "data.files must be a list of strings or null, got 'pairs.jsonl'."),
         ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
@@ -74,7 +86,7 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
         ("data.source=null", "data.source must be one of docstrings, hub, files, distillation, got None."),
         ("model.name_or_path=a/b", "model must have exactly one of name_or_path and build."),
         ("model.build.num_attention_heads=3", "model.build.hidden_size must be a multiple of 2 * num_attention_heads"),
-        ("loss.name=triplet", "loss.name must be one of contrastive, cached_contrastive, distillation, got 'triplet'."),
+        ("loss.name=triplet", "loss.name must be one of contrastive, cached_contrastive, distillation, colbert,"),
         ("loss.mini_batch_size=8", "loss.mini_batch_size does not apply to the contrastive loss, which takes "),
         ("loss.temperature=0", "loss.temperature must be greater than 0, got 0.0."),
         ("training", "--set training: write it as key=value, for example training.max_steps=100."),
@@ -181,6 +193,24 @@ def test_a_built_model_is_the_same_each_time(tmp_path):
     assert (model.query_length, model.document_length) == (8, 24)
 
 
+def test_two_processes_that_prepare_at_once_use_what_the_first_has_made(tmp_path, monkeypatch):
+    # On several machines without a common disk, all processes but those of the first do.
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
+    build, first = preparing.build_model, []
+
+    def overtaken(*args):
+        if not first:
+            first.append(True)
+            first.append(prepare(recipe))
+        build(*args)
+
+    monkeypatch.setattr(preparing, "build_model", overtaken)
+    assert prepare(recipe) == first[1]
+    made = list((tmp_path / "out" / "prepared").iterdir())
+    assert len(made) == 1 and not made[0].name.startswith("unfinished")
+    models.ColBERT(first[1].model.name_or_path, device="cpu")
+
+
 class Interrupt(TrainerCallback):
     """Sends this process the signal of Ctrl-C in the middle of a step."""
 
@@ -251,9 +281,35 @@ def test_the_saved_model_is_a_pylate_model_whose_card_names_the_recipe(tmp_path)
     model = models.ColBERT(result["model"], device="cpu")
     assert model.encode(["a query"], is_query=True)[0].shape == (8, 8)
     card = (tmp_path / "out" / "model" / "README.md").read_text()
-    assert "recipe `my-recipe` of pylate-fastmaxsim 0" in card and "learning_rate: 0.001" in card
+    assert f"recipe `my-recipe` of pylate-fastmaxsim {pylate_fastmaxsim.__version__} (PyLate " in card
+    assert "learning_rate: 0.001" in card
     assert 0 < result["ndcg@10"] <= 1
     assert json.loads((tmp_path / "out" / "train.json").read_text()) == result
+
+
+LOAD_WITHOUT_US = """
+import sys
+sys.modules["pylate_fastmaxsim"] = None  # importing it fails
+import torch
+from pylate.models import ColBERT
+model = ColBERT(sys.argv[1], device="cpu")
+torch.save([model.encode(["a query"], is_query=True), model.encode(["a document, longer"], is_query=False)], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("place", ["model", "checkpoint-4"])
+def test_a_trained_model_loads_in_plain_pylate_without_this_package(place, tmp_path):
+    training.train(load_recipe(write(tmp_path, tiny(tmp_path)), ["fast.enabled=true", "training.max_steps=4"]))
+    folder = tmp_path / "out" / place
+    command = [sys.executable, "-c", LOAD_WITHOUT_US, str(folder), str(tmp_path / "encoded")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    model = models.ColBERT(str(folder), device="cpu")
+    ours = [model.encode(["a query"], is_query=True), model.encode(["a document, longer"], is_query=False)]
+    for (expected,), (got,) in zip(ours, torch.load(tmp_path / "encoded", weights_only=False), strict=True):
+        assert got == pytest.approx(expected, abs=1e-6)
+    for file in folder.rglob("*.json"):
+        assert "fastmaxsim" not in file.read_text(), file
 
 
 def test_stock_and_fast_training_agree_for_every_loss(tmp_path):

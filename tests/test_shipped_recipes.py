@@ -54,6 +54,21 @@ def test_gradcache(encoder, tmp_path):
     assert losses_both_ways("colbert_gradcache", tmp_path / "plain", *overrides, *plain) == pytest.approx(cached)
 
 
+def test_long_documents(encoder, tmp_path):
+    # More rows are longer than 8,192 tokens, at one token a word or more, than are held out.
+    lengths = (9000, 9000, 9000, 50, 50, 50)
+    rows = [{"anchor": text(i, 5), "positive": text(i, n), "negative": text(i + 1, 300)} for i, n in enumerate(lengths)]
+    data = hub_dataset(tmp_path / "data", **{"en-triplet": rows})
+    model = encoder("modernbert", max_position_embeddings=8192, num_hidden_layers=1, num_attention_heads=1)
+    overrides = [f"model.name_or_path={model}", f"data.name={data}", "evaluation.rows=2"]
+    overrides += ["model.document_length=8192", "training.per_device_train_batch_size=2"]
+    recipe = load_recipe(RECIPES / "long_documents.yaml", few_steps(tmp_path / "out", *overrides))
+    assert recipe.training.gradient_checkpointing
+    features = load_model(recipe.model, "cpu", seed=0).tokenize([rows[0]["positive"]], is_query=False)
+    assert features["attention_mask"].sum() == 8192
+    losses_both_ways("long_documents", tmp_path, *overrides)
+
+
 def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, list[dict]]:
     """The three tables of a distillation data set, with ids that are not row numbers."""
     return {

@@ -33,6 +33,7 @@ WHERE = [
     (losses.CachedContrastive, "forward"),
     (losses.Distillation, "forward"),
     (utils.ColBERTCollator, "__call__"),
+    (models.Dense, "forward"),
     (models.ColBERT, "similarity"),
     (models.ColBERT, "similarity_pairwise"),
 ]
@@ -135,7 +136,7 @@ def test_enable_says_what_it_switched_on_in_one_line(caplog):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert len(caplog.messages) == 1
     assert pylate.__version__ in caplog.text
-    assert "padding_free on, compile off, stock_masking on, grad_filter off" in caplog.text
+    assert "padding_free on, compile off, stock_masking on, grad_filter off, ring off, fused_head on" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
@@ -162,14 +163,16 @@ def test_nonsense_in_the_environment_is_an_error(monkeypatch):
         pylate_fastmaxsim.enable()
 
 
-def test_a_missing_pylate_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "pylate", None)
-    with pytest.raises(ImportError, match=r'pip install "pylate-fastmaxsim\[pylate\]"'):
+    monkeypatch.setitem(sys.modules, "colpali_engine", None)
+    with pytest.raises(ImportError, match=r'pip install "pylate-fastmaxsim\[pylate\]".*\[colpali\]"'):
         pylate_fastmaxsim.enable()
 
 
 @pytest.mark.parametrize("version", ["1.5.0", "2.0.0", "2.0.0rc1"])
 def test_another_version_of_pylate_is_refused(version, monkeypatch):
+    monkeypatch.setitem(sys.modules, "colpali_engine", None)
     monkeypatch.setattr(pylate, "__version__", version)
     with pytest.raises(ImportError, match=f"from 1.5.1 up to but not including 2; installed is {version}"):
         pylate_fastmaxsim.enable()

@@ -179,6 +179,8 @@ def forward(
     zero_floor: Tensor | None,
     max_q_length: int,
     max_d_length: int,
+    q_gapless: bool,
+    d_gapless: bool,
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor]:
@@ -244,6 +246,8 @@ def backward(
     zero_floor: Tensor | None,
     max_q_length: int,
     max_d_length: int,
+    q_gapless: bool,
+    d_gapless: bool,
     precision: str,
     need_q: bool,
     need_d: bool,

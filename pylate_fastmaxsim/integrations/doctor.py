@@ -18,6 +18,7 @@ _PACKAGES = (
     "torch",
     "triton",
     "pylate",
+    "colpali-engine",
     "sentence-transformers",
     "transformers",
     "accelerate",
@@ -25,7 +26,13 @@ _PACKAGES = (
     "late-interaction-kernels",
     "flash-maxsim",
 )
-_SWITCHES = ("PYLATE_FASTMAXSIM", "PYLATE_SCORES_BACKEND", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+_SWITCHES = (
+    "PYLATE_FASTMAXSIM",
+    "PYLATE_SCORES_BACKEND",
+    "COLPALI_SCORES_BACKEND",
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Report:
 
 
 def report() -> Report:
-    """Look at this machine. Imports PyLate where it is installed; changes nothing.
+    """Look at this machine. Imports PyLate and colpali-engine where they are installed; changes nothing.
 
     Examples
     --------
@@ -64,6 +71,7 @@ def report() -> Report:
     fallbacks = _fallbacks()
     try:
         patches = [patch.target for patch in switch.available_patches()]
+        fallbacks[:0] = switch.left_alone()
     except ImportError as error:
         patches = []
         fallbacks.insert(0, f"Nothing is patched: {error}")
@@ -155,16 +163,20 @@ def _fallbacks() -> list[str]:
             lines.append(f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}: enable() does nothing.")
     except ValueError as error:
         lines.append(f"enable() raises: {error}")
-    backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto")
-    if backend.lower() != "auto":
-        lines.append(f"PYLATE_SCORES_BACKEND={backend}: PyLate's scoring functions run as they came.")
+    for variable, host in (("PYLATE_SCORES_BACKEND", "PyLate"), ("COLPALI_SCORES_BACKEND", "colpali-engine")):
+        backend = os.environ.get(variable, "auto")
+        if backend.lower() != "auto":
+            lines.append(f"{variable}={backend}: {host}'s scoring functions run as they came.")
     if not torch.cuda.is_available():
         lines.append(
-            "No CUDA device: MaxSim runs in blocks of plain PyTorch, documents are encoded in groups of similar length."
+            "No CUDA device: MaxSim and the projection before it run in blocks of plain PyTorch, documents are encoded in "
+            "groups of similar length."
         )
         return lines
     if util.find_spec("triton") is None:
-        lines.append("No triton: MaxSim runs in blocks of plain PyTorch instead of the CUDA kernels.")
+        lines.append(
+            "No triton: MaxSim and the projection before it run in blocks of plain PyTorch instead of the CUDA kernels."
+        )
     if torch.cuda.get_device_capability() < (8, 0):
         lines.append(
             "Compute capability below 8.0: no variable-length attention, documents are encoded in groups of similar "

@@ -1,4 +1,4 @@
-"""Run somebody's training script with PyLate accelerated, without editing it."""
+"""Run somebody's training script with PyLate or colpali-engine accelerated, without editing it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _logger = logging.getLogger("pylate_fastmaxsim")
 def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     """Run a Python script or module as ``python`` would, with :func:`~pylate_fastmaxsim.enable` called for it.
 
-    ``enable`` is called when the script imports PyLate, not before: what the script sets in the
+    ``enable`` is called when the script imports PyLate or colpali-engine, not before: what the script sets in the
     environment first (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without us.
 
     Parameters
     ----------
     arguments
-        The words of the command line: ``[--no-padding-free] [--compile] [--stock-masking] SCRIPT.py
-        ARGS...``, or ``-m module`` in the place of ``SCRIPT.py``. What follows belongs to the script.
+        The words of the command line: ``[--no-padding-free] [--compile] [--stock-masking] [--grad-filter auto]
+        [--ring] [--no-fused-head] SCRIPT.py ARGS...``, or ``-m module`` in the place of ``SCRIPT.py``. What follows belongs to the script.
     prog
         What the command is called in its messages.
 
@@ -64,9 +64,10 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    options = {name: getattr(parsed, name) for name in ("padding_free", "compile", "stock_masking", "grad_filter")}
-    hook = _EnableWithPylate(options)
-    if "pylate" in sys.modules:
+    names = ("padding_free", "compile", "stock_masking", "grad_filter", "ring", "fused_head")
+    options = {name: getattr(parsed, name) for name in names}
+    hook = _EnableWithHost(options)
+    if not switch.HOST_MODULES.isdisjoint(sys.modules):
         switch.enable(**options)
     else:
         sys.meta_path.insert(0, hook)
@@ -78,20 +79,20 @@ def _run(parsed: argparse.Namespace) -> None:
     finally:
         if hook in sys.meta_path:
             sys.meta_path.remove(hook)
-            _logger.warning("%s did not import PyLate, so nothing was accelerated.", parsed.target)
+            _logger.warning("%s did not import PyLate or colpali-engine, so nothing was accelerated.", parsed.target)
 
 
-class _EnableWithPylate(importlib.abc.MetaPathFinder):
-    """Calls ``enable`` as soon as PyLate is imported."""
+class _EnableWithHost(importlib.abc.MetaPathFinder):
+    """Calls ``enable`` as soon as PyLate or colpali-engine is imported."""
 
     def __init__(self, options: dict[str, bool | str | None]) -> None:
         self.options = options
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
-        if name != "pylate":
+        if name not in switch.HOST_MODULES:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("pylate")
+        spec = importlib.util.find_spec(name)
         if spec is None:
             return None
         execute = spec.loader.exec_module
@@ -107,8 +108,8 @@ class _EnableWithPylate(importlib.abc.MetaPathFinder):
 def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run a PyLate training script accelerated, without editing it.",
-        usage="%(prog)s [--no-padding-free] [--compile] [--stock-masking] [--grad-filter auto] (SCRIPT.py | -m MODULE) [ARGS ...]",
+        description="Run a training script of PyLate or colpali-engine accelerated, without editing it.",
+        usage="%(prog)s [--no-padding-free] [--compile] [--stock-masking] [--grad-filter auto] [--ring] [--no-fused-head] (SCRIPT.py | -m MODULE) [ARGS ...]",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -120,6 +121,12 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--grad-filter", choices=["auto"], help="skip pairs whose gradients are too small to matter in the backward"
+    )
+    parser.add_argument(
+        "--ring", action="store_true", help="pass documents from rank to rank instead of gathering those of all ranks"
+    )
+    parser.add_argument(
+        "--no-fused-head", dest="fused_head", action="store_false", help="project and normalise one after the other"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module, as in python -m")
     parser.add_argument("target", metavar="SCRIPT.py | MODULE", nargs="?", help="what to run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -28,6 +28,9 @@ from pylate_fastmaxsim.integrations.documents import (
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
 from pylate_fastmaxsim.tokens import TokenBatch
+
+# What makes token embeddings [N, L, d] of one call of the model.
+Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 # From what every encoder can do to the fastest.
 _MODES = ("padded", "grouped", "packed")
@@ -79,9 +82,10 @@ def encode_documents(
     return encode(model, plan_documents(model, document_features, skiplist))
 
 
-def encode(model: nn.Module, plan: EncodingPlan) -> TokenBatch:
-    """Token embeddings of the documents of a plan, as the model gives them."""
-    return plan.batch([token_embeddings(model, call) for call in plan.calls])
+def encode(model: nn.Module, plan: EncodingPlan, embed: Embed | None = None) -> TokenBatch:
+    """Token embeddings of the documents of a plan, as ``embed`` or else the model gives them."""
+    embed = embed or token_embeddings
+    return plan.batch([embed(model, call) for call in plan.calls])
 
 
 def plan_documents(

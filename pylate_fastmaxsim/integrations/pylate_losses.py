@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from inspect import unwrap as undecorated
 
@@ -14,16 +14,22 @@ import tqdm
 from pylate import scores as stock_scores
 from pylate.losses import CachedContrastive, Contrastive, Distillation
 from pylate.losses.cached_contrastive import RandContext
-from pylate.utils import all_gather, all_gather_with_gradients, get_rank, get_world_size
+from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
 from pylate_fastmaxsim.integrations.documents import without_index
+from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
 from pylate_fastmaxsim.integrations.wrappers import unwrap
+from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.ring import ring_maxsim
+from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.winners import queries_at_once
 
 Features = list[dict[str, Tensor]]
 
@@ -58,15 +64,16 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
 
 def _reason_to_leave(loss: nn.Module) -> str | None:
     metric = loss.score_metric
+    xtr = passing_tokens(loss) is not None
     if isinstance(loss, Distillation):
         # Built while enabled, a loss holds the replacement of the function; both unwrap to the original.
         default = undecorated(metric) is undecorated(stock_scores.colbert_kd_scores)
     else:
         default = type(metric) is stock_scores.ColBERTScores
-    if not default:
+    if not default and not xtr:
         name = getattr(metric, "__name__", type(metric).__name__)
         return f"its score_metric {name} takes padded embeddings"
-    if os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower() != "auto":
+    if not xtr and os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower() != "auto":
         return f"the environment asks for PYLATE_SCORES_BACKEND={os.environ['PYLATE_SCORES_BACKEND']}"
     if isinstance(loss, CachedContrastive):
         steps = ("embed_minibatch", "embed_minibatch_iter", "calculate_loss", "calculate_loss_and_cache_gradients")
@@ -78,10 +85,14 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class _Scored:
-    """Documents in the order of their columns of scores, and which of them stock's masking gives a floor of 0."""
+    """Documents in the order of their columns of scores, and which of them stock's masking gives a floor of 0.
+
+    With XTR scores, also how many document tokens pass for each query token.
+    """
 
     documents: TokenBatch
     zero_floor: Tensor | None
+    k: int | None
 
 
 @_replaces(Contrastive.forward)
@@ -89,17 +100,14 @@ def contrastive(self: Contrastive, features: Features, labels: Tensor | None) ->
     queries, documents = _encode(self.model, features)
     queries_mask = _queries_mask(self.model, features)
     scored = _scored(self, documents, features)
-    if self.gather_across_devices:
-        scored = _gather(scored)
-    batch_size = len(queries)
-    step = self.score_mini_batch_size or batch_size
-    chunks = [
-        _score(queries[begin : begin + step], _rows(queries_mask, begin, step), scored)
-        for begin in range(0, batch_size, step)
-    ]
+    # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
+    if _in_ring(self):
+        scores = _score_in_ring(queries, queries_mask, scored)
+    else:
+        scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
     loss = F.cross_entropy(
-        torch.cat(chunks) / self.temperature,
-        _targets(batch_size, len(features) - 1, self.gather_across_devices, queries.device),
+        scores / self.temperature,
+        _targets(len(queries), len(features) - 1, self.gather_across_devices, queries.device),
         reduction="mean" if self.size_average else "sum",
     )
     return loss * get_world_size() if self.gather_across_devices else loss
@@ -174,15 +182,15 @@ class _Pass:
             return self._embed()
 
     def _embed(self) -> Tensor:
-        return _normalize(packing.token_embeddings(self._model, self._features))
+        embeddings = unit_embeddings(self._model, self._features)
+        # Their gradient waits in their dtype, and the scale that a GradScaler gives it comes only in backward().
+        return embeddings.float() if embeddings.dtype == torch.float16 else embeddings
 
 
 def _second_passes(passes: Sequence[_Pass], gradients: Sequence[Tensor], grad_output: Tensor) -> None:
     for one, gradient in zip(passes, gradients, strict=True):
         embeddings = one.again()
-        with torch.enable_grad():
-            surrogate = torch.dot(embeddings.flatten(), gradient.flatten()) * grad_output
-        surrogate.backward()
+        embeddings.backward(gradient.view_as(embeddings) * grad_output)
 
 
 def _loss_in_chunks(
@@ -192,28 +200,69 @@ def _loss_in_chunks(
 
     As stock does: ``size_average`` divides the loss that is returned, not the gradients.
     """
+    targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
+    losses_of_chunks = _losses_in_ring if _in_ring(self) else _losses_of_chunks
+    loss = torch.stack(losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
+    return loss / len(queries) if self.size_average else loss
+
+
+def _losses_of_chunks(
+    self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
+) -> list[Tensor]:
     with_backward = torch.is_grad_enabled()
     if self.gather_across_devices:
         scored = _gather(scored)
     # Chunks leave their gradients at the gathered documents, so that these are sent back once and not per chunk.
     gathered = scored.documents.values
     leaf = gathered.detach().requires_grad_(with_backward)
-    scored = _Scored(scored.documents.with_values(leaf), scored.zero_floor)
-    targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
-    step = self.score_mini_batch_size
-    losses = []
-    for begin in _progress(self, range(0, len(queries), step), "Preparing caches"):
-        scores = _score(queries[begin : begin + step], _rows(queries_mask, begin, step), scored)
-        loss = F.cross_entropy(scores / self.temperature, targets[begin : begin + step], reduction="sum")
-        if self.gather_across_devices:
-            loss = loss * get_world_size()
+    scored = replace(scored, documents=scored.documents.with_values(leaf))
+    at_once = queries_at_once(queries.shape[1], len(scored.documents), scored.documents.max_length)
+    losses, gradient = [], None
+    for chunk in _chunks(self, len(queries), at_once):
+        scores = _score(queries[chunk], None if queries_mask is None else queries_mask[chunk], scored)
+        loss = _sum_of_losses(self, scores, targets[chunk])
         if with_backward:
             loss.backward()
+            # In 16 bits each chunk's gradient is rounded anyway, but their sum need not be.
+            part, leaf.grad = leaf.grad, None
+            gradient = (
+                part if gradient is None else gradient.to(torch.promote_types(part.dtype, torch.float32)).add_(part)
+            )
         losses.append(loss.detach())
     if with_backward:
-        gathered.backward(leaf.grad)
-    loss = torch.stack(losses).sum()
-    return loss / len(queries) if self.size_average else loss
+        gathered.backward(gradient.to(gathered.dtype))
+    return losses
+
+
+def _losses_in_ring(
+    self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
+) -> list[Tensor]:
+    # One round for all queries; only what the loss makes of their scores comes in chunks.
+    scores = _score_in_ring(queries, queries_mask, scored)
+    gradient = scores.detach()
+    losses = []
+    for chunk in _chunks(self, len(queries), queries_at_once(0, scores.shape[1], 0)):
+        leaf = scores[chunk].detach().requires_grad_(scores.requires_grad)
+        loss = _sum_of_losses(self, leaf, targets[chunk])
+        if scores.requires_grad:
+            loss.backward()
+            # In the place of the scores, which nothing needs any more.
+            gradient[chunk] = leaf.grad
+        losses.append(loss.detach())
+    if scores.requires_grad:
+        scores.backward(gradient)
+    return losses
+
+
+def _chunks(self: CachedContrastive, count: int, at_once: int) -> Iterator[slice]:
+    """Queries to score at a time: all where memory allows, and never fewer than the loss asks for."""
+    step = max(self.score_mini_batch_size, at_once)
+    return (slice(begin, begin + step) for begin in _progress(self, range(0, count, step), "Preparing caches"))
+
+
+def _sum_of_losses(self: CachedContrastive, scores: Tensor, targets: Tensor) -> Tensor:
+    loss = F.cross_entropy(scores / self.temperature, targets, reduction="sum")
+    return loss * get_world_size() if self.gather_across_devices else loss
 
 
 def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Iterator:
@@ -223,9 +272,8 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
 def _encode(model: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
     plan = packing.plan_documents(model, features[1:], unwrap(model).skiplist)
-    queries = _normalize(packing.token_embeddings(model, without_index(features[0])))
-    documents = packing.encode(model, plan)
-    return queries, documents.with_values(_normalize(documents.values))
+    queries = unit_embeddings(model, without_index(features[0]))
+    return queries, packing.encode(model, plan, unit_embeddings)
 
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
@@ -233,35 +281,47 @@ def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
     return None if unwrap(model).do_query_expansion else features[0]["attention_mask"]
 
 
-def _normalize(embeddings: Tensor) -> Tensor:
-    return F.normalize(embeddings, p=2, dim=-1)
-
-
 def _scored(loss: nn.Module, documents: TokenBatch, features: Features) -> _Scored:
     """From column after column to all documents of the first query, of the second, and so on."""
     columns = features[1:]
     order = torch.arange(len(documents), device=documents.device).view(len(columns), -1).t().reshape(-1)
     zero_floor = None
-    if switch.options().stock_masking:
+    k = passing_tokens(loss)
+    # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
+    if switch.options().stock_masking or k is not None:
         skiplist = unwrap(loss.model).skiplist
         masked = [~packing.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
-    return _Scored(documents.select(order), zero_floor)
+    return _Scored(documents.select(order), zero_floor, k)
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
     batch = TokenBatch.from_padded(queries, queries_mask)
-    return maxsim(
-        batch,
+    options = {"zero_floor": scored.zero_floor, "grad_filter": switch.options().grad_filter}
+    if scored.k is not None:
+        return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
+    return maxsim(batch, scored.documents, candidates, **options)
+
+
+def _in_ring(loss: nn.Module) -> bool:
+    """Whether the documents of other ranks are to come by, rather than to be gathered."""
+    distributed = dist.is_available() and dist.is_initialized()
+    if not (loss.gather_across_devices and switch.options().ring and distributed):
+        return False
+    if passing_tokens(loss) is not None:
+        log_once("The documents of all ranks are gathered: the k-th largest similarity of XTR needs them all at once.")
+        return False
+    return True
+
+
+def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored) -> Tensor:
+    return ring_maxsim(
+        queries,
         scored.documents,
-        candidates,
+        queries_mask=queries_mask,
         zero_floor=scored.zero_floor,
         grad_filter=switch.options().grad_filter,
     )
-
-
-def _rows(mask: Tensor | None, begin: int, count: int) -> Tensor | None:
-    return None if mask is None else mask[begin : begin + count]
 
 
 def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device) -> Tensor:
@@ -272,19 +332,8 @@ def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device
 
 def _gather(scored: _Scored) -> _Scored:
     """The documents of all ranks, rank after rank, with gradients. Waits for the device once."""
-    documents = scored.documents
     if not (dist.is_available() and dist.is_initialized()):
-        all_gather_with_gradients(documents.values)  # for the warning that PyLate gives
+        all_gather_with_gradients(scored.documents.values)  # for the warning that PyLate gives
         return scored
-    sizes = torch.tensor([len(documents.values), documents.max_length], device=documents.device)
-    dist.all_reduce(sizes, dist.ReduceOp.MAX)
-    rows, max_length = sizes.tolist()
-    missing = rows - len(documents.values)
-    values = torch.cat(tuple(all_gather_with_gradients(F.pad(documents.values, (0, 0, 0, missing)))))
-    keep = torch.cat(tuple(all_gather(F.pad(documents.keep, (0, missing)))))
-    zero_floor = scored.zero_floor
-    if zero_floor is not None:
-        zero_floor = torch.cat(tuple(all_gather(zero_floor)))
-    starts = torch.cat([start + rank * rows for rank, start in enumerate(all_gather(documents.starts))])
-    lengths = torch.cat(tuple(all_gather(documents.lengths)))
-    return _Scored(TokenBatch(values, starts, lengths, max_length, keep), zero_floor)
+    documents, zero_floor = gather_documents(scored.documents, scored.zero_floor)
+    return replace(scored, documents=documents, zero_floor=zero_floor)

@@ -15,13 +15,14 @@ from pylate.scores import colbert as stock_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations import stock
 from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.stock import LeftToStock, check
 from pylate_fastmaxsim.integrations.switch import options
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
-_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+replaces = functools.partial(stock.replaces, host="PyLate")
 
 
 def patches() -> list[Patch]:
@@ -42,73 +43,44 @@ def patches() -> list[Patch]:
     ]
 
 
-class _LeftToStock(Exception):
-    """Why PyLate's own function has to compute this, or has to raise for it."""
-
-
-def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
-    """Decorator: stand in for ``stock``, and call it where the fast function leaves the input to it.
-
-    A reference to a replacement may outlive ``disable()``, say in a loss that was built with it;
-    it then calls stock.
-    """
-
-    def decorate(fast: Callable) -> Callable:
-        @functools.wraps(stock)
-        def replacement(*args, **kwargs):
-            if options() is None:
-                return stock(*args, **kwargs)
-            try:
-                return fast(*args, **kwargs)
-            except _LeftToStock as error:
-                reason = error
-            result = stock(*args, **kwargs)
-            log_once("%s of PyLate itself computes the scores: %s.", stock.__qualname__, reason)
-            return result
-
-        return replacement
-
-    return decorate
-
-
-@_replaces(stock_scores.colbert_scores)
+@replaces(stock_scores.colbert_scores)
 def colbert_scores(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
-    _check(queries, documents, 3, 3)
+    check(queries, documents, 3, 3)
     return _score(queries, documents, queries_mask, documents_mask)
 
 
-@_replaces(stock_scores.colbert_kd_scores)
+@replaces(stock_scores.colbert_kd_scores)
 def colbert_kd_scores(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
-    _check(queries, documents, 3, 4)
+    check(queries, documents, 3, 4)
     if len(queries) != len(documents):
-        raise _LeftToStock("queries and documents differ in number")
+        raise LeftToStock("queries and documents differ in number")
     count, ways = documents.shape[:2]
     candidates = torch.arange(count * ways, device=queries.device).view(count, ways)
     return _score(queries, documents, queries_mask, documents_mask, candidates)
 
 
-@_replaces(stock_scores.ColBERTScores.__call__)
+@replaces(stock_scores.ColBERTScores.__call__)
 def score_groups(self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
-    _check(queries, documents, 3, 4)
+    check(queries, documents, 3, 4)
     return _score(queries, documents, queries_mask, documents_mask)
 
 
-@_replaces(stock_scores.colbert_scores_pairwise)
+@replaces(stock_scores.colbert_scores_pairwise)
 def colbert_scores_pairwise(queries_embeddings, documents_embeddings, backend=None):
     _check_backend(backend)
     queries, documents = _sequences(queries_embeddings), _sequences(documents_embeddings)
-    _check(queries.values, documents.values, 2, 2)
+    check(queries.values, documents.values, 2, 2)
     pairs = torch.arange(min(len(queries), len(documents)), device=queries.device)
     return maxsim(queries.select(pairs), documents, pairs[:, None]).squeeze(1)
 
 
-@_replaces(stock_rank.rerank)
+@replaces(stock_rank.rerank)
 def rerank(documents_ids, queries_embeddings, documents_embeddings, device=None):
     _check_backend(None)
     results = []
@@ -125,7 +97,7 @@ def rerank(documents_ids, queries_embeddings, documents_embeddings, device=None)
             continue
         query = query if device is None else query.to(device)
         documents = _pack(documents, query.device)
-        _check(query, documents.values, 2, 2)
+        check(query, documents.values, 2, 2)
         zero_floor = None
         if options().stock_masking:
             # Stock pads every document with zeros to the longest and lets those compete.
@@ -160,25 +132,11 @@ def _replacement_of(function: Callable, replacement: Callable) -> Callable:
 def _check_backend(backend: str | None) -> None:
     if backend is not None:
         if backend.lower() != "auto":
-            raise _LeftToStock(f"the call asks for backend={backend!r}")
+            raise LeftToStock(f"the call asks for backend={backend!r}")
         return
     backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto")
     if backend.lower() != "auto":
-        raise _LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
-
-
-def _check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: int) -> None:
-    """Leave to stock what the operator does not take. Stock raises for most of it, in words its users know."""
-    if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
-        raise _LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
-    if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
-        raise _LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
-    if queries.device != documents.device:
-        raise _LeftToStock(f"embeddings are on {queries.device} and {documents.device}")
-    dtypes = (queries.dtype, documents.dtype)
-    mixed = queries.dtype != documents.dtype and not torch.is_autocast_enabled(queries.device.type)
-    if mixed or not _DTYPES.issuperset(dtypes):
-        raise _LeftToStock(f"embeddings have the dtypes {dtypes[0]} and {dtypes[1]}")
+        raise LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
 
 
 def _score(queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
@@ -193,10 +151,12 @@ def _score(queries, documents, queries_mask, documents_mask, candidates=None) ->
         documents = documents.flatten(0, 1)
     if queries_mask is not None:
         queries_mask = convert_to_tensor(queries_mask).broadcast_to(queries.shape[:-1])
-    return maxsim(_batch(queries, queries_mask), _batch(documents, documents_mask), candidates, zero_floor=zero_floor)
+    return maxsim(
+        masked_batch(queries, queries_mask), masked_batch(documents, documents_mask), candidates, zero_floor=zero_floor
+    )
 
 
-def _batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
+def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
     if mask is not None and mask.dtype != torch.bool:
         # Stock multiplies similarities by the mask, so any number is allowed: it weighs a token.
         values = values * mask.unsqueeze(-1).to(values.dtype)
@@ -209,13 +169,13 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
         if embeddings.dim() != 3:
-            raise _LeftToStock(f"embeddings have the shape {tuple(embeddings.shape)}")
+            raise LeftToStock(f"embeddings have the shape {tuple(embeddings.shape)}")
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:
-        raise _LeftToStock(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
+        raise LeftToStock(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
     sequences = [convert_to_tensor(sequence) for sequence in embeddings]
     if len({sequence.dtype for sequence in sequences}) > 1:
-        raise _LeftToStock("embeddings in a list differ in dtype")
+        raise LeftToStock("embeddings in a list differ in dtype")
     return _pack(sequences, sequences[0].device)
 
 
@@ -223,7 +183,7 @@ def _pack(sequences: list[Tensor], device: torch.device) -> TokenBatch:
     """Token matrices back to back in the dtype of the first, moved to ``device`` at once."""
     first = sequences[0]
     if any(sequence.dim() != 2 or sequence.shape[1] != first.shape[1] for sequence in sequences):
-        raise _LeftToStock("embeddings in a list are not all [tokens, d] of one d")
+        raise LeftToStock("embeddings in a list are not all [tokens, d] of one d")
     lengths = [len(sequence) for sequence in sequences]
     values = torch.cat([sequence.to(first) for sequence in sequences]).to(device)
     return TokenBatch.from_packed(values, torch.tensor([0, *accumulate(lengths)]), max_length=max(lengths))

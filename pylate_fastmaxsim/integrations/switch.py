@@ -1,15 +1,18 @@
-"""The flag: switch the acceleration of PyLate on and off."""
+"""The flag: switch the acceleration of PyLate and colpali-engine on and off."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import metadata, util
 
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
@@ -21,7 +24,48 @@ _options: Options | None = None
 
 _ON = ("", "1", "true", "on", "yes")
 _OFF = ("0", "false", "off", "no")
-_PROVIDERS = ("pylate_scores", "pylate_losses", "pylate_collator", "uninspected_masks")
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A library that is accelerated.
+
+    Parameters
+    ----------
+    name
+        Of its distribution, as it is printed; ``extra`` installs it.
+    module
+        What to import.
+    first, below
+        The versions whose names and rules the patches know: from the one up to but not including the other.
+    providers
+        Modules of this package whose ``patches()`` say what to replace in it.
+    """
+
+    name: str
+    extra: str
+    module: str
+    first: str
+    below: str
+    providers: tuple[str, ...]
+
+    @property
+    def version(self) -> str:
+        return getattr(sys.modules[self.module], "__version__", None) or metadata.version(self.name)
+
+
+_HOSTS = (
+    _Host(
+        "PyLate",
+        "pylate",
+        "pylate",
+        "1.5.1",
+        "2",
+        ("pylate_scores", "pylate_xtr", "pylate_losses", "pylate_collator", "uninspected_masks", "fused_head"),
+    ),
+    _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali",)),
+)
+HOST_MODULES = frozenset(host.module for host in _HOSTS)
 
 
 @dataclass(frozen=True)
@@ -32,10 +76,12 @@ class Options:
     compile: bool = False
     stock_masking: bool = False
     grad_filter: GradFilter = None
+    ring: bool = False
+    fused_head: bool = True
 
 
 def options() -> Options | None:
-    """The options in force, or None while PyLate runs as it came."""
+    """The options in force, or None while the host libraries run as they came."""
     return _options
 
 
@@ -45,33 +91,46 @@ def enable(
     compile: bool = False,
     stock_masking: bool = False,
     grad_filter: GradFilter = None,
+    ring: bool = False,
+    fused_head: bool = True,
 ) -> None:
-    """Make PyLate compute its scores and losses without a similarity tensor and without padding.
+    """Make PyLate and colpali-engine compute their scores and losses without a similarity tensor.
 
-    Call it before or after the model and the loss are built, and whether PyLate's functions were
+    PyLate's documents are encoded without padding as well. Whichever of the two is installed is
+    patched. Call it before or after the model and the loss are built, and whether their functions were
     imported before or will be. Calling it again changes the options. :func:`disable` takes it back.
 
     Scores keep their meaning with two differences that show: they are float32 for bfloat16 and
-    float16 input (stock sums in the input's dtype), and a masked document token never wins (stock
-    gives it the similarity 0, which wins over negative ones).
+    float16 input (stock sums in the input's dtype), and with PyLate a masked document token never wins
+    (stock gives it the similarity 0, which wins over negative ones). colpali-engine has no masks; a
+    row of zeros keeps its similarity of 0.
 
     Parameters
     ----------
     padding_free
-        Encode the documents of a batch back to back in one forward, without padding tokens.
+        Encode the documents of a batch back to back in one forward, without padding tokens. PyLate only.
     compile
-        Compile the encoder's layers for a varying number of tokens.
+        Compile the encoder's layers for a varying number of tokens. PyLate only.
     stock_masking
         Let a masked document token count with similarity 0, as stock PyLate does, to reproduce
-        runs that were made with it.
+        runs that were made with it. PyLate only.
     grad_filter
         ``"auto"``: the backward of a loss's scores skips pairs of a query and a document whose gradients are too small
         to matter, of each query at most 2**-12 of the sum of its absolute gradients.
+    ring
+        Losses with ``gather_across_devices=True`` pass the documents of a batch round from rank to rank instead of
+        gathering them, with the same scores and gradients: no rank ever holds the documents of all, so their memory
+        does not grow with the number of ranks. For many ranks and large batches; for a few ranks gathering is faster,
+        because everything is scored by one launch.
+    fused_head
+        Project hidden states and normalise them in one pass, where the model ends with an ordinary Dense: token
+        embeddings are made in float32 on the chip and kept in the dtype that the encoder computes in.
 
     Raises
     ------
     ImportError
-        PyLate is not installed, or not in a version from 1.5.1 up to but not including 2.
+        Neither PyLate from 1.5.1 up to but not including 2 nor colpali-engine from 0.3.18 up to but not
+        including 0.4 can be imported. Where one of the two can, the other is a line of log.
     ValueError
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
         ``"auto"`` nor ``None``.
@@ -91,19 +150,20 @@ def enable(
     """
     grad_filters.check(grad_filter)
     if forbidden():
-        _logger.info("PYLATE_FASTMAXSIM=%s: PyLate runs as it came.", os.environ["PYLATE_FASTMAXSIM"])
+        _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
-    new = Options(padding_free, compile, stock_masking, grad_filter)
+    new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head)
     _switch_to(new)
+    hosts, _ = _hosts()
     _logger.info(
-        "PyLate %s is accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.",
-        importlib.import_module("pylate").__version__,
+        "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.",
+        " and ".join(f"{host.name} {host.version}" for host in hosts) + (" is" if len(hosts) == 1 else " are"),
         ", ".join(f"{name} {_said(value)}" for name, value in asdict(new).items()),
     )
 
 
 def disable() -> None:
-    """Put PyLate back as it came. Does nothing where it is.
+    """Put the host libraries back as they came. Does nothing where they are.
 
     Examples
     --------
@@ -120,6 +180,8 @@ def enabled(
     compile: bool = False,
     stock_masking: bool = False,
     grad_filter: GradFilter = None,
+    ring: bool = False,
+    fused_head: bool = True,
 ) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block; then what was in force before is again.
 
@@ -132,7 +194,14 @@ def enabled(
     tensor([[0.]])
     """
     before = options()
-    enable(padding_free=padding_free, compile=compile, stock_masking=stock_masking, grad_filter=grad_filter)
+    enable(
+        padding_free=padding_free,
+        compile=compile,
+        stock_masking=stock_masking,
+        grad_filter=grad_filter,
+        ring=ring,
+        fused_head=fused_head,
+    )
     try:
         yield
     finally:
@@ -158,16 +227,64 @@ def forbidden() -> bool:
 
 
 def available_patches() -> list[Patch]:
-    """What :func:`enable` replaces in PyLate. Imports PyLate.
+    """What :func:`enable` replaces in the host libraries. Imports those that are installed.
 
     Raises
     ------
     ImportError
         As :func:`enable`.
     """
-    _require_pylate()
-    providers = [importlib.import_module(f"pylate_fastmaxsim.integrations.{name}") for name in _PROVIDERS]
+    hosts, reasons = _hosts()
+    if not hosts:
+        raise ImportError(" ".join(reasons.values()))
+    for line in left_alone():
+        log_once("%s", line)
+    providers = [
+        importlib.import_module(f"pylate_fastmaxsim.integrations.{name}") for host in hosts for name in host.providers
+    ]
     return [patch for provider in providers for patch in provider.patches()]
+
+
+def left_alone() -> list[str]:
+    """A sentence for each host library that is installed and cannot be patched."""
+    _, reasons = _hosts()
+    return [
+        f"{host.name} runs as it came: {reason}"
+        for host, reason in reasons.items()
+        if util.find_spec(host.module) is not None
+    ]
+
+
+def _hosts() -> tuple[list[_Host], dict[_Host, str]]:
+    """The host libraries that can be patched, and why the others cannot."""
+    usable, reasons = [], {}
+    for host in _HOSTS:
+        reason = _reason_to_leave(host)
+        if reason is None:
+            usable.append(host)
+        else:
+            reasons[host] = reason
+    return usable, reasons
+
+
+def _reason_to_leave(host: _Host) -> str | None:
+    try:
+        importlib.import_module(host.module)
+        version = host.version
+    except ModuleNotFoundError as error:
+        if error.name != host.module:
+            return f"{host.name} cannot be imported: {error}."
+        return f'{host.name} is not installed: pip install "pylate-fastmaxsim[{host.extra}]".'
+    except Exception as error:  # a broken installation of what it needs raises anything
+        return f"{host.name} cannot be imported: {type(error).__name__}: {error}."
+    from packaging.version import Version
+
+    if not Version(host.first).release <= Version(version).release < Version(host.below).release:
+        return (
+            f"pylate-fastmaxsim accelerates {host.name} from {host.first} up to but not including {host.below}; "
+            f"installed is {version}."
+        )
+    return None
 
 
 def _switch_to(new: Options | None) -> None:
@@ -185,20 +302,3 @@ def _switch_to(new: Options | None) -> None:
         if new is None:
             _patches.undo()
         _options = new
-
-
-def _require_pylate() -> None:
-    try:
-        import pylate
-    except ModuleNotFoundError as error:
-        if error.name != "pylate":
-            raise
-        raise ImportError(
-            'pylate-fastmaxsim accelerates PyLate, which is not installed: pip install "pylate-fastmaxsim[pylate]".'
-        ) from error
-    from packaging.version import Version
-
-    if not (1, 5, 1) <= Version(pylate.__version__).release < (2,):
-        raise ImportError(
-            f"pylate-fastmaxsim accelerates PyLate from 1.5.1 up to but not including 2; installed is {pylate.__version__}."
-        )

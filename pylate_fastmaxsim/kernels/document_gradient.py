@@ -42,6 +42,7 @@ def document_gradient_kernel(
     num_chunks,
     tiles_per_document,
     DIM: tl.constexpr,
+    WRITE_ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -49,7 +50,7 @@ def document_gradient_kernel(
 ):
     """Gradient of BLOCK_T tokens of one document from the rows that place_kernel put in their bucket.
 
-    Tiles without a row are not touched: `grad_d` comes filled with zeros.
+    Tiles without a row are touched with WRITE_ZEROS only; otherwise `grad_d` comes filled with zeros.
     """
     program = tl.program_id(0)
     local = (program // tiles_per_document).to(tl.int64)
@@ -61,7 +62,7 @@ def document_gradient_kernel(
         begins += local * (1 + tiles_per_document * num_chunks) + tile * num_chunks
         begin = tl.load(begins)
         end = tl.load(begins + num_chunks)
-        if begin < end:
+        if WRITE_ZEROS or begin < end:
             buckets += local * num_rows
             weights += local * num_rows
             token = first + tl.arange(0, BLOCK_T)
@@ -102,6 +103,7 @@ def candidate_document_gradient_kernel(
     DIM: tl.constexpr,
     SENTINEL: tl.constexpr,
     SHORT_QUERIES: tl.constexpr,
+    WRITE_ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -110,10 +112,10 @@ def candidate_document_gradient_kernel(
     """Gradient of BLOCK_T tokens of one document from the pairs (query, slot) that name it as a candidate.
 
     pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Tokens
-    without a gradient are not touched: `grad_d` comes filled with zeros.
+    without a gradient are written with WRITE_ZEROS only; otherwise `grad_d` comes filled with zeros.
 
-    Where one short query names a document, as in distillation, its first program sums the rows that share a token
-    straight away, all tiles at once, and the others have nothing to do.
+    Where one short query names a document, as in distillation, its first program does all tiles with the rows at hand, or
+    where zeros are there already sums the rows that share a token straight away; the others have nothing to do.
     """
     program = tl.program_id(0)
     document = (program // tiles_per_document).to(tl.int64)
@@ -132,18 +134,29 @@ def candidate_document_gradient_kernel(
             row = tl.load(q_starts + query) + offset
             in_query = offset < tl.load(q_lengths + query)
             winner = tl.load(winners + (pair % num_slots) * num_rows + row, mask=in_query, other=SENTINEL).to(tl.int32)
-            here = winner != SENTINEL
-            weight = tl.where(here, tl.load(grad_scores + pair), 0.0)
-            q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=here[:, None] & in_dim, other=0.0)
-            same = (winner[:, None] == winner[None, :]) & here[None, :]
-            total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-            total = _add_weighted_rows(total, same, weight, q_rows, PRECISION)
-            earlier = same & (offset[None, :] < offset[:, None])
-            is_first = here & (tl.max(earlier.to(tl.int32), axis=1) == 0)
-            tl.store(
-                grad_d + winner.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=is_first[:, None] & in_dim
-            )
-    elif (first < length) & (first_pair < last_pair):
+            won = winner != SENTINEL
+            weight = tl.where(won, tl.load(grad_scores + pair), 0.0)
+            q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
+            if WRITE_ZEROS:
+                for first_token in range(0, length.to(tl.int32), BLOCK_T):
+                    token = first_token + tl.arange(0, BLOCK_T)
+                    here = (token[:, None] == winner[None, :]) & won[None, :]
+                    total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+                    total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
+                    mask = (token < length)[:, None] & in_dim
+                    tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=mask)
+            else:
+                same = (winner[:, None] == winner[None, :]) & won[None, :]
+                total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+                total = _add_weighted_rows(total, same, weight, q_rows, PRECISION)
+                earlier = same & (offset[None, :] < offset[:, None])
+                is_first = won & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+                tl.store(
+                    grad_d + winner.to(tl.int64)[:, None] * DIM + column[None, :],
+                    total,
+                    mask=is_first[:, None] & in_dim,
+                )
+    elif (first < length) & (WRITE_ZEROS or first_pair < last_pair):
         total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
         for i in range(first_pair, last_pair):
             pair = tl.load(pairs + i)
@@ -163,5 +176,7 @@ def candidate_document_gradient_kernel(
                 weight = tl.where(won, pair_weight, 0.0)
                 total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
         token = first + tl.arange(0, BLOCK_T)
-        mask = (token < length)[:, None] & in_dim & (total != 0.0)
+        mask = (token < length)[:, None] & in_dim
+        if not WRITE_ZEROS:
+            mask = mask & (total != 0.0)
         tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=mask)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.products import product
+from pylate_fastmaxsim.kernels.similarities import inner_products
 
 
 @triton.jit
@@ -28,87 +28,99 @@ def live_tokens_kernel(d_starts, d_lengths, d_keep, live_tokens, live_lengths, B
 
 
 @triton.jit
-def _same_bits(a, b):
+def same_bits(a, b):
     return a.to(tl.int32, bitcast=True) == b.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _first_maximum(a, a_index, b, b_index):
+def first_maximum(a, a_index, b, b_index):
     """The larger of two values and its index; `a` comes first and wins a tie, and so does the first NaN."""
     maximum = maximum_or_nan(a, b)
     # Bits, because every comparison with a NaN is false.
-    return maximum, tl.where(_same_bits(maximum, a), a_index, b_index)
+    return maximum, tl.where(same_bits(maximum, a), a_index, b_index)
 
 
 @triton.jit
-def _best_token(
+def _tile_of_similarities(
     q_tile,
     q_pointers,
-    row_live,
+    q_live,
     document,
     live_tokens,
-    document_length,
-    floor,
+    length,
+    first,
     DIM: tl.constexpr,
-    WANT_WINNERS: tl.constexpr,
-    SENTINEL: tl.constexpr,
+    LONG_DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Maximum and first winner of BLOCK_M query rows over one document; `floor` is what the maximum starts from.
+    """Products of BLOCK_M query rows with BLOCK_N tokens of a document from its live token `first` on.
 
-    `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all.
-
-    Matrix units leave the columns that are equal modulo 8 of a row in one thread. So each thread keeps the best of its
-    own columns, over all tiles of the document, and threads exchange theirs once, after the last tile.
+    `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all. With
+    LONG_DOCUMENTS an offset within a document can exceed 32 bits.
     """
-    GROUPS: tl.constexpr = BLOCK_N // 8
-    best = tl.zeros([BLOCK_M, 8], tl.float32) + floor
-    # First column of the group of 8 that holds the best; the column within the group is the place in `best`.
-    group = tl.zeros([BLOCK_M, 8], tl.int32)
-    group_column = 8 * tl.arange(0, GROUPS)[None, :, None] + tl.zeros([BLOCK_M, GROUPS, 8], tl.int32)
     column = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    for first in range(0, document_length, BLOCK_N):
-        # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
-        if live_tokens is None:
-            row = tl.minimum(column, document_length - 1 - first)
-            d_pointers = document + tl.cast(first, tl.int64) * DIM + row[:, None] * DIM + k[None, :]
-        else:
-            row = tl.load(live_tokens + tl.minimum(first + column, document_length - 1))
-            d_pointers = document + row.to(tl.int64)[:, None] * DIM + k[None, :]
-        similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if DIM <= BLOCK_K:
-            d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
-            similarity = product(q_tile, tl.trans(d_tile), similarity, PRECISION)
-        else:
-            for first_k in range(0, DIM, BLOCK_K):
-                in_dim = first_k + k[None, :] < DIM
-                q_chunk = tl.load(q_pointers + first_k, mask=row_live[:, None] & in_dim, other=0.0)
-                d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
-                similarity = product(q_chunk, tl.trans(d_chunk), similarity, PRECISION)
-        similarity = tl.reshape(similarity, [BLOCK_M, GROUPS, 8])
-        if WANT_WINNERS:
-            tile_best, tile_group = tl.reduce((similarity, group_column), 1, _first_maximum)
-            best, group = _first_maximum(best, group, tile_best, first + tile_group)
-        else:
-            best = maximum_or_nan(best, tl.reduce(similarity, 1, maximum_or_nan))
+    last_token = tl.maximum(length, 1) - 1
+    # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
+    if live_tokens is None:
+        row = tl.minimum(column, last_token - first)
+        d_pointers = document + tl.cast(first, tl.int64) * DIM + row[:, None] * DIM + k[None, :]
+    else:
+        row = tl.load(live_tokens + tl.minimum(first + column, last_token), mask=length > 0, other=0)
+        if LONG_DOCUMENTS:
+            row = row.to(tl.int64)
+        d_pointers = document + (row[:, None] * DIM + k[None, :])
+    return inner_products(q_tile, q_pointers, q_live, d_pointers, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _best_of_row(
+    best,
+    group,
+    document_length,
+    floor,
+    live_tokens,
+    WANT_WINNERS: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Maximum and first winner of each row, from the best of its columns that are equal modulo 8."""
     row_best = tl.reduce(best, 1, maximum_or_nan)
     winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
     if WANT_WINNERS:
-        candidate = tl.where(_same_bits(best, row_best[:, None]), group + tl.arange(0, 8)[None, :], 2147483647)
+        candidate = tl.where(same_bits(best, row_best[:, None]), group + tl.arange(0, 8)[None, :], 2147483647)
         winner = tl.minimum(tl.min(candidate, axis=1), document_length - 1)
         # A maximum that does not exceed this has no winner; without a floor any live token can win (nothing is <= NaN).
-        limit = tl.where(document_length == 0, 0.0, tl.where(floor == 0.0, 0.0, float("nan")))
-        winner = tl.where(row_best <= limit, SENTINEL, winner)
+        limit = tl.where(floor == 0.0, 0.0, float("nan"))
+        winner = tl.where((row_best <= limit) | (document_length == 0), SENTINEL, winner)
         if live_tokens is not None:
             winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
-    return tl.where(row_live & (document_length > 0), row_best, 0.0), winner
+    return row_best, winner
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows", "documents_per_program"])
+@triton.jit
+def _sequence(slot, last_slot, d_starts, d_lengths, candidates, zero_floor):
+    """First row, number of tokens and floor of the maximum of the document in a slot.
+
+    A document without tokens is scored like any other, at a row that exists, and the result thrown away.
+    """
+    document = tl.cast(tl.minimum(slot, last_slot), tl.int64)
+    if candidates is not None:
+        document = tl.load(candidates + document)
+    length = tl.load(d_lengths + document).to(tl.int32)
+    start = tl.where(length > 0, tl.load(d_starts + document), 0)
+    floor = tl.full([], float("-inf"), tl.float32)
+    if zero_floor is not None:
+        floor = tl.where(tl.load(zero_floor + document) != 0, 0.0, floor)
+    return start, length, floor
+
+
+@triton.jit(
+    do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows", "row_blocks", "documents_per_program"]
+)
 def forward_kernel(
     q_values,
     q_starts,
@@ -126,10 +138,12 @@ def forward_kernel(
     num_slots,
     num_tiles,
     num_rows,
+    row_blocks,
     documents_per_program,
     DIM: tl.constexpr,
     SLOT: tl.constexpr,
-    LONG_QUERIES: tl.constexpr,
+    ONE_QUERY: tl.constexpr,
+    LONG_DOCUMENTS: tl.constexpr,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -137,17 +151,22 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A tile of query rows against a few documents.
+    """A tile of query rows against up to 8 documents, one after the other.
 
     With `live_tokens`, a list for each document at its start, `d_lengths` counts the live tokens only:
     masked ones are neither loaded nor multiplied.
 
-    The tile holds BLOCK_M // SLOT queries, one every SLOT rows (one query where candidates are given,
-    as each query then has documents of its own). Slot p of `num_slots` is document p, or the p-th
-    candidate of the query. Queries longer than a tile are taken BLOCK_M rows at a time.
+    The tile holds BLOCK_M // SLOT queries, one every SLOT rows. With ONE_QUERY (queries longer than half a tile, and
+    candidates, as each query then has documents of its own) it is one of the `row_blocks` that a query is cut into, and
+    `scores` is `[row_blocks, num_queries, num_slots]`. Slot p of `num_slots` is document p, or the p-th candidate of
+    the query.
+
+    Matrix units leave the columns that are equal modulo 8 of a row in one thread. So each thread keeps the best of its
+    own columns, over all tiles of a document, and threads exchange theirs once, after the last tile. The tiles of all
+    documents are one loop, so that those of the next document are on their way when a document ends.
     """
     HAS_CANDIDATES: tl.constexpr = candidates is not None
-    QUERIES: tl.constexpr = 1 if HAS_CANDIDATES else BLOCK_M // SLOT
+    GROUPS: tl.constexpr = BLOCK_N // 8
     # Tiles vary fastest, so that programs running together share documents in L2.
     program = tl.program_id(0)
     tile = program % num_tiles
@@ -155,15 +174,16 @@ def forward_kernel(
 
     row_in_tile = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    if QUERIES == 1:
-        offset = row_in_tile
-        q_start = tl.load(q_starts + tile)
-        q_length = tl.load(q_lengths + tile).to(tl.int32)
+    if ONE_QUERY:
+        query = tile // row_blocks
+        offset = (tile % row_blocks) * BLOCK_M + row_in_tile
+        q_start = tl.load(q_starts + query)
+        q_length = tl.load(q_lengths + query).to(tl.int32)
     else:
-        query = tile * QUERIES + row_in_tile // SLOT
+        row_query = tile * (BLOCK_M // SLOT) + row_in_tile // SLOT
         offset = row_in_tile % SLOT
-        q_start = tl.load(q_starts + query, mask=query < num_queries, other=0)
-        q_length = tl.load(q_lengths + query, mask=query < num_queries, other=0).to(tl.int32)
+        q_start = tl.load(q_starts + row_query, mask=row_query < num_queries, other=0)
+        q_length = tl.load(q_lengths + row_query, mask=row_query < num_queries, other=0).to(tl.int32)
 
     q_row = q_start + offset
     q_live = offset < q_length
@@ -171,49 +191,75 @@ def forward_kernel(
         q_live = q_live & (tl.load(q_keep + q_row, mask=q_live, other=0) != 0)
     q_pointers = q_values + q_row[:, None] * DIM + k[None, :]
     q_tile = None
-    if DIM <= BLOCK_K and not LONG_QUERIES:
+    if DIM <= BLOCK_K:
         q_tile = tl.load(q_pointers, mask=q_live[:, None] & (k[None, :] < DIM), other=0.0)
 
-    for slot in range(first_slot, tl.minimum(first_slot + documents_per_program, num_slots)):
-        document = tl.cast(slot, tl.int64)
-        if HAS_CANDIDATES:
-            document = tl.load(candidates + tile.to(tl.int64) * num_slots + slot)
-        document_start = tl.load(d_starts + document)
-        document_length = tl.load(d_lengths + document).to(tl.int32)
+    place = tl.arange(0, 8)
+    last_slot = tl.minimum(first_slot + documents_per_program, num_slots) - 1
+    if HAS_CANDIDATES:
+        candidates += query.to(tl.int64) * num_slots
+    # Scalar loads, not a sum over a vector: so the compiler knows that all threads take equally many steps.
+    num_document_tiles = 0
+    for i in tl.static_range(8):
+        _, listed, _ = _sequence(first_slot + i, last_slot, d_starts, d_lengths, candidates, None)
+        num_document_tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
+
+    # A document ahead, and a tile before it is needed, so that nothing waits for its address.
+    start, length, floor = _sequence(first_slot, last_slot, d_starts, d_lengths, candidates, zero_floor)
+    next_start, next_length, next_floor = _sequence(
+        first_slot + 1, last_slot, d_starts, d_lengths, candidates, zero_floor
+    )
+    slot = first_slot
+    first = length * 0
+
+    totals = tl.zeros([BLOCK_M, 8], tl.float32)
+    best = tl.zeros([BLOCK_M, 8], tl.float32) + floor
+    # First column of the group of 8 that holds the best; the column within the group is the place in `best`.
+    group = tl.zeros([BLOCK_M, 8], tl.int32)
+    group_column = 8 * tl.arange(0, GROUPS)[None, :, None] + tl.zeros([BLOCK_M, GROUPS, 8], tl.int32)
+    for _ in range(num_document_tiles):
         document_tokens = None
         if live_tokens is not None:
-            document_tokens = live_tokens + document_start
-        floor = tl.full([], float("-inf"), tl.float32)
-        if zero_floor is not None:
-            floor = tl.where(tl.load(zero_floor + document) != 0, 0.0, floor)
-        if LONG_QUERIES:
-            total = tl.zeros([BLOCK_M], tl.float32)
-            for first_row in range(0, q_length, BLOCK_M):
-                chunk_row = q_start + first_row + offset
-                live = offset + first_row < q_length
-                if q_keep is not None:
-                    live = live & (tl.load(q_keep + chunk_row, mask=live, other=0) != 0)
-                pointers = q_values + (q_start + first_row) * DIM + offset[:, None] * DIM + k[None, :]
-                chunk_tile = None
-                if DIM <= BLOCK_K:
-                    chunk_tile = tl.load(pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
-                value, winner = _best_token(
-                    chunk_tile, pointers, live, d_values + document_start * DIM, document_tokens, document_length, floor,
-                    DIM, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                total += value
-                if WANT_WINNERS:
-                    tl.store(winners + tl.cast(slot, tl.int64) * num_rows + chunk_row, winner, mask=live)
+            document_tokens = live_tokens + start
+        similarity = _tile_of_similarities(
+            q_tile, q_pointers, q_live, d_values + start * DIM, document_tokens, length, first,
+            DIM, LONG_DOCUMENTS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        similarity = tl.reshape(similarity, [BLOCK_M, GROUPS, 8])
+        if WANT_WINNERS:
+            tile_best, tile_group = tl.reduce((similarity, group_column), 1, first_maximum)
+            best, group = first_maximum(best, group, tile_best, first + tile_group)
         else:
-            total, winner = _best_token(
-                q_tile, q_pointers, q_live, d_values + document_start * DIM, document_tokens, document_length, floor,
-                DIM, WANT_WINNERS, SENTINEL, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            best = maximum_or_nan(best, tl.reduce(similarity, 1, maximum_or_nan))
+        is_last = first + BLOCK_N >= length
+        if is_last:
+            value, winner = _best_of_row(best, group, length, floor, document_tokens, WANT_WINNERS, SENTINEL, BLOCK_M)
+            value = tl.where(length > 0, value, 0.0)
+            totals = tl.where(first_slot + place[None, :] == slot, value[:, None], totals)
             if WANT_WINNERS:
                 tl.store(winners + tl.cast(slot, tl.int64) * num_rows + q_row, winner, mask=q_live)
-        if QUERIES == 1:
-            tl.store(scores + tile.to(tl.int64) * num_slots + slot, tl.sum(total, axis=0))
-        else:
-            score = tl.sum(tl.reshape(total, [QUERIES, SLOT]), axis=1)
-            tile_query = tile * QUERIES + tl.arange(0, QUERIES)
-            tl.store(scores + tile_query.to(tl.int64) * num_slots + slot, score, mask=tile_query < num_queries)
+            best = tl.zeros([BLOCK_M, 8], tl.float32) + next_floor
+        first = tl.where(is_last, 0, first + BLOCK_N)
+        slot = tl.where(is_last, slot + 1, slot)
+        start = tl.where(is_last, next_start, start)
+        length = tl.where(is_last, next_length, length)
+        floor = tl.where(is_last, next_floor, floor)
+        next_start, next_length, next_floor = _sequence(
+            slot + 1, last_slot, d_starts, d_lengths, candidates, zero_floor
+        )
+
+    slots = first_slot + place
+    totals = tl.where(q_live[:, None], totals, 0.0)
+    if ONE_QUERY:
+        score = tl.sum(totals, axis=0)
+        row = (tile % row_blocks).to(tl.int64) * num_queries + query
+        tl.store(scores + row * num_slots + slots, score, mask=slots <= last_slot)
+    else:
+        QUERIES: tl.constexpr = BLOCK_M // SLOT
+        score = tl.sum(tl.reshape(totals, [QUERIES, SLOT, 8]), axis=1)
+        query = tile * QUERIES + tl.arange(0, QUERIES)
+        tl.store(
+            scores + query.to(tl.int64)[:, None] * num_slots + slots[None, :],
+            score,
+            mask=(query < num_queries)[:, None] & (slots <= last_slot)[None, :],
+        )

@@ -1,12 +1,13 @@
 """Tile sizes of every kernel, from tables: by GPU architecture, arithmetic and size of a token vector."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 # The most that a thread can have. Left to itself (None), ptxas may allow itself fewer, to fit one more block on a
 # multiprocessor, and spill a few values for that.
-_ALL_REGISTERS = 255
+ALL_REGISTERS = 255
 
 
 class ForwardTiles(NamedTuple):
@@ -16,7 +17,7 @@ class ForwardTiles(NamedTuple):
     documents_per_program: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = _ALL_REGISTERS
+    max_registers: int | None = ALL_REGISTERS
 
 
 class QueryGradientTiles(NamedTuple):
@@ -44,6 +45,13 @@ class CandidateGradientTiles(NamedTuple):
     num_stages: int
 
 
+class CollectTiles(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
 class Tiles(NamedTuple):
     """One of each family; `None` means: take it from the tables."""
 
@@ -54,6 +62,16 @@ class Tiles(NamedTuple):
 
 
 FROM_TABLES = Tiles()
+
+
+class XtrTiles(NamedTuple):
+    """Of XTR's own forward; `None` means: take it from the tables. The backward is that of MaxSim."""
+
+    forward: ForwardTiles | None = None
+    collect: CollectTiles | None = None
+
+
+XTR_FROM_TABLES = XtrTiles()
 
 
 # How float32 is multiplied (see products.py) under each float32_matmul_precision; 16-bit operands are as they are.
@@ -67,11 +85,11 @@ _FORWARD = {
     (80, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 8, 2)),
         (256, ForwardTiles(128, 64, 256, 1, 8, 2)),
-        (None, ForwardTiles(64, 64, 32, 1, 2, 2)),
+        (None, ForwardTiles(128, 64, 32, 1, 8, 2)),
     ],
     (90, "half"): [
-        (128, ForwardTiles(256, 64, 128, 8, 8, 3, None)),
-        (256, ForwardTiles(128, 64, 256, 4, 8, 2, None)),
+        (128, ForwardTiles(256, 64, 128, 8, 8, 3, 128)),
+        (256, ForwardTiles(256, 64, 256, 8, 8, 2, None)),
         (None, ForwardTiles(256, 64, 64, 4, 8, 4)),
     ],
     (100, "half"): [
@@ -92,7 +110,18 @@ _FORWARD = {
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
 # Where winners are wanted as well, rows that come before those above.
-_FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, None))]}
+_FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, 128))]}
+# Of XTR's maxima where those of the forward have too few registers, and of its collecting, which shares block_k with them.
+_XTR_MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
+_COLLECT = {
+    (90, "half"): [(128, CollectTiles(64, 32, 4, 3)), (None, CollectTiles(64, 64, 4, 2))],
+    "half": [(128, CollectTiles(128, 64, 8, 3)), (None, CollectTiles(64, 64, 4, 2))],
+    **dict.fromkeys(
+        [(arch, kind) for arch in (90, 100) for kind in ("tf32", "bf16x3", "bf16x6")],
+        [(128, CollectTiles(128, 64, 8, 2)), (None, CollectTiles(64, 32, 4, 2))],
+    ),
+    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CollectTiles(64, 32, 4, 2))]),
+}
 _QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
 _DOCUMENT_GRADIENT = {
     (90, "half"): [(None, DocumentGradientTiles(16, 64, 128, 1024, 4, 2, 3))],
@@ -106,13 +135,19 @@ _DOCUMENT_GRADIENT = {
     ),
 }
 _CANDIDATE_GRADIENT = {
+    (90, "half"): [(None, CandidateGradientTiles(64, 32, 128, 4, 2))],
     "half": [(None, CandidateGradientTiles(32, 32, 128, 4, 2))],
     **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CandidateGradientTiles(32, 32, 64, 4, 2))]),
 }
 
 
-# Several for each multiprocessor of the largest GPU, one after the other, so that none is idle at the end.
-_ENOUGH_PROGRAMS = 2048
+# Query rows of the programs of a launch: several programs for each multiprocessor of the largest GPU, one after the
+# other, so that none is idle at the end.
+_ENOUGH_ROWS = 2**17
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
@@ -124,6 +159,7 @@ def arithmetic(dtype: torch.dtype, precision: str) -> str:
     return INPUT_PRECISION[precision] if dtype == torch.float32 else "half"
 
 
+@functools.cache
 def architecture(device: torch.device) -> int:
     """Table row of a GPU: the newest known architecture that is not newer than it."""
     if device.type != "cuda":
@@ -132,14 +168,25 @@ def architecture(device: torch.device) -> int:
     return max((known for known in ARCHITECTURES if known <= 10 * major + minor), default=ARCHITECTURES[0])
 
 
-def _row(table: dict, arch: int, kind: str, dim: int):
+def row(table: dict, arch: int, kind: str, dim: int):
     rows = table.get((arch, kind)) or table.get(kind, [])
     return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
 
 
+@functools.lru_cache(maxsize=256)
 def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool) -> ForwardTiles:
     """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
-    tiles = want_winners and _row(_FORWARD_WITH_WINNERS, arch, kind, dim) or _row(_FORWARD, arch, kind, dim)
+    tiles = want_winners and row(_FORWARD_WITH_WINNERS, arch, kind, dim) or row(_FORWARD, arch, kind, dim)
+    return _fitted(tiles, arch, dim, q_rows)
+
+
+def xtr_maxima_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
+    """Tiles of XTR's maxima; `q_rows` is how many query rows there are to share a tile."""
+    tiles = row(_XTR_MAXIMA, arch, kind, dim)
+    return _fitted(tiles, arch, dim, q_rows) if tiles else forward_tiles(arch, kind, dim, q_rows, True)
+
+
+def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTiles:
     # The matrix units of sm_90 and sm_100 take 64 rows; fewer would go to older and slower instructions.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
@@ -148,28 +195,41 @@ def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: boo
         block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),
         # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
-        max_registers=tiles.max_registers if block_m == tiles.block_m else _ALL_REGISTERS,
+        # Few rows wait for memory, where more programs at a time help more than more loads of each.
+        num_stages=min(tiles.num_stages, 2) if block_m <= 64 and dim <= tiles.block_k else tiles.num_stages,
+        max_registers=tiles.max_registers if block_m == tiles.block_m else ALL_REGISTERS,
     )
+
+
+def collect_tiles(arch: int, kind: str, dim: int, q_rows: int) -> CollectTiles:
+    """Tiles of XTR's collecting; `q_rows` is how many query rows there are to share a tile."""
+    tiles = row(_COLLECT, arch, kind, dim)
+    block_m = max(64, min(tiles.block_m, next_power_of_2(q_rows)))
+    return tiles._replace(block_m=block_m, num_warps=max(4, tiles.num_warps * block_m // tiles.block_m))
 
 
 def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -> int:
     """Documents that a program takes in turn: as the table says, but fewer where the GPU would run out of programs."""
-    count = tiles.documents_per_program
-    while count > 1 and num_tiles * -(-num_slots // count) < _ENOUGH_PROGRAMS:
+    # The forward holds the scores of no more than 8.
+    count = min(tiles.documents_per_program, 8)
+    while count > 1 and tiles.block_m * num_tiles * cdiv(num_slots, count) < _ENOUGH_ROWS:
         count //= 2
     return count
 
 
+@functools.lru_cache(maxsize=256)
 def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:
-    tiles = _row(_QUERY_GRADIENT, arch, kind, dim)
+    tiles = row(_QUERY_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=min(tiles.block_d, next_power_of_2(dim)))
 
 
+@functools.lru_cache(maxsize=256)
 def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientTiles:
-    tiles = _row(_DOCUMENT_GRADIENT, arch, kind, dim)
+    tiles = row(_DOCUMENT_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
 
 
+@functools.lru_cache(maxsize=256)
 def candidate_gradient_tiles(arch: int, kind: str, dim: int) -> CandidateGradientTiles:
-    tiles = _row(_CANDIDATE_GRADIENT, arch, kind, dim)
+    tiles = row(_CANDIDATE_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))

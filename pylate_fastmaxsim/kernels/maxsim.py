@@ -3,7 +3,6 @@
 import contextlib
 
 import torch
-import triton
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels import launch
@@ -23,15 +22,18 @@ _BUCKET_ENTRIES = 2**22
 _QUADRATIC_ORDER = 2**26
 
 
-def _on_device_of(tensor: Tensor):
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+def on_device_of(tensor: Tensor):
+    # To enter a context costs the host more than to ask whether it is needed.
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
-def _contiguous(*tensors: Tensor) -> list[Tensor]:
+def contiguous(*tensors: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def _as_bytes(mask: Tensor | None) -> Tensor | None:
+def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
@@ -48,64 +50,70 @@ def forward(
     zero_floor: Tensor | None,
     max_q_length: int,
     max_d_length: int,
+    q_gapless: bool,
+    d_gapless: bool,
     want_winners: bool,
     precision: str,
     tiles: launch.Tiles = launch.FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
-    q_starts, q_lengths, d_starts, d_lengths = _contiguous(q_starts, q_lengths, d_starts, d_lengths)
+    q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
     num_queries = q_starts.shape[0]
     num_rows, dim = q_values.shape
     num_slots = d_starts.shape[0] if candidates is None else candidates.shape[1]
     index_dtype = winner_dtype(max_d_length)
+    nothing_to_score = 0 in (num_queries, num_slots, max_q_length, max_d_length, d_values.shape[0], dim)
+    size = (num_slots, num_rows) if want_winners else (0, 0)
+    winners = torch.empty(size, dtype=index_dtype, device=q_values.device)
     # Rows of no query and dead rows are not written by the kernel.
-    winners = torch.full(
-        (num_slots, num_rows) if want_winners else (0, 0),
-        no_winner(index_dtype),
-        dtype=index_dtype,
-        device=q_values.device,
-    )
-    if 0 in (num_queries, num_slots, max_q_length, max_d_length, dim):
+    if want_winners and (nothing_to_score or not q_gapless or q_keep is not None):
+        winners.fill_(no_winner(index_dtype))
+    if nothing_to_score:
         return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
 
     kind = launch.arithmetic(q_values.dtype, precision)
     slot = launch.next_power_of_2(max_q_length)
     q_rows = slot if candidates is not None else slot * num_queries
     tile = tiles.forward or launch.forward_tiles(launch.architecture(q_values.device), kind, dim, q_rows, want_winners)
-    slot = min(slot, tile.block_m)
-    num_tiles = num_queries if candidates is not None else triton.cdiv(num_queries, tile.block_m // slot)
+    one_query = candidates is not None or slot >= tile.block_m
+    row_blocks = launch.cdiv(max_q_length, tile.block_m)
+    num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // slot)
     per_program = launch.documents_per_program(tile, num_tiles, num_slots)
-    scores = torch.empty((num_queries, num_slots), dtype=torch.float32, device=q_values.device)
-    with _on_device_of(q_values):
+    # Of a query that is cut into blocks, what each of them adds to its scores.
+    size = (num_queries, num_slots) if row_blocks == 1 else (row_blocks, num_queries, num_slots)
+    scores = torch.empty(size, dtype=torch.float32, device=q_values.device)
+    with on_device_of(q_values):
         live_tokens = None
         if d_keep is not None:
             live_tokens = torch.empty(d_keep.shape, dtype=torch.int32, device=d_keep.device)
             live_lengths = torch.empty(d_lengths.shape, dtype=torch.int32, device=d_lengths.device)
             live_tokens_kernel[(d_starts.shape[0],)](
-                d_starts, d_lengths, _as_bytes(d_keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
+                d_starts, d_lengths, as_bytes(d_keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
             )
             d_lengths = live_lengths
-        forward_kernel[(num_tiles * triton.cdiv(num_slots, per_program),)](
+        forward_kernel[(num_tiles * launch.cdiv(num_slots, per_program),)](
             q_values.contiguous(),
             q_starts,
             q_lengths,
-            _as_bytes(q_keep),
+            as_bytes(q_keep),
             d_values.contiguous(),
             d_starts,
             d_lengths,
             live_tokens,
             None if candidates is None else candidates.contiguous(),
-            _as_bytes(zero_floor),
+            as_bytes(zero_floor),
             scores,
             winners,
             num_queries,
             num_slots,
             num_tiles,
             num_rows,
+            row_blocks,
             per_program,
             DIM=dim,
-            SLOT=slot,
-            LONG_QUERIES=max_q_length > tile.block_m,
+            SLOT=tile.block_m if one_query else slot,
+            ONE_QUERY=one_query,
+            LONG_DOCUMENTS=max_d_length * dim >= 2**31,
             WANT_WINNERS=want_winners,
             SENTINEL=no_winner(index_dtype),
             PRECISION=launch.INPUT_PRECISION[precision],
@@ -116,7 +124,7 @@ def forward(
             num_stages=tile.num_stages,
             maxnreg=tile.max_registers,
         )
-    return scores, winners
+    return (scores if row_blocks == 1 else scores.sum(dim=0)), winners
 
 
 def backward(
@@ -134,6 +142,8 @@ def backward(
     zero_floor: Tensor | None,
     max_q_length: int,
     max_d_length: int,
+    q_gapless: bool,
+    d_gapless: bool,
     precision: str,
     need_q: bool,
     need_d: bool,
@@ -143,14 +153,15 @@ def backward(
 
     The masks and the floor are already in the winners: a row that they silence has none.
     """
-    q_starts, q_lengths, d_starts, d_lengths = _contiguous(q_starts, q_lengths, d_starts, d_lengths)
-    grad_q = torch.zeros_like(q_values, memory_format=torch.contiguous_format) if need_q else q_values.new_empty(0)
-    grad_d = torch.zeros_like(d_values, memory_format=torch.contiguous_format) if need_d else d_values.new_empty(0)
+    q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
     num_queries, num_slots = grad_scores.shape
-    if 0 in (num_queries, num_slots, max_q_length, max_d_length, winners.numel(), q_values.shape[1]):
+    nothing_scored = 0 in (num_queries, num_slots, max_q_length, max_d_length, winners.numel(), q_values.shape[1])
+    grad_q = _gradient_of(q_values, need_q, q_gapless and not nothing_scored)
+    grad_d = _gradient_of(d_values, need_d, d_gapless and not nothing_scored)
+    if nothing_scored:
         return grad_q, grad_d
     grad_scores = grad_scores.contiguous()
-    with _on_device_of(q_values):
+    with on_device_of(q_values):
         if need_q:
             _query_gradient(
                 grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
@@ -159,14 +170,22 @@ def backward(
         if need_d and candidates is None:
             _document_gradient(
                 grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths,
-                max_d_length, precision, tiles, grad_d,
+                max_d_length, d_gapless, precision, tiles, grad_d,
             )  # fmt: skip
         elif need_d:
             _candidate_document_gradient(
                 grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
-                max_q_length, max_d_length, precision, tiles, grad_d,
+                max_q_length, max_d_length, d_gapless, precision, tiles, grad_d,
             )  # fmt: skip
     return grad_q, grad_d
+
+
+def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
+    """Room for the gradient of `values`, with zeros where the kernel does not write every row."""
+    if not needed:
+        return values.new_empty(0)
+    make = torch.empty_like if written else torch.zeros_like
+    return make(values, memory_format=torch.contiguous_format)
 
 
 def _query_gradient(
@@ -176,8 +195,8 @@ def _query_gradient(
     dim = d_values.shape[1]
     kind = launch.arithmetic(d_values.dtype, precision)
     tile = tiles.query_gradient or launch.query_gradient_tiles(launch.architecture(d_values.device), kind, dim)
-    row_blocks = triton.cdiv(max_q_length, tile.block_rows)
-    query_gradient_kernel[(q_starts.shape[0] * row_blocks, triton.cdiv(dim, tile.block_d))](
+    row_blocks = launch.cdiv(max_q_length, tile.block_rows)
+    query_gradient_kernel[(q_starts.shape[0] * row_blocks, launch.cdiv(dim, tile.block_d))](
         grad_scores,
         winners,
         q_starts,
@@ -200,7 +219,7 @@ def _query_gradient(
 
 def _document_gradient(
     grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths,
-    max_d_length, precision, tiles, grad_d,
+    max_d_length, d_gapless, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
@@ -210,8 +229,8 @@ def _document_gradient(
     row_query = torch.empty(num_rows, dtype=torch.int32, device=device)
     row_query_kernel[(q_starts.shape[0],)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
     num_documents = d_starts.shape[0]
-    tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
-    num_chunks = triton.cdiv(num_rows, tile.block_scan)
+    tiles_per_document = launch.cdiv(max_d_length, tile.block_t)
+    num_chunks = launch.cdiv(num_rows, tile.block_scan)
     # An entry and its weight for each row and document, and a count and its sum for each tile and chunk; a part of the
     # documents at a time, to bound this.
     at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_rows, tiles_per_document * num_chunks)))
@@ -246,6 +265,7 @@ def _document_gradient(
             num_chunks,
             tiles_per_document,
             DIM=dim,
+            WRITE_ZEROS=d_gapless,
             PRECISION=launch.INPUT_PRECISION[precision],
             BLOCK_T=tile.block_t,
             BLOCK_R=tile.block_r,
@@ -257,14 +277,14 @@ def _document_gradient(
 
 def _candidate_document_gradient(
     grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
-    max_q_length, max_d_length, precision, tiles, grad_d,
+    max_q_length, max_d_length, d_gapless, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.candidate_gradient or launch.candidate_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
-    tiles_per_document = triton.cdiv(max_d_length, tile.block_t)
-    grid = (d_starts.shape[0] * tiles_per_document, triton.cdiv(dim, tile.block_d))
+    tiles_per_document = launch.cdiv(max_d_length, tile.block_t)
+    grid = (d_starts.shape[0] * tiles_per_document, launch.cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
         grad_scores,
         winners,
@@ -282,6 +302,7 @@ def _candidate_document_gradient(
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
         SHORT_QUERIES=max_q_length <= tile.block_r,
+        WRITE_ZEROS=d_gapless,
         PRECISION=launch.INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
@@ -303,7 +324,7 @@ def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Te
     pairs = candidates.new_empty(num_pairs)
     pair_offsets = candidates.new_empty(num_documents + 1)
     block = 16
-    candidate_order_kernel[(triton.cdiv(num_pairs + num_documents + 1, block),)](
+    candidate_order_kernel[(launch.cdiv(num_pairs + num_documents + 1, block),)](
         candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=256
     )
     return pairs, pair_offsets

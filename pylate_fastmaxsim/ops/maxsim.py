@@ -17,7 +17,7 @@ from pylate_fastmaxsim.winners import winner_dtype
 
 logger = logging.getLogger("pylate_fastmaxsim")
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def maxsim(
@@ -87,17 +87,14 @@ def maxsim(
     tensor([[2., 2.]])
     """
     grad_filters.check(grad_filter)
-    queries = _as_batch("queries", queries, queries_mask)
-    documents = _as_batch("documents", documents, documents_mask)
-    q_values, d_values = queries.values, documents.values
-    device = q_values.device.type
-    if torch.is_autocast_enabled(device) and q_values.dtype in _KERNEL_DTYPES and d_values.dtype in _KERNEL_DTYPES:
-        dtype = torch.get_autocast_dtype(device)
-        q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    _check(q_values, d_values, len(queries), len(documents), candidates, zero_floor)
+    queries, documents, q_values, d_values = prepared(
+        "maxsim", queries, documents, candidates, queries_mask, documents_mask, zero_floor
+    )
     differentiate = torch.is_grad_enabled() and (q_values.requires_grad or d_values.requires_grad)
-    compiling = torch.compiler.is_compiling()
-    forward = _Eager.apply if differentiate and not compiling else torch.ops.pylate_fastmaxsim.maxsim_forward
+    if torch.compiler.is_compiling():
+        forward = torch.ops.pylate_fastmaxsim.maxsim_forward
+    else:
+        forward = _Eager.apply if differentiate else _eager_forward
     scores, _ = forward(
         q_values,
         queries.starts,
@@ -111,28 +108,55 @@ def maxsim(
         zero_floor,
         queries.max_length,
         documents.max_length,
+        queries.gapless,
+        documents.gapless,
         differentiate,
     )
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 
 
-def _as_batch(name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
+def prepared(
+    operator: str,
+    queries: TokenBatch | Tensor,
+    documents: TokenBatch | Tensor,
+    candidates: Tensor | None,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    zero_floor: Tensor | None,
+) -> tuple[TokenBatch, TokenBatch, Tensor, Tensor]:
+    """Queries and documents as ragged batches, and their vectors as autocast has them, after all checks.
+
+    ``operator`` is the name that stands in the errors.
+    """
+    queries = as_batch(operator, "queries", queries, queries_mask)
+    documents = as_batch(operator, "documents", documents, documents_mask)
+    q_values, d_values = queries.values, documents.values
+    device = q_values.device.type
+    if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
+        dtype = torch.get_autocast_dtype(device)
+        q_values, d_values = q_values.to(dtype), d_values.to(dtype)
+    _check(operator, q_values, d_values, len(queries), len(documents), candidates, zero_floor)
+    return queries, documents, q_values, d_values
+
+
+def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
     if isinstance(tokens, TokenBatch):
         if mask is not None:
-            raise ValueError(f"maxsim: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")
+            raise ValueError(f"{operator}: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")
         return tokens
     if not isinstance(tokens, Tensor):
-        raise TypeError(f"maxsim: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
+        raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
     if tokens.dim() != 3:
-        raise ValueError(f"maxsim: padded {name} must be [N, L, d], got shape {tuple(tokens.shape)}.")
+        raise ValueError(f"{operator}: padded {name} must be [N, L, d], got shape {tuple(tokens.shape)}.")
     if mask is not None and mask.shape != tokens.shape[:2]:
         raise ValueError(
-            f"maxsim: {name}_mask must be [N, L] = {list(tokens.shape[:2])}, got shape {tuple(mask.shape)}."
+            f"{operator}: {name}_mask must be [N, L] = {list(tokens.shape[:2])}, got shape {tuple(mask.shape)}."
         )
     return TokenBatch.from_padded(tokens, mask)
 
 
 def _check(
+    operator: str,
     q_values: Tensor,
     d_values: Tensor,
     num_queries: int,
@@ -142,50 +166,52 @@ def _check(
 ) -> None:
     if q_values.dtype != d_values.dtype:
         raise ValueError(
-            f"maxsim: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
+            f"{operator}: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
         )
-    if q_values.dtype not in _KERNEL_DTYPES and q_values.dtype != torch.float64:
-        raise ValueError(f"maxsim: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}.")
+    if q_values.dtype not in KERNEL_DTYPES and q_values.dtype != torch.float64:
+        raise ValueError(
+            f"{operator}: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}."
+        )
     if q_values.device != d_values.device:
         raise ValueError(
-            f"maxsim: queries are on {q_values.device} and documents on {d_values.device}; both must be on one."
+            f"{operator}: queries are on {q_values.device} and documents on {d_values.device}; both must be on one."
         )
     if q_values.shape[1] != d_values.shape[1]:
         raise ValueError(
-            f"maxsim: queries have d = {q_values.shape[1]} and documents d = {d_values.shape[1]}; both must have one d."
+            f"{operator}: queries have d = {q_values.shape[1]} and documents d = {d_values.shape[1]}; both must have one d."
         )
     if candidates is not None:
         if candidates.dim() != 2 or candidates.shape[0] != num_queries or candidates.dtype != torch.int64:
             raise ValueError(
-                f"maxsim: candidates must be int64 [Nq, K] with Nq = {num_queries}, "
+                f"{operator}: candidates must be int64 [Nq, K] with Nq = {num_queries}, "
                 f"got {candidates.dtype} of shape {tuple(candidates.shape)}."
             )
         if candidates.device != q_values.device:
             raise ValueError(
-                f"maxsim: candidates must be on {q_values.device}, as the queries, got {candidates.device}."
+                f"{operator}: candidates must be on {q_values.device}, as the queries, got {candidates.device}."
             )
         # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
         if candidates.device.type == "cpu" and not torch.compiler.is_compiling() and candidates.numel() > 0:
             low, high = torch.aminmax(candidates)
             if low < 0 or high >= num_documents:
                 raise ValueError(
-                    f"maxsim: candidates must be from 0 to Nd - 1 = {num_documents - 1}, got {int(low)} to {int(high)}."
+                    f"{operator}: candidates must be from 0 to Nd - 1 = {num_documents - 1}, got {int(low)} to {int(high)}."
                 )
     if zero_floor is not None:
         if zero_floor.shape != (num_documents,) or zero_floor.dtype != torch.bool:
             raise ValueError(
-                f"maxsim: zero_floor must be bool [Nd] with Nd = {num_documents}, "
+                f"{operator}: zero_floor must be bool [Nd] with Nd = {num_documents}, "
                 f"got {zero_floor.dtype} of shape {tuple(zero_floor.shape)}."
             )
         if zero_floor.device != q_values.device:
             raise ValueError(
-                f"maxsim: zero_floor must be on {q_values.device}, as the queries, got {zero_floor.device}."
+                f"{operator}: zero_floor must be on {q_values.device}, as the queries, got {zero_floor.device}."
             )
 
 
-def _path(values: Tensor) -> ModuleType:
+def path(values: Tensor) -> ModuleType:
     """The module that scores such values: Triton for what it can run, else blocked PyTorch."""
-    if values.is_cuda and values.dtype in _KERNEL_DTYPES and _has_tiles(values.device):
+    if values.is_cuda and values.dtype in KERNEL_DTYPES and _has_tiles(values.device):
         return _kernels()
     return blocked
 
@@ -216,7 +242,7 @@ def _kernels() -> ModuleType:
 _TENSORS = (
     "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
     "Tensor d_values, Tensor d_starts, Tensor d_lengths, Tensor? d_keep, "
-    "Tensor? candidates, Tensor? zero_floor, SymInt max_q_length, SymInt max_d_length, "
+    "Tensor? candidates, Tensor? zero_floor, SymInt max_q_length, SymInt max_d_length, bool q_gapless, bool d_gapless, "
 )
 # Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
 torch.library.define(
@@ -232,22 +258,39 @@ torch.library.define(
 
 
 # The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
-@torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutograd")
 def _forward(q_values, *arguments):
-    return _path(q_values).forward(q_values, *arguments, torch.get_float32_matmul_precision())
+    return path(q_values).forward(q_values, *arguments, torch.get_float32_matmul_precision())
 
 
-@torch.library.impl("pylate_fastmaxsim::maxsim_backward", "CompositeExplicitAutograd")
 def _backward(grad_scores, winners, q_values, *arguments):
     *arguments, need_q, need_d = arguments
     precision = torch.get_float32_matmul_precision()
-    return _path(q_values).backward(grad_scores, winners, q_values, *arguments, precision, need_q, need_d)
+    return path(q_values).backward(grad_scores, winners, q_values, *arguments, precision, need_q, need_d)
+
+
+torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutograd", _forward)
+torch.library.impl("pylate_fastmaxsim::maxsim_backward", "CompositeExplicitAutograd", _backward)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether a registered operator on these tensors comes to its function, without fake tensors, modes and transforms."""
+    return (
+        all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def _eager_forward(q_values, q_starts, q_lengths, q_keep, d_values, *arguments):
+    # The dispatcher costs the host more than a launch.
+    forward = _forward if _plain(q_values, d_values) else torch.ops.pylate_fastmaxsim.maxsim_forward
+    return forward(q_values, q_starts, q_lengths, q_keep, d_values, *arguments)
 
 
 @torch.library.register_fake("pylate_fastmaxsim::maxsim_forward")
 def _forward_fake(
     q_values, q_starts, q_lengths, q_keep, d_values, d_starts, d_lengths, d_keep,
-    candidates, zero_floor, max_q_length, max_d_length, want_winners,
+    candidates, zero_floor, max_q_length, max_d_length, q_gapless, d_gapless, want_winners,
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     dtype = torch.float64 if q_values.dtype == torch.float64 else torch.float32
@@ -263,19 +306,19 @@ def _backward_fake(grad_scores, winners, q_values, q_starts, q_lengths, q_keep, 
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, max_q_length, max_d_length, _ = inputs
-    ctx.save_for_backward(output[1], *tensors)
-    ctx.sizes = max_q_length, max_d_length
+    ctx.save_for_backward(output[1], *inputs[:10])
+    ctx.sizes = inputs[10:14]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad_scores, _):
-    gradients = [None] * 13
+    gradients = [None] * 15
     if grad_scores is not None:
         need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
-            grad_scores, *ctx.saved_tensors, *ctx.sizes, need_q, need_d
-        )
+        # With gradients enabled somebody asks for second ones, which the registered operator refuses.
+        direct = _plain(grad_scores) and not torch.is_grad_enabled()
+        backward = _backward if direct else torch.ops.pylate_fastmaxsim.maxsim_backward
+        grad_q, grad_d = backward(grad_scores, *ctx.saved_tensors, *ctx.sizes, need_q, need_d)
         gradients[0] = grad_q if need_q else None
         gradients[4] = grad_d if need_d else None
     return tuple(gradients)
@@ -290,7 +333,7 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        output = torch.ops.pylate_fastmaxsim.maxsim_forward(*arguments)
+        output = _eager_forward(*arguments)
         ctx.mark_non_differentiable(output[1])
         _save_for_backward(ctx, arguments, output)
         return output

@@ -112,7 +112,7 @@ def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int)
 
 def retrieve(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, dict[str, float]]:
     """The scores of the best documents of each query, by their ids."""
-    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True)
+    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH)
     return {
         query: dict(zip(map(str, collection.corpus[found]["_id"]), best, strict=True))
@@ -129,9 +129,11 @@ def _encoded(model: ColBERT, corpus: Dataset, batch_size: int) -> Iterator[Token
             progress.update(len(texts))
 
 
-def encode(model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool) -> TokenBatch:
+def encode(
+    model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False
+) -> TokenBatch:
     """Unit token embeddings as ``model.encode`` gives them: without padding and without skipped tokens."""
     embeddings = model.encode(
-        list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=False
+        list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=show_progress
     )
     return TokenBatch.from_list(embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -10,9 +11,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBars
+from rich.table import Column
+from rich.text import Text
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import cli
+from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
@@ -73,6 +79,19 @@ def _one_sentence_for_a_bad_recipe():
         raise typer.Exit(BAD_RECIPE) from None
 
 
+@contextmanager
+def _one_sentence_for_a_full_disk(kept: Callable[[], str]):
+    """``kept`` says what an error in writing leaves."""
+    try:
+        yield
+    except Exception as error:
+        reason = write_failure(error)
+        if reason is None:
+            raise
+        errors.print(f"\nfastmaxsim: {reason}; {kept()}.", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+
+
 @app.command()
 def train(
     recipe: RecipePath,
@@ -89,17 +108,18 @@ def train(
         from pylate_fastmaxsim.recipes.train import last_checkpoint
         from pylate_fastmaxsim.recipes.train import train as run
 
+        def kept() -> str:
+            checkpoint = last_checkpoint(loaded)
+            if checkpoint is None:
+                return "there is no checkpoint yet, and the same command starts again"
+            return f"{checkpoint} is kept, and the same command goes on from there"
+
         _quiet_libraries()
         try:
-            result = run(loaded, resume)
+            with _one_sentence_for_a_full_disk(kept):
+                result = run(loaded, resume)
         except KeyboardInterrupt:
-            kept = last_checkpoint(loaded)
-            errors.print(
-                f"\nInterrupted: {kept} is kept, and the same command goes on from there."
-                if kept
-                else "\nInterrupted before the first checkpoint; the same command starts again.",
-                markup=False,
-            )
+            errors.print(f"\nInterrupted: {kept()}.", markup=False)
             raise typer.Exit(INTERRUPTED) from None
     if "ndcg@10" in result:  # the main process of a distributed run
         Console().print(training_table(result))
@@ -119,15 +139,14 @@ def mine(
         from pylate_fastmaxsim.recipes.mining import mine as run
         from pylate_fastmaxsim.recipes.report import mining_table
 
+        kept = "what is done is kept, and the same command goes on from there"
         _quiet_libraries()
         try:
-            result = run(loaded, resume)
+            with _one_sentence_for_a_full_disk(lambda: kept):
+                result = run(loaded, resume)
         except KeyboardInterrupt:
-            errors.print("\nInterrupted: what is done is kept, and the same command goes on from there.")
+            errors.print(f"\nInterrupted: {kept}.")
             raise typer.Exit(INTERRUPTED) from None
-        except OSError as error:
-            errors.print(f"fastmaxsim: {error}; what is done is kept.", style="red", markup=False, highlight=False)
-            raise typer.Exit(1) from None
     Console().print(mining_table(result))
 
 
@@ -138,40 +157,86 @@ def compare(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the results go, instead of the recipe's output_dir.")
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="batch_size=N,N,...",
+            help="Measure a few steps of each of these batch sizes as well, up to where memory runs out.",
+        ),
+    ] = None,
 ) -> None:
     """Train a recipe the stock way and the fast way and show both side by side."""
     with _one_sentence_for_a_bad_recipe():
         loaded = load_recipe(recipe, set_ or ())
         if output is not None:
             loaded = replace(loaded, output_dir=str(output))
-        from pylate_fastmaxsim.recipes.compare import RunFailed
+        from pylate_fastmaxsim.recipes.compare import RESULT_FILE, RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.compare import compare as run
-        from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison
+        from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
+        from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison, sweep_table
 
+        batch_sizes = parse_sweep(sweep) if sweep is not None else []
+        result = Path(loaded.output_dir, RESULT_FILE)
         _quiet_libraries()
         try:
-            with _progress() as on_step:
-                comparison = run(loaded, on_step)
+            with _one_sentence_for_a_full_disk(lambda: f"the steps of each run are in {result.parent / 'compare'}"):
+                with _progress() as on_progress:
+                    comparison = run(loaded, on_progress, batch_sizes)
+                draw_comparison(comparison, result.with_suffix(".png"))
+                write_html(comparison, result.with_suffix(".html"))
         except RunFailed as error:
             errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             errors.print("\nInterrupted: a comparison is not resumed, the same command starts it again.")
             raise typer.Exit(INTERRUPTED) from None
-    picture = Path(loaded.output_dir, "compare.png")
-    draw_comparison(comparison, picture)
-    Console().print(comparison_table(comparison))
+    console = Console()
+    console.print(comparison_table(comparison))
+    if points := comparison.get("sweep"):
+        console.print(sweep_table(points))
+        console.print(sweep_sentence(points), highlight=False, soft_wrap=True)
     for warning in comparison["runs"]["fast"].get("warnings", ()):
         errors.print(f"fast run: {warning}", style="yellow", markup=False, highlight=False)
-    typer.echo(f"{picture.with_suffix('.json')}\n{picture}")
+    typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
+
+
+class _Rate(ProgressColumn):
+    """Steps a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.2f} steps/s" if speed else "")
 
 
 @contextmanager
 def _progress():
-    """A line on the terminal that says which run is at which step."""
+    """A bar on the terminal for each run, with its rate and the time left."""
     console = Console(stderr=True)
-    with console.status("preparing data and model") as status:
-        yield lambda mode, step: status.update(f"{mode} run: " + (f"step {step}" if step else "starting"))
+    bars = ProgressBars(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[bar]}", markup=False),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    tasks = {}
+
+    def on_progress(progress) -> None:
+        if not tasks:
+            # Not before: what is prepared first has bars of its own.
+            bars.start()
+        if progress.run not in tasks:
+            tasks[progress.run] = bars.add_task(progress.run, total=None, bar="")
+        bar = progress.bar if progress.steps else "starting"
+        bars.update(tasks[progress.run], completed=progress.steps, total=progress.of, bar=bar)
+
+    try:
+        yield on_progress
+    finally:
+        bars.stop()
 
 
 @app.command()
@@ -186,7 +251,8 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
             typer.echo(reason)
             return
         _quiet_libraries()
-        steps = warm_up(loaded)
+        with Console(stderr=True).status("training two steps on each size of batch"):
+            steps = warm_up(loaded)
     Console().print(warmup_table(loaded.name, steps))
 
 

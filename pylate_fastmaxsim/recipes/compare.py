@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import EvaluationSection, Recipe, RecipeError
 
 MODES = ("stock", "fast")
+RESULT_FILE = "compare.json"
+NOT_RUN = "not run"
 WARM_UP_STEPS = 5
+SWEEP_STEPS = 9
 
 # Would make the fast run stock.
 SWITCH_VARIABLE = "PYLATE_FASTMAXSIM"
@@ -34,7 +38,22 @@ class RunFailed(RuntimeError):
     """One of the two runs ended with an error other than running out of memory."""
 
 
-def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, step: None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Progress:
+    """Where a comparison is: ``run`` names the child process, ``bar`` is what it shows itself once all steps are done."""
+
+    run: str
+    steps: int
+    of: int | None
+    bar: str = ""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def compare(
+    recipe: Recipe, on_progress: OnProgress = lambda progress: None, batch_sizes: Sequence[int] = ()
+) -> dict[str, Any]:
     """Run a recipe stock and fast, one after the other, each in its own process, and compare them.
 
     Both start from the same rows in the same order and the same weights. ``output_dir`` receives
@@ -44,8 +63,10 @@ def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, s
     ----------
     recipe
         What to run; ``fast.enabled`` is set for each of the two.
-    on_step
-        Called with the mode and the number of steps done so far while a run goes on.
+    on_progress
+        Called again and again while a run goes on.
+    batch_sizes
+        Of these sizes a few steps each are measured as well, both ways (see :func:`sweep`).
 
     Returns
     -------
@@ -56,56 +77,137 @@ def compare(recipe: Recipe, on_step: Callable[[str, int], None] = lambda mode, s
     RecipeError
         The recipe does not fit its data, or this is one of several processes of a launcher.
     RunFailed
-        With the last line of error of the run.
+        With the last line of error of the run. What was measured before is in ``compare.json``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     prepared = prepare(recipe)
     # Both runs would fail on these: better here, before anything is written. It also downloads them once.
     load_data(prepared)
+    if batch_sizes:
+        load_data(_of_size(prepared, max(batch_sizes)))
     load_model(prepared.model, "cpu", recipe.training.seed)
     directory = Path(recipe.output_dir)
     (directory / "compare").mkdir(parents=True, exist_ok=True)
-    runs = {mode: summarize(*_run(prepared, directory / "compare", mode, on_step)) for mode in MODES}
+    # Before training both have the same model, so one of them evaluates it.
+    options = {"stock": (), "fast": ("--untrained",)}
+    runs = {
+        mode: summarize(*_run(prepared, directory / "compare", mode, on_progress, f"{mode} run", *options[mode]))
+        for mode in MODES
+    }
     comparison = {
         "recipe": yaml.safe_load(dump_recipe(recipe)),
         "runs": runs,
         "summary": contrast(runs["stock"], runs["fast"]),
     }
-    (directory / "compare.json").write_text(json.dumps(comparison, indent=2) + "\n", encoding="utf-8")
+    _write_json(directory / RESULT_FILE, comparison)
+    for points in _sweep(prepared, directory / "compare", sorted(set(batch_sizes)), on_progress):
+        comparison["sweep"] = points
+        _write_json(directory / RESULT_FILE, comparison)
     return comparison
 
 
+def parse_sweep(text: str) -> list[int]:
+    """The batch sizes of ``batch_size=64,256,1024``.
+
+    Raises
+    ------
+    RecipeError
+        It is written in another way.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.compare import parse_sweep
+    >>> parse_sweep("batch_size=64,256")
+    [64, 256]
+    """
+    name, _, values = text.partition("=")
+    sizes = [value.strip() for value in values.split(",")]
+    if name.strip() != "batch_size" or not all(size.isdecimal() and int(size) for size in sizes):
+        raise RecipeError(f"--sweep {text}: write it as batch_size=64,256,1024, with whole numbers of at least 1.")
+    return [int(size) for size in sizes]
+
+
+def _of_size(recipe: Recipe, batch_size: int) -> Recipe:
+    """A few steps of a batch size, on all rows."""
+    training = replace(
+        recipe.training, per_device_train_batch_size=batch_size, max_steps=SWEEP_STEPS, dataloader_drop_last=True
+    )
+    return replace(recipe, training=training, evaluation=EvaluationSection())
+
+
+def _sweep(
+    prepared: Recipe, directory: Path, batch_sizes: list[int], on_progress: OnProgress
+) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """The points measured so far, by mode, each time there is one more.
+
+    A size behind the first that ran out of memory is not run.
+    """
+    points: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    for batch_size in batch_sizes:
+        for mode in MODES:
+            if any(point["status"] == OUT_OF_MEMORY for point in points[mode]):
+                point = {"status": NOT_RUN}
+            else:
+                name = f"{mode}, batch of {batch_size}"
+                sized = _of_size(prepared, batch_size)
+                point = summarize(*_run(sized, directory, mode, on_progress, name, "--steps-only"))
+            kept = ("status", "steps", "step_seconds", "documents_per_second", "memory", "warnings")
+            points[mode].append({"batch_size": batch_size} | {key: point[key] for key in kept if key in point})
+            yield points
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def _run(
-    prepared: Recipe, directory: Path, mode: str, on_step: Callable[[str, int], None]
+    prepared: Recipe, directory: Path, mode: str, on_progress: OnProgress, name: str, *options: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Measure one mode in a child process: its result, and the steps it finished."""
     kinds = ("yaml", "steps.jsonl", "json", "log")
-    recipe_file, steps_file, result_file, log_file = (directory / f"{mode}.{kind}" for kind in kinds)
+    stem = name.removesuffix(" run").replace(", batch of ", "-")
+    recipe_file, steps_file, result_file, log_file = (directory / f"{stem}.{kind}" for kind in kinds)
     for file in (steps_file, result_file):
         file.unlink(missing_ok=True)
     recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
     recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "pylate_fastmaxsim.recipes.measure"]
-    command += [str(recipe_file), str(steps_file), str(result_file)]
+    command += [str(recipe_file), str(steps_file), str(result_file), *options]
     variables = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
     with open(log_file, "w", encoding="utf-8") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
         try:
             while child.poll() is None:
                 time.sleep(0.2)
-                on_step(mode, len(read_steps(steps_file)))
+                on_progress(_progress(name, read_steps(steps_file), log_file))
         except BaseException:
             child.kill()
             child.wait()
             raise
     steps = read_steps(steps_file)
-    on_step(mode, len(steps))
+    on_progress(_progress(name, steps, log_file))
     if result_file.exists():
         return json.loads(result_file.read_text(encoding="utf-8")), steps
     if child.returncode == -signal.SIGKILL:  # how the kernel ends a process when memory runs out
         return {"status": OUT_OF_MEMORY}, steps
-    raise RunFailed(f"The {mode} run failed: {_last_line(log_file)} (see {log_file})")
+    raise RunFailed(f"The {name} failed: {_last_line(log_file)} (see {log_file})")
+
+
+def _progress(name: str, steps: list[dict[str, Any]], log_file: Path) -> Progress:
+    if not steps:
+        return Progress(name, 0, None)
+    of = steps[-1]["of"]
+    return Progress(name, len(steps), of, _last_bar(log_file) if len(steps) == of else "")
+
+
+def _last_bar(log_file: Path) -> str:
+    """The newest state of a progress bar (of tqdm, each drawn over the last) near the end of a log."""
+    with open(log_file, "rb") as log:
+        log.seek(max(0, log_file.stat().st_size - 1000))
+        lines = log.read().decode("utf-8", errors="replace").replace("\r", "\n").split("\n")
+    newest = next((line.strip() for line in reversed(lines) if "%|" in line), "")
+    return re.sub(r"\|.*\|", "", newest)
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
@@ -135,6 +237,11 @@ def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
         "documents_per_second": sum(step["documents"] for step in measured) / seconds,
         "live_tokens_per_second": sum(step["live"] for step in measured) / seconds,
         "padding": 1 - totals["live"] / (totals["encoded"] - totals["query_tokens"]),
+        "tokens_per_step": {
+            "queries": totals["query_tokens"] / len(steps),
+            "documents": totals["live"] / len(steps),
+            "padding": (totals["encoded"] - totals["query_tokens"] - totals["live"]) / len(steps),
+        },
     }
 
 

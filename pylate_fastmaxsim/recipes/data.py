@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset
+import pyarrow.compute as pc
+from datasets import Dataset, Image
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
 
 from pylate_fastmaxsim.recipes.beir import Collection, load_collection
-from pylate_fastmaxsim.recipes.distillation import load_distillation
-from pylate_fastmaxsim.recipes.load import FILE_TYPES
+from pylate_fastmaxsim.recipes.distillation import list_lengths, load_distillation
+from pylate_fastmaxsim.recipes.load import FILE_TYPES, LOSSES_WITH_NEGATIVES
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table
 
 # Stock MaxSim holds [queries, documents, query tokens, document tokens] while it evaluates; the
 # evaluator scores documents in chunks, sized so that this stays below 2**27 fp32 values (512 MiB).
 EVALUATION_SIMILARITIES = 2**27
+
+ROWS_AT_ONCE = 100_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def load_data(recipe: Recipe) -> RecipeData:
 
 def _load_checked(recipe: Recipe) -> Dataset:
     dataset = load_columns(recipe.data, "data")
-    _check_columns(recipe, dataset, dataset.column_names)
+    check = _check_pages if recipe.model.visual else _check_columns
+    check(recipe, dataset, dataset.column_names)
     return dataset
 
 
@@ -85,6 +89,45 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
             f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
         )
     require_text(dataset, columns if recipe.loss.name != "distillation" else [query], "data")
+    if recipe.loss.name == "distillation":
+        _require_a_score_each(dataset, *others)
+
+
+def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
+    """Refuse rows that do not have equally many documents and teacher scores, in each row and from row to row."""
+    ways, before = None, 0
+    for table in dataset.select_columns([documents, scores]).with_format("arrow").iter(ROWS_AT_ONCE):
+        lengths = [list_lengths(table, name, f"data.columns: {name!r}") for name in (documents, scores)]
+        ways = ways or max(2, lengths[0][0].as_py())
+        wrong = pc.index(pc.or_(*(pc.not_equal(length, ways) for length in lengths)), True).as_py()
+        if wrong >= 0:
+            found = [length[wrong].as_py() for length in lengths]
+            raise RecipeError(
+                f"data.columns: every row must have {ways} {documents}, as the first has, and a score for each, but "
+                f"row {before + wrong} has {found[0]} and {found[1]} {scores}."
+            )
+        before += table.num_rows
+
+
+def _check_pages(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+    """The columns of colpali-engine's dataset: text and images, and as many negatives in each row."""
+    negatives = recipe.loss.name in LOSSES_WITH_NEGATIVES
+    if len(columns) != 2 + negatives:
+        wanted = "[query, image, negatives]" if negatives else "[query, image]"
+        raise RecipeError(f"data.columns must be {wanted} for the loss {recipe.loss.name}, got [{', '.join(columns)}].")
+    query, *images = columns
+    require_text(dataset, [query], "data")
+    for column in images:
+        feature = dataset.features[column]
+        if not isinstance(getattr(feature, "feature", feature), Image):
+            raise RecipeError(f"data.columns: {column!r} must hold images, but it holds {feature}.")
+    if negatives and not isinstance(dataset.features[columns[2]], Image):
+        counts = pc.list_value_length(dataset.data.column(columns[2])).unique().to_pylist()
+        if len(counts) > 1:
+            raise RecipeError(
+                f"data.columns: every row of {columns[2]!r} must hold the same number of images, "
+                f"but rows hold {min(counts)} to {max(counts)}."
+            )
 
 
 def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
@@ -118,6 +161,7 @@ def retrieval_evaluator(recipe: Recipe, held_out: Dataset, query_length: int, do
         relevant,
         corpus_chunk_size=max(1, chunk),
         batch_size=recipe.evaluation.batch_size,
+        show_progress_bar=True,
         name="held-out",
         write_csv=False,
     )

@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.fingerprint import Hasher
 
 from pylate_fastmaxsim.recipes.schema import DataSection, RecipeError
-from pylate_fastmaxsim.recipes.tables import load_subset
+from pylate_fastmaxsim.recipes.tables import load_subset, progress_shown
 
 # The subsets of the layout, their id column and the columns they must have.
 COLUMNS = {
@@ -65,18 +65,19 @@ def load_distillation(data: DataSection) -> Dataset:
     )
     train = _parsed(train.select_columns(list(COLUMNS["train"])))
     n_ways = _number_of_ways(data, train)
-    rows = train.with_format("arrow").map(
-        _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways),
-        batched=True,
-        batch_size=ROWS_PER_LOOKUP,
-        remove_columns=train.column_names,
-        features=Features(
-            {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
-        ),
-        # Of the tables and not of the ids in memory, which would take long to hash.
-        new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 1]),
-        desc="Looking up document ids",
-    )
+    with progress_shown():
+        rows = train.with_format("arrow").map(
+            _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways),
+            batched=True,
+            batch_size=ROWS_PER_LOOKUP,
+            remove_columns=train.column_names,
+            features=Features(
+                {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
+            ),
+            # Of the tables and not of the ids in memory, which would take long to hash.
+            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 1]),
+            desc="Looking up document ids",
+        )
     return rows.with_transform(Texts(queries, documents))
 
 
@@ -87,7 +88,8 @@ def _parsed(train: Dataset) -> Dataset:
     ]
     if not written:
         return train
-    return train.map(_parse, fn_kwargs={"columns": written}, desc="Reading lists")
+    with progress_shown():
+        return train.map(_parse, fn_kwargs={"columns": written}, desc="Reading lists")
 
 
 def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
@@ -104,13 +106,9 @@ def _number_of_ways(data: DataSection, train: Dataset) -> int:
     """How many documents of each row are used, once it is known that every row has as many."""
     least = None
     for table in train.with_format("arrow").iter(ROWS_PER_LOOKUP):
-        lengths = []
-        for name in ("document_ids", "scores"):
-            if not (pa.types.is_list(table[name].type) or pa.types.is_large_list(table[name].type)):
-                raise RecipeError(
-                    f"data.name: {name!r} of the subset train must hold lists, but it holds {table[name].type}."
-                )
-            lengths.append(pc.fill_null(pc.list_value_length(table[name]), 0))
+        lengths = [
+            list_lengths(table, name, f"data.name: {name!r} of the subset train") for name in ("document_ids", "scores")
+        ]
         uneven = pc.index(pc.not_equal(*lengths), True).as_py()
         if uneven >= 0:
             raise RecipeError(
@@ -126,6 +124,14 @@ def _number_of_ways(data: DataSection, train: Dataset) -> int:
             )
         least = shortest if least is None else min(least, shortest)
     return data.n_ways or least
+
+
+def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
+    """How many values each list of a column holds; none where there is no list. ``where`` begins the error."""
+    kind = table[name].type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        raise RecipeError(f"{where} must hold lists, but it holds {kind}.")
+    return pc.fill_null(pc.list_value_length(table[name]), 0)
 
 
 def _ids(table: Dataset, column: str) -> pa.ChunkedArray:

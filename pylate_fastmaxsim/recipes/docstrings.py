@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 QUERY_WORDS = (4, 40)
 POSITIVE_WORDS = (12, 2000)
 
@@ -62,18 +64,20 @@ def docstring_pairs(packages: Sequence[str], limit: int, seed: int = 0) -> list[
     random.Random(seed).shuffle(files)
     pairs: list[dict[str, str]] = []
     seen: set[str] = set()
-    for file in files:
-        for docstring in docstrings(file):
-            pair = split_docstring(docstring)
-            if pair is None:
-                continue
-            query, positive = pair
-            keys = {_normalized(query), _normalized(positive)}
-            if seen.isdisjoint(keys):
-                seen |= keys
-                pairs.append({"query": query, "positive": positive})
-                if len(pairs) == limit:
-                    return pairs
+    with tqdm(total=limit, desc="Reading docstrings", unit=" pairs", disable=None) as progress:
+        for file in files:
+            for docstring in docstrings(file):
+                pair = split_docstring(docstring)
+                if pair is None:
+                    continue
+                query, positive = pair
+                keys = {_normalized(query), _normalized(positive)}
+                if seen.isdisjoint(keys):
+                    seen |= keys
+                    pairs.append({"query": query, "positive": positive})
+                    progress.update()
+                    if len(pairs) == limit:
+                        return pairs
     return pairs
 
 

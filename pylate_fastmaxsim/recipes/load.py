@@ -15,8 +15,22 @@ from typing import Any, Literal
 import yaml
 
 from pylate_fastmaxsim.recipes.docstrings import package_directory
-from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, ModelSection, Recipe, RecipeError
 
+VISUAL_LOSS_OPTIONS = {
+    "temperature",
+    "normalize_scores",
+    "use_smooth_max",
+    "tau",
+    "pos_aware_negative_filtering",
+    "filter_threshold",
+    "filter_factor",
+    "norm_tol",
+    "max_batch_size",
+}
+LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
+VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
+VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
 LOSS_OPTIONS = {
     "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices"},
     "cached_contrastive": {
@@ -27,6 +41,8 @@ LOSS_OPTIONS = {
         "gather_across_devices",
     },
     "distillation": {"size_average", "normalize_scores"},
+    **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
+    **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
 }
 SOURCE_KEYS = {
     "docstrings": ("packages",),
@@ -213,6 +229,7 @@ def _allowed(hint: Any, minimum: float | None) -> str:
 def _check(recipe: Recipe) -> None:
     """Everything that concerns more than one key, or what is on this machine."""
     _check_model(recipe)
+    _check_kind(recipe)
     _check_data(recipe.data, "data")
     if recipe.mining is not None:
         _check_data(recipe.mining.pairs, "mining.pairs")
@@ -256,6 +273,45 @@ def _check_model(recipe: Recipe) -> None:
             "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "
             f"got {model.build.hidden_size} and {model.build.num_attention_heads}."
         )
+
+
+def _check_kind(recipe: Recipe) -> None:
+    """What only text encoders or only models of pages have."""
+    model = recipe.model
+    for field in dataclasses.fields(model):
+        visual_only = field.name in VISUAL_MODEL_KEYS and field.name not in ("kind", "name_or_path")
+        applies = field.name in VISUAL_MODEL_KEYS if model.visual else not visual_only
+        if not applies and getattr(model, field.name) != getattr(ModelSection(), field.name):
+            raise RecipeError(f"model.{field.name} does not apply to model.kind {model.kind}.")
+    if model.visual != (recipe.loss.name in VISUAL_LOSSES):
+        allowed = VISUAL_LOSSES if model.visual else [name for name in LOSS_OPTIONS if name not in VISUAL_LOSSES]
+        raise RecipeError(
+            f"loss.name must be one of {', '.join(allowed)} with model.kind {model.kind}, got {recipe.loss.name!r}."
+        )
+    if model.visual:
+        _check_visual(recipe)
+
+
+def _check_visual(recipe: Recipe) -> None:
+    kind = recipe.model.kind
+    if recipe.model.max_visual_tokens is not None and kind != "colqwen2":
+        raise RecipeError(
+            f"model.max_visual_tokens does not apply to model.kind {kind}, whose pages all have one size."
+        )
+    if recipe.data.source not in ("hub", "files"):
+        raise RecipeError(f"data.source must be hub or files with model.kind {kind}, got {recipe.data.source!r}.")
+    for key, given in {
+        "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
+        "evaluation.beir": recipe.evaluation.beir is not None,
+        "mining": recipe.mining is not None,
+        "fast.compile": recipe.fast.compile,
+        "fast.stock_masking": recipe.fast.stock_masking,
+        "fast.ring": recipe.fast.ring,
+    }.items():
+        if given:
+            raise RecipeError(f"{key} does not apply to model.kind {kind}.")
+    if (recipe.loss.in_batch_term_weight or 0) > 1:
+        raise RecipeError(f"loss.in_batch_term_weight must be at most 1, got {recipe.loss.in_batch_term_weight}.")
 
 
 def _check_mining(mining: MiningSection) -> None:

@@ -7,28 +7,44 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sentence_transformers import SentenceTransformerTrainer
-from transformers import TrainerCallback
+from datasets import Dataset
+from pylate.models import ColBERT
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers import Trainer, TrainerCallback
+from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory
 from pylate_fastmaxsim.recipes.model import load_model
-from pylate_fastmaxsim.recipes.schema import Recipe
+from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
+from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 from pylate_fastmaxsim.recipes.train import build_trainer, evaluate, switched, training_arguments
+
+if TYPE_CHECKING:
+    from pylate_fastmaxsim.recipes.visual import VisualRetriever
 
 FINISHED = "finished"
 OUT_OF_MEMORY = "out of memory"
 
+# What decides about speed; the last two, where installed, score for stock PyLate on a GPU.
+PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
+PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 
-def measure(recipe: Recipe, steps_file: Path) -> dict[str, Any]:
+
+def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untrained: bool = False) -> dict[str, Any]:
     """Train a prepared recipe once, measured step by step, and evaluate it.
+
+    Everything that is not the training itself comes behind it, so that the steps and their memory are those of
+    a training run.
 
     Parameters
     ----------
@@ -36,15 +52,21 @@ def measure(recipe: Recipe, steps_file: Path) -> dict[str, Any]:
         A recipe of which everything is on disk already (see ``prepare``).
     steps_file
         JSON lines, one per finished step, flushed as they come: what is left of a run that is killed.
+    steps_only
+        Nothing but the steps and their memory.
+    untrained
+        Evaluate the model as it was before training as well.
 
     Returns
     -------
-    ``status`` (finished, or out of memory), ``memory`` in bytes, ``ndcg@10`` and other metrics of the evaluation, the ``warnings`` of the
-    plugin (what it could not accelerate, and why) and the environment.
+    ``status`` (finished, or out of memory), ``memory`` in bytes, ``phases`` in seconds a step, ``ndcg@10`` and other
+    metrics of the evaluation, ``untrained`` with the same metrics, the ``warnings`` of the plugin (what it could not
+    accelerate, and why) and the environment.
     """
     warnings = _Warnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
-    arguments = training_arguments(recipe, save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True)
+    quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
+    arguments = training_arguments(recipe, **quiet)
     data = load_data(recipe)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
     result = {
@@ -52,20 +74,60 @@ def measure(recipe: Recipe, steps_file: Path) -> dict[str, Any]:
         "warnings": warnings.messages,
         "environment": environment(arguments.device),
     }
-    with switched(recipe.fast), open(steps_file, "w", encoding="utf-8") as lines:
-        trainer = build_trainer(recipe, model, data.train, arguments, MeasuredTrainer)
+    with switched(recipe.fast):
+        try:
+            memory = _train(recipe, model, data.train, arguments, steps_file)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return result | {"status": OUT_OF_MEMORY}
+        result["memory"] = {"before": memory.before, "peak": memory.peak()}
+        if steps_only:
+            return result
+        result |= evaluate(recipe, model, data)
+        few = training_arguments(recipe, **quiet, max_steps=WARM_UP_STEPS + MEASURED_STEPS)
+        result["phases"] = _phases(recipe, model, data.train, few)
+        if untrained and result["ndcg@10"] is not None:
+            del model
+            model = load_model(recipe.model, arguments.device, recipe.training.seed)
+            result["untrained"] = evaluate(recipe, model, data)
+    return result
+
+
+def _train(
+    recipe: Recipe,
+    model: ColBERT | VisualRetriever,
+    rows: Dataset,
+    arguments: SentenceTransformerTrainingArguments,
+    steps_file: Path,
+) -> PeakMemory:
+    with open(steps_file, "w", encoding="utf-8") as lines:
+        trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[0])
         trainer.add_callback(_StepWriter(trainer, lines))
         memory = PeakMemory(arguments.device)
         try:
             trainer.train()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            result["status"] = OUT_OF_MEMORY
-        result["memory"] = {"before": memory.before, "peak": memory.peak()}
-        if result["status"] == FINISHED:
-            result |= evaluate(recipe, model, data)
-    return result
+        finally:
+            trainer.stop_counting()
+    return memory
+
+
+def _phases(
+    recipe: Recipe, model: ColBERT | VisualRetriever, rows: Dataset, arguments: SentenceTransformerTrainingArguments
+) -> dict[str, float]:
+    """Seconds of each phase of a step, in a few more steps of the trained model."""
+    trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[1])
+    trainer.train()
+    return median_phases(trainer.laps)
+
+
+def _trainers(recipe: Recipe) -> tuple[type[Trainer], type[Trainer]]:
+    """Of the measured steps, and of those in which the phases are told apart."""
+    if not recipe.model.visual:
+        return MeasuredTrainer, PhaseTrainer
+    from pylate_fastmaxsim.recipes.visual import MeasuredPageTrainer, PagePhaseTrainer
+
+    return MeasuredPageTrainer, PagePhaseTrainer
 
 
 class MeasuredTrainer(SentenceTransformerTrainer):
@@ -79,7 +141,8 @@ class MeasuredTrainer(SentenceTransformerTrainer):
         super().__init__(*args, **kwargs)
         self.measured: dict[str, Any] = {}
         self.start_step()
-        self.model[0].auto_model.register_forward_pre_hook(self._count_encoded, with_kwargs=True)
+        encoder = self.model[0].auto_model
+        self.stop_counting = encoder.register_forward_pre_hook(self._count_encoded, with_kwargs=True).remove
 
     def start_step(self) -> None:
         self.measured = {"loss": 0.0, "documents": 0, "live": 0, "query_tokens": 0, "encoded": 0}
@@ -115,7 +178,8 @@ class _StepWriter(TrainerCallback):
         measured = {
             name: float(value) if name == "loss" else int(value) for name, value in self.trainer.measured.items()
         }
-        self.lines.write(json.dumps({"step": state.global_step, "seconds": now - self.last, **measured}) + "\n")
+        line = {"step": state.global_step, "of": state.max_steps, "seconds": now - self.last, **measured}
+        self.lines.write(json.dumps(line) + "\n")
         self.lines.flush()
         self.trainer.start_step()
         self.last = self._now(args.device)
@@ -147,13 +211,20 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured with."""
     threads = torch.get_num_threads()
     cores = "1 thread" if threads == 1 else f"{threads} threads"
-    packages = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "torch")
+    packages = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    gpu = {}
+    if device.type == "cuda":
+        gpu = {"device_memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({cores})",
+        **gpu,
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **packages,
     }
 
 
@@ -163,8 +234,16 @@ def main() -> None:
     parser.add_argument("recipe", type=Path, help="prepared recipe")
     parser.add_argument("steps", type=Path, help="JSON lines file of the steps")
     parser.add_argument("result", type=Path, help="JSON file of the result")
+    parser.add_argument("--steps-only", action="store_true", help="no evaluation and no phases")
+    parser.add_argument("--untrained", action="store_true", help="evaluate the untrained model as well")
     arguments = parser.parse_args()
-    result = measure(load_recipe(arguments.recipe), arguments.steps)
+    # The parent shows the last progress bar of the log, which must be that of something that takes long.
+    transformers_logging.disable_progress_bar()
+    recipe = load_recipe(arguments.recipe)
+    try:
+        result = measure(recipe, arguments.steps, arguments.steps_only, arguments.untrained)
+    except RecipeError as error:
+        sys.exit(str(error))  # the last line of the log, which the parent quotes
     arguments.result.write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ import yaml
 from datasets import Dataset
 from pylate.models import ColBERT
 from sentence_transformers import CrossEncoder
-from tqdm import trange
+from tqdm import tqdm, trange
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
@@ -28,6 +28,9 @@ from pylate_fastmaxsim.search import search
 
 SUMMARY_FILE = "mining.json"
 SETTINGS_FILE = "settings.json"
+
+# What is kept of each stage, part by part.
+PART_TYPES = {"search": ".npz", "teacher": ".npy"}
 
 
 @dataclass(frozen=True)
@@ -151,26 +154,40 @@ def _search(model: ColBERT, pairs: Pairs, section: MiningSection, folder: Path) 
     parts = []
     # So many that all positives of a query can be taken out and range_max are left.
     k = section.range_max + max(map(len, pairs.positives()))
-    for begin in trange(0, len(pairs.documents), section.documents_per_part, desc="Searching", unit="part"):
-        file = folder / f"search-{begin:010d}.npz"
-        if not file.exists():
-            if queries is None:
-                queries = encode(model, pairs.queries, section.batch_size, is_query=True)
-            part = pairs.documents[begin : begin + section.documents_per_part]
-            scores, found = search(queries, _encoded(model, part, section.batch_size), k)
-            arrays = {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + begin}
-            _write(file, lambda path, arrays=arrays: np.savez(path, **arrays))
-        with np.load(file) as arrays:
-            parts.append((torch.from_numpy(arrays["scores"]), torch.from_numpy(arrays["found"])))
+    with _bar("Searching", len(pairs.documents), section.documents_per_part, folder, "search", " documents") as bar:
+        for begin in range(0, len(pairs.documents), section.documents_per_part):
+            file = _part_file(folder, "search", begin)
+            if not file.exists():
+                if queries is None:
+                    queries = encode(model, pairs.queries, section.batch_size, is_query=True, show_progress=True)
+                part = pairs.documents[begin : begin + section.documents_per_part]
+                scores, found = search(queries, _encoded(model, part, section.batch_size, bar), k)
+                arrays = {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + begin}
+                _write(file, lambda path, arrays=arrays: np.savez(path, **arrays))
+            with np.load(file) as arrays:
+                parts.append((torch.from_numpy(arrays["scores"]), torch.from_numpy(arrays["found"])))
     scores, found = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
     scores, order = scores.sort(dim=1, descending=True, stable=True)
     return scores[:, :k], found.gather(1, order[:, :k])
 
 
-def _encoded(model: ColBERT, documents: Sequence[str], batch_size: int) -> Iterator:
+def _encoded(model: ColBERT, documents: Sequence[str], batch_size: int, bar: tqdm) -> Iterator:
     step = BATCHES_AT_ONCE * batch_size
     for begin in range(0, len(documents), step):
-        yield encode(model, documents[begin : begin + step], batch_size, is_query=False)
+        texts = documents[begin : begin + step]
+        yield encode(model, texts, batch_size, is_query=False)
+        bar.update(len(texts))
+
+
+def _bar(title: str, total: int, step: int, folder: Path, stage: str, unit: str) -> tqdm:
+    """A progress bar that begins where an interrupted run stopped."""
+    begins = range(0, total, step)
+    done = sum(min(step, total - begin) for begin in begins if _part_file(folder, stage, begin).exists())
+    return tqdm(total=total, initial=done, desc=title, unit=unit, unit_scale=True)
+
+
+def _part_file(folder: Path, stage: str, begin: int) -> Path:
+    return folder / f"{stage}-{begin:010d}{PART_TYPES[stage]}"
 
 
 def _hard_negatives(
@@ -258,12 +275,18 @@ def _teacher(section: MiningSection, device: torch.device) -> Teacher:
 def _grade(teacher: Teacher, pairs: Pairs, candidates: Candidates, section: MiningSection, folder: Path) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
     parts = []
-    for begin in trange(0, len(candidates), section.rows_per_part, desc="Asking the teacher", unit="part"):
-        file = folder / f"teacher-{begin:010d}.npy"
-        if not file.exists():
-            scores = teacher(pairs, candidates[begin : begin + section.rows_per_part]).astype(np.float32)
-            _write(file, lambda path, scores=scores: np.save(path, scores))
-        parts.append(np.load(file))
+    step = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
+    with _bar("Asking the teacher", len(candidates), section.rows_per_part, folder, "teacher", " queries") as bar:
+        for begin in range(0, len(candidates), section.rows_per_part):
+            file = _part_file(folder, "teacher", begin)
+            if not file.exists():
+                part, scores = candidates[begin : begin + section.rows_per_part], []
+                for first in range(0, len(part), step):
+                    rows = part[first : first + step]
+                    scores.append(teacher(pairs, rows).astype(np.float32))
+                    bar.update(len(rows))
+                _write(file, lambda path, scores=scores: np.save(path, np.concatenate(scores)))
+            parts.append(np.load(file))
     return np.concatenate(parts)
 
 

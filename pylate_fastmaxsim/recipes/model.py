@@ -7,15 +7,28 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from pylate import models
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
-from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    ModernBertConfig,
+    ModernBertModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 from pylate_fastmaxsim.recipes.schema import BuildSection, ModelSection, RecipeError
+
+if TYPE_CHECKING:
+    from pylate_fastmaxsim.recipes.visual import VisualRetriever
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -24,14 +37,18 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+NO_TOKENIZER = "model.name_or_path {} has no tokenizer that can be loaded; it must be saved beside the model."
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
-def load_model(section: ModelSection, device: torch.device | str, seed: int) -> models.ColBERT:
-    """A ColBERT model; a projection that the checkpoint lacks is drawn from ``seed``."""
+def load_model(section: ModelSection, device: torch.device | str, seed: int) -> models.ColBERT | VisualRetriever:
+    """A ColBERT model or one of pages; a projection or adapters that the checkpoint lacks are drawn from ``seed``."""
+    visual = _visual(section) if section.visual else None
     set_seed(seed)
     try:
-        return models.ColBERT(
+        if visual is not None:
+            return visual.load_retriever(section, device)
+        model = models.ColBERT(
             model_name_or_path=section.name_or_path,
             device=str(device),
             embedding_size=section.embedding_size,
@@ -42,9 +59,52 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
             config_kwargs=dict(section.config_kwargs),
             trust_remote_code=section.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
+        if _lacks_tokenizer(section):
+            raise RecipeError(NO_TOKENIZER.format(section.name_or_path)) from error
         reason = str(error).strip().split("\n")[0]
         raise RecipeError(f"model.name_or_path {section.name_or_path} cannot be loaded: {reason}") from error
+    if _is_empty(model.tokenizer):
+        raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+    return model
+
+
+def _lacks_tokenizer(section: ModelSection) -> bool:
+    """Whether the model is there and its tokenizer is not: transformers says so in many ways, none of them plain."""
+    options = {"trust_remote_code": section.trust_remote_code}
+    try:
+        AutoConfig.from_pretrained(section.name_or_path, **options)
+    except (OSError, ValueError, ImportError):
+        return False
+    try:
+        AutoTokenizer.from_pretrained(section.name_or_path, **options)
+    except (OSError, ValueError, ImportError):
+        return True
+    return False
+
+
+def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
+    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+
+
+def load_trained(
+    section: ModelSection, checkpoint: Path, device: torch.device | str
+) -> models.ColBERT | VisualRetriever:
+    """The model of a section with the weights of a checkpoint of its training."""
+    if section.visual:
+        return _visual(section).load_retriever(section, device, checkpoint)
+    return load_model(replace(section, name_or_path=str(checkpoint)), device, 0)
+
+
+def _visual(section: ModelSection) -> ModuleType:
+    try:
+        from pylate_fastmaxsim.recipes import visual
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f'model.kind {section.kind} needs colpali-engine: pip install "pylate-fastmaxsim[recipes,colpali]" ({error}).'
+        ) from error
+    return visual
 
 
 def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:

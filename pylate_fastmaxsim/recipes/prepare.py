@@ -70,7 +70,12 @@ def _make(recipe: Recipe, root: Path, directory: Path) -> None:
         if recipe.model.build is not None:
             rows = load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train
             build_model(recipe.model, _texts(rows), recipe.training.seed, scratch / MODEL)
-        os.replace(scratch, directory)
+        try:
+            os.replace(scratch, directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+            shutil.rmtree(scratch)  # another process of this machine was first, and made the same
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         for path in made:  # a recipe that cannot be run leaves nothing behind

@@ -9,6 +9,7 @@ import matplotlib
 from rich.table import Table
 
 from pylate_fastmaxsim.recipes.measure import FINISHED
+from pylate_fastmaxsim.recipes.phases import PHASES
 from pylate_fastmaxsim.recipes.warmup import WarmStep
 
 matplotlib.use("Agg")
@@ -18,7 +19,7 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
 COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
-RANKING_METRICS = {"mrr@10": "MRR@10", "recall@100": "Recall@100"}
+METRICS = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "recall@100": "Recall@100"}
 LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
 
 
@@ -31,22 +32,28 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     for name in ("stock", "fast", "fast / stock"):
         table.add_column(name, justify="right")
 
-    def row(title: str, key: str, form: str, scale: float = 1.0, ratio: str = "") -> None:
-        table.add_row(title, *(_cell(run, key, form, scale) for run in (stock, fast)), ratio)
+    def row(title: str, key: str, pattern: str, ratio: str = "") -> None:
+        table.add_row(title, *(_cell(run, key, pattern) for run in (stock, fast)), ratio)
 
-    row("median step", "step_seconds", "{:.3f} s", ratio=_form("{:.2f}x as fast", summary["speedup"]))
+    row("median step", "step_seconds", "{:.3f} s", ratio=form("{:.2f}x as fast", summary["speedup"]))
+    for phase in PHASES:
+        if any("phases" in run for run in (stock, fast)):
+            values = [run.get("phases", {}).get(phase) for run in (stock, fast)]
+            table.add_row(f"  {phase}", *(form("{:.3f} s", value) for value in values), "")
     table.add_row(
-        "peak memory", *(_memory(run, "peak") for run in (stock, fast)), _form("{:.0%}", summary["peak_memory"])
+        "peak memory", *(memory(run, "peak") for run in (stock, fast)), form("{:.0%}", summary["peak_memory"])
     )
-    table.add_row("  before training", *(_memory(run, "before") for run in (stock, fast)), "")
+    table.add_row("  before training", *(memory(run, "before") for run in (stock, fast)), "")
     row("documents per second", "documents_per_second", "{:,.0f}")
     row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
     row("padding in documents encoded", "padding", "{:.0%}")
-    table.add_row("final loss", *(_form("{:.4f}", (run["losses"] or [None])[-1]) for run in (stock, fast)), "")
-    row("nDCG@10", "ndcg@10", "{:.4f}", ratio=_form("{:+.4f}", summary["ndcg@10_difference"]))
-    for key, title in RANKING_METRICS.items():
+    table.add_row("final loss", *(form("{:.4f}", (run["losses"] or [None])[-1]) for run in (stock, fast)), "")
+    for key, title in METRICS.items():
         if any(key in run for run in (stock, fast)):
-            row(title, key, "{:.4f}")
+            ratio = form("{:+.4f}", summary["ndcg@10_difference"]) if key == "ndcg@10" else ""
+            row(title, key, "{:.4f}", ratio=ratio)
+            if (untrained := fast.get("untrained", {}).get(key)) is not None:
+                table.add_row("  before training", *[f"{untrained:.4f}"] * 2, "")
     table.caption = caption(comparison)
     table.caption_justify = "left"
     return table
@@ -69,22 +76,23 @@ def device(comparison: dict[str, Any]) -> str:
     return next((environment["device"] for environment in environments if environment), "unknown device")
 
 
-def _cell(run: dict[str, Any], key: str, form: str, scale: float) -> str:
+def _cell(run: dict[str, Any], key: str, pattern: str) -> str:
     if run["status"] != FINISHED and key == "step_seconds":
         return run["status"]
-    value = run.get(key)
-    return _form(form, None if value is None else value * scale)
+    return form(pattern, run.get(key))
 
 
-def _memory(run: dict[str, Any], key: str) -> str:
+def memory(run: dict[str, Any], key: str) -> str:
+    """A figure of a run's memory as text; a dash where it did not finish."""
     if run["status"] != FINISHED:
         return "-"
     value = run["memory"][key]
     return f"{value / GIBIBYTE:.1f} GiB" if value >= 10 * GIBIBYTE else f"{value / MEBIBYTE:,.0f} MiB"
 
 
-def _form(form: str, value: float | None) -> str:
-    return "-" if value is None else form.format(value)
+def form(pattern: str, value: float | None) -> str:
+    """A number as text; a dash where there is none."""
+    return "-" if value is None else pattern.format(value)
 
 
 def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
@@ -92,14 +100,14 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
     runs = comparison["runs"]
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
     grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
-    _draw_losses(figure.add_subplot(grid[0]), runs)
+    draw_losses(figure.add_subplot(grid[0]), runs)
     seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
-    _draw_bars(figure.add_subplot(grid[1]), "median step (s)", runs, seconds)
-    memory = {mode: run.get("memory", {}) for mode, run in runs.items()}
-    peak, before = ({m: x[key] / GIBIBYTE for m, x in memory.items() if x} for key in ("peak", "before"))
-    _draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
+    draw_bars(figure.add_subplot(grid[1]), "median step (s)", runs, seconds)
+    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
+    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
+    draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
     padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
-    _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
+    draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
     figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left")
     figure.savefig(file, dpi=150)
     plt.close(figure)
@@ -117,7 +125,7 @@ def headline(comparison: dict[str, Any]) -> str:
     )
 
 
-def _draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
+def draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
     styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
     for mode, run in runs.items():
         score = run.get("ndcg@10")
@@ -130,7 +138,7 @@ def _draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_bars(
+def draw_bars(
     axes: plt.Axes, title: str, runs: dict[str, Any], values: dict[str, float], pale: dict[str, float] | None = None
 ) -> None:
     """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
@@ -148,6 +156,19 @@ def _draw_bars(
     axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def sweep_table(sweep: dict[str, list[dict[str, Any]]]) -> Table:
+    """Step time and peak memory of each batch size, both ways."""
+    table = Table(title="against batch size", title_justify="left")
+    table.add_column("batch", justify="right")
+    for mode in sweep:
+        table.add_column(f"{mode}, median step", justify="right")
+        table.add_column("peak memory", justify="right")
+    for points in zip(*sweep.values(), strict=False):
+        cells = [(_cell(point, "step_seconds", "{:.3f} s"), memory(point, "peak")) for point in points]
+        table.add_row(str(points[0]["batch_size"]), *(text for cell in cells for text in cell))
+    return table
 
 
 def warmup_table(name: str, steps: list[WarmStep]) -> Table:
@@ -169,10 +190,9 @@ def training_table(result: dict[str, Any]) -> Table:
     )
     if losses:
         table.add_row("loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}")
-    table.add_row("nDCG@10", _form("{:.4f}", result["ndcg@10"]))
-    for key, title in RANKING_METRICS.items():
+    for key, title in METRICS.items():
         if key in result:
-            table.add_row(title, f"{result[key]:.4f}")
+            table.add_row(title, form("{:.4f}", result[key]))
     table.add_row("plugin", "on" if result["fast"]["enabled"] else "off")
     table.add_row("model", result["model"])
     return table

@@ -33,14 +33,31 @@ class BuildSection:
 
 
 @dataclass(frozen=True)
+class LoraSection:
+    """Low-rank adapters; the names are those of ``peft.LoraConfig``. ``target_modules`` is a regular expression."""
+
+    target_modules: str
+    r: int = key(32, minimum=1)
+    lora_alpha: int = key(32, minimum=1)
+    lora_dropout: float = key(0.1, minimum=0)
+    init_lora_weights: Literal["gaussian", "default"] = "gaussian"
+
+
+@dataclass(frozen=True)
 class ModelSection:
     """The model: ``name_or_path`` on the Hub or on disk, or ``build`` for one made from scratch.
 
-    ``config_kwargs`` goes to the encoder's configuration (for example its dropouts), the other keys are
-    arguments of ``pylate.models.ColBERT``; null keeps what the checkpoint says. Code that comes with a
-    checkpoint runs only if ``trust_remote_code`` is true.
+    ``kind: colbert`` is a text encoder trained with PyLate. ``config_kwargs`` goes to its configuration (for
+    example its dropouts), the other keys are arguments of ``pylate.models.ColBERT``; null keeps what the
+    checkpoint says. Code that comes with a checkpoint runs only if ``trust_remote_code`` is true.
+
+    ``kind: colpali`` and ``colqwen2`` retrieve images of pages and are trained with colpali-engine (the extra
+    [colpali]). Of them ``lora`` trains adapters and nothing else, null trains all weights; ``dtype`` is that of the
+    weights, where auto is bfloat16 for adapters on a GPU that has it and else float32; ``attn_implementation`` is
+    that of transformers; ``max_visual_tokens`` is the most that a page may have (colqwen2 only).
     """
 
+    kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
     name_or_path: str | None = None
     build: BuildSection | None = None
     embedding_size: int | None = key(None, minimum=1)
@@ -50,6 +67,15 @@ class ModelSection:
     attend_to_expansion_tokens: bool | None = None
     config_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attn_implementation: str | None = None
+    max_visual_tokens: int | None = key(None, minimum=1)
+    lora: LoraSection | None = None
+
+    @property
+    def visual(self) -> bool:
+        """Whether its documents are images."""
+        return self.kind != "colbert"
 
 
 @dataclass(frozen=True)
@@ -59,7 +85,8 @@ class DataSection:
     ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
     .parquet ``files``. ``columns`` says which columns are used and in which order, the query first;
-    for distillation they are the query, a list of documents and a list of teacher scores.
+    for distillation they are the query, a list of documents and a list of teacher scores, and for retrieval of
+    pages the query, the image of its page, and, for losses with negatives, a list of images of others.
 
     ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
     ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
@@ -113,15 +140,36 @@ class MiningSection:
 
 @dataclass(frozen=True)
 class LossSection:
-    """A loss of PyLate and its options; null keeps PyLate's default."""
+    """A loss of PyLate or, ``colbert`` and what begins so, of colpali-engine, and its options; null keeps its default.
 
-    name: Literal["contrastive", "cached_contrastive", "distillation"] = "contrastive"
+    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``use_smooth_max`` needs every
+    similarity, so that it runs as colpali-engine has it.
+    """
+
+    name: Literal[
+        "contrastive",
+        "cached_contrastive",
+        "distillation",
+        "colbert",
+        "colbert_pairwise_ce",
+        "colbert_sigmoid",
+        "colbert_negative_ce",
+        "colbert_pairwise_negative_ce",
+    ] = "contrastive"
     temperature: float | None = key(None, minimum=0)
     size_average: bool | None = None
     mini_batch_size: int | None = key(None, minimum=1)
     score_mini_batch_size: int | None = key(None, minimum=1)
     gather_across_devices: bool | None = None
     normalize_scores: bool | None = None
+    use_smooth_max: bool | None = None
+    tau: float | None = key(None, minimum=0)
+    pos_aware_negative_filtering: bool | None = None
+    filter_threshold: float | None = None
+    filter_factor: float | None = None
+    in_batch_term_weight: float | None = key(None, minimum=0)
+    norm_tol: float | None = key(None, minimum=0)
+    max_batch_size: int | None = key(None, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -159,20 +207,26 @@ class TrainingSection:
 
 @dataclass(frozen=True)
 class FastSection:
-    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``."""
+    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
+
+    All but ``grad_filter`` concern ``model.kind`` colbert only.
+    """
 
     enabled: bool = True
     padding_free: bool = True
     compile: bool = False
     stock_masking: bool = False
     grad_filter: Literal["auto"] | None = None
+    ring: bool = False
+    fused_head: bool = True
 
 
 @dataclass(frozen=True)
 class EvaluationSection:
     """Retrieval, once at the end, of one of two kinds or of none.
 
-    ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator. ``beir`` names a
+    ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
+    scored by the processor of the model. ``beir`` names a
     collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus. It is on the
     Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
     ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements. ``batch_size`` texts are encoded at once.

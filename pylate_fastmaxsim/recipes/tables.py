@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder
+from datasets import (
+    Dataset,
+    DatasetDict,
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    load_dataset,
+    load_dataset_builder,
+)
+from datasets.exceptions import DatasetGenerationError
 
+from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
@@ -21,8 +34,13 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
     try:
         if Path(path).is_dir():
             path, subset, options = _files_of_folder(path, subset, options)
-        table = load_dataset(path, subset, **options)
+        with progress_shown():
+            table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
+            error = error.__cause__  # which says what, where datasets only says that
+        if write_failure(error):
+            raise error from None
         reason = str(error).strip().split("\n")[0]
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
     if not isinstance(table, DatasetDict):
@@ -30,6 +48,20 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
     if len(table) > 1:
         raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
     return next(iter(table.values()))
+
+
+@contextmanager
+def progress_shown() -> Iterator[None]:
+    """Let ``datasets`` show what it does, on a terminal: what takes minutes for a large corpus."""
+    hidden = are_progress_bars_disabled()
+    if not hidden or not sys.stderr.isatty():
+        yield
+        return
+    enable_progress_bars()
+    try:
+        yield
+    finally:
+        disable_progress_bars()
 
 
 def _files_of_folder(path: str, subset: str | None, options: dict[str, Any]) -> tuple[str, None, dict[str, Any]]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 from datasets import Dataset
 from pylate import losses, models, utils
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from transformers import TrainerState
+from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerState
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
 import pylate_fastmaxsim
@@ -23,9 +23,13 @@ from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import dump_recipe
-from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.model import load_model, load_trained
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
+
+if TYPE_CHECKING:
+    from pylate_fastmaxsim.recipes.visual import VisualRetriever
 
 LOSSES = {
     "contrastive": losses.Contrastive,
@@ -53,6 +57,7 @@ FREE_TO_CHANGE = {
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
+    "fast.ring",
 }
 
 
@@ -90,9 +95,11 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     with switched(recipe.fast):
         state = _trained_state(checkpoint)
         if state is None:
-            state = _run_trainer(build_trainer(recipe, model, data.train, arguments), checkpoint)
+            trainer = build_trainer(recipe, model, data.train, arguments)
+            state = _run_trainer(trainer, checkpoint)
+            model = trainer.whole_model()
         else:
-            model = load_model(replace(prepared.model, name_or_path=str(checkpoint)), arguments.device, 0)
+            model = load_trained(prepared.model, checkpoint, arguments.device)
         result = {
             "recipe": recipe.name,
             "fast": asdict(recipe.fast),
@@ -107,14 +114,24 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     return result
 
 
-def _run_trainer(trainer: SentenceTransformerTrainer, checkpoint: Path | None) -> TrainerState:
+def _run_trainer(trainer: Trainer, checkpoint: Path | None) -> TrainerState:
     interrupt = StopOnInterrupt()
     trainer.add_callback(interrupt)
     trainer.add_callback(ShuffleByEpoch())
-    trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    finally:
+        _close_bar(trainer)
     if interrupt.requested:
         raise KeyboardInterrupt
     return trainer.state
+
+
+def _close_bar(trainer: Trainer) -> None:
+    """The trainer leaves its bar open after an error, to be drawn once more below whatever is said about that."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+            callback.training_bar.close()
 
 
 def _trained_state(checkpoint: Path | None) -> TrainerState | None:
@@ -126,49 +143,84 @@ def _trained_state(checkpoint: Path | None) -> TrainerState | None:
 
 
 def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
-    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names."""
+    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names.
+
+    Raises
+    ------
+    RecipeError
+        The trainer does not take them, or the GPU has no bf16.
+    """
     options = asdict(recipe.training)
-    precision, save_steps = options.pop("precision"), options.pop("save_steps")
+    del options["precision"]
+    save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
-    if precision == "auto":
-        precision = ("bf16" if torch.cuda.is_bf16_supported() else "fp16") if on_gpu else "fp32"
+    precision = _precision(recipe, on_gpu)
     if options["report_to"] == "auto":
         installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
         options["report_to"] = [name for name, available in installed.items() if available]
-    arguments = SentenceTransformerTrainingArguments(
-        **{
-            **options,
-            "output_dir": recipe.output_dir,
-            "run_name": recipe.name,
-            "max_steps": recipe.training.max_steps or -1,
-            "bf16": precision == "bf16",
-            "fp16": precision == "fp16",
-            "save_strategy": "no" if save_steps is None else "steps",
-            "save_steps": save_steps or 500,
-            "logging_first_step": True,
-            # A diverged run must show; the filter would also wait for the device in every step.
-            "logging_nan_inf_filter": False,
-            "dataloader_pin_memory": on_gpu,
-            "disable_tqdm": False,
-            **overrides,
-        }
-    )
+    if recipe.model.visual:
+        # Images are turned into inputs by the collator; with adapters the inputs of a layer need no gradient.
+        options["remove_unused_columns"] = False
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    try:
+        arguments = SentenceTransformerTrainingArguments(
+            **{
+                **options,
+                "output_dir": recipe.output_dir,
+                "run_name": recipe.name,
+                "max_steps": recipe.training.max_steps or -1,
+                "bf16": precision == "bf16",
+                "fp16": precision == "fp16",
+                "save_strategy": "no" if save_steps is None else "steps",
+                "save_steps": save_steps or 500,
+                "logging_first_step": True,
+                # A diverged run must show; the filter would also wait for the device in every step.
+                "logging_nan_inf_filter": False,
+                "dataloader_pin_memory": on_gpu,
+                "disable_tqdm": False,
+                **overrides,
+            }
+        )
+    except ValueError as error:  # a scheduler or an optimizer that it does not know, a device that cannot do this
+        raise RecipeError(f"training: {str(error).strip().splitlines()[0]}") from error
     if arguments.n_gpu > 1:
         # More GPUs are for `accelerate launch`, one process each, not for threads of one process.
         arguments._n_gpu = 1
+    if arguments.device.type == "cpu" and arguments.device.index is not None:
+        # accelerate numbers the CPU for several processes, and torch.load, which resuming needs, knows no such device.
+        arguments._setup_devices = torch.device("cpu")
     return arguments
+
+
+def _precision(recipe: Recipe, on_gpu: bool) -> str:
+    """What ``training.precision`` means on this machine."""
+    # An older GPU emulates bf16, slower than fp32, and PyTorch counts that as support unless told otherwise.
+    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = recipe.training.precision
+    if wanted == "auto":
+        return ("bf16" if has_bf16 else "fp16") if on_gpu else "fp32"
+    if wanted == "bf16" and on_gpu and not has_bf16:
+        raise RecipeError(
+            f"training.precision must be auto, fp16 or fp32 here, because the GPU ({torch.cuda.get_device_name()}) "
+            "has no bf16."
+        )
+    return wanted
 
 
 def build_trainer(
     recipe: Recipe,
-    model: models.ColBERT,
+    model: models.ColBERT | VisualRetriever,
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
-    trainer_class: type[SentenceTransformerTrainer] = SentenceTransformerTrainer,
-) -> SentenceTransformerTrainer:
-    """A trainer with PyLate's loss and collator, as PyLate documents it."""
+    trainer_class: type[Trainer] | None = None,
+) -> Trainer:
+    """A trainer with the loss and the collator of PyLate or colpali-engine, as they document it."""
     options = {name: value for name, value in asdict(recipe.loss).items() if name != "name" and value is not None}
-    return trainer_class(
+    if recipe.model.visual:
+        from pylate_fastmaxsim.recipes.visual import build_page_trainer
+
+        return build_page_trainer(recipe.loss.name, options, model, rows, arguments, trainer_class)
+    return (trainer_class or RecipeTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
@@ -186,15 +238,21 @@ def switched(fast: FastSection) -> AbstractContextManager:
         compile=fast.compile,
         stock_masking=fast.stock_masking,
         grad_filter=fast.grad_filter,
+        ring=fast.ring,
+        fused_head=fast.fused_head,
     )
 
 
-def evaluate(recipe: Recipe, model: models.ColBERT, data: RecipeData) -> dict[str, float | None]:
+def evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData) -> dict[str, float | None]:
     """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none."""
     if data.collection is not None:
         return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)
     if data.held_out is None:
         return {"ndcg@10": None}
+    if recipe.model.visual:
+        from pylate_fastmaxsim.recipes.visual import evaluate_pages
+
+        return evaluate_pages(model, data.held_out, recipe.evaluation.batch_size)
     evaluator = retrieval_evaluator(recipe, data.held_out, model.query_length, model.document_length)
     metrics = evaluator(model)
     return {"ndcg@10": metrics[evaluator.primary_metric]}
@@ -241,12 +299,13 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _save(recipe: Recipe, model: models.ColBERT, result: dict[str, Any]) -> None:
+def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
     directory = Path(recipe.output_dir)
+    host = "colpali-engine" if recipe.model.visual else "PyLate"
     model.save_pretrained(str(directory / MODEL_DIRECTORY))
     with open(directory / MODEL_DIRECTORY / "README.md", "a", encoding="utf-8") as card:
         card.write(
             f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
-            f"{pylate_fastmaxsim.__version__} (PyLate {version('pylate')}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
+            f"{pylate_fastmaxsim.__version__} ({host} {version(host)}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
         )
     (directory / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -119,7 +119,7 @@ class _Case:
         self._arguments = (
             queries.values, queries.starts, queries.lengths, queries.keep,
             documents.values, documents.starts, documents.lengths, documents.keep,
-            candidates, None, queries.max_length, documents.max_length,
+            candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
         )  # fmt: skip
         self._scores, self._winners = maxsim.forward(*self._arguments, True, PRECISION)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)

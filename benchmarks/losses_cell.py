@@ -1,0 +1,54 @@
+"""The measuring process of one path of the losses benchmark: reads a cell a line, answers each.
+
+A process of its own, because an illegal access or a crash in one path ends every later call of its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+import torch
+from losses_embedded import Step
+from operators_measure import failure, peak_bytes, time_calls
+from train_step import environment
+from training_cell import SCORING
+
+import pylate_fastmaxsim
+
+# Batches taken in turn, so that none finds its embeddings in the cache.
+BATCHES = 6
+
+
+def run_cell(cell: dict, device: torch.device) -> dict:
+    steps = [
+        Step(cell["loss"], cell["queries"], cell["columns"], cell["document_length"], device, seed)
+        for seed in range(BATCHES if device.type == "cuda" else 1)
+    ]
+    value = float(steps[0]())
+    return {**time_calls(steps, device), "peak_bytes": peak_bytes(steps[0], device), "loss_value": value}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", choices=list(SCORING), required=True)
+    options = parser.parse_args()
+    os.environ["PYLATE_SCORES_BACKEND"] = SCORING[options.path]
+    if options.path == "fast":
+        pylate_fastmaxsim.enable()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recorded = environment()
+    for line in sys.stdin:
+        try:
+            result = run_cell(json.loads(line), device)
+        except Exception as error:  # noqa: BLE001 - a failure is a result of its cell
+            result = {"failure": failure(error)}
+        print("RESULT " + json.dumps({**result, "environment": recorded}), flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

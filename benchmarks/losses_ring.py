@@ -1,0 +1,107 @@
+"""Documents in a ring against gathered ones: one process of torchrun for each GPU, started by ``losses.py --ring``.
+
+Every rank has the same number of queries and documents of its own, so that what a rank scores grows with the number of
+ranks: against 1 rank, ideal time is as many times longer. Rank 0 prints a line of JSON for each cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from losses_embedded import Step
+from losses_table import RING_PATHS
+from operators_measure import failure
+from train_step import environment
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.ops import ring
+
+WARM_UP = 5
+
+
+def measure(step: Step, device: torch.device, iterations: int) -> dict:
+    """Median over the steps, the slowest rank's; every rank makes equally many. Nothing waits between steps."""
+    cuda = device.type == "cuda"
+    for _ in range(WARM_UP if cuda else 1):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    gc.collect()
+    marks = [_mark(cuda)]
+    for _ in range(iterations):
+        step()
+        marks.append(_mark(cuda))
+    if cuda:
+        torch.cuda.synchronize()
+    times = [_milliseconds(*pair) for pair in zip(marks, marks[1:], strict=False)]
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    slowest = torch.tensor([statistics.median(times), peak], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    milliseconds, peak = slowest.tolist()
+    return {"ms": milliseconds, "peak_bytes": int(peak) if cuda else None, "iterations": iterations}
+
+
+def _mark(cuda: bool):
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _milliseconds(start, end) -> float:
+    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
+
+
+def run_cell(cell: dict, device: torch.device, iterations: int) -> dict:
+    in_ring, kept = RING_PATHS[cell["path"]]
+    default = ring.KEPT_WINNER_BYTES
+    ring.KEPT_WINNER_BYTES = default if kept is None else kept
+    try:
+        with pylate_fastmaxsim.enabled(ring=in_ring):
+            step = Step(
+                cell["loss"],
+                cell["queries"],
+                cell["columns"],
+                cell["document_length"],
+                device,
+                seed=dist.get_rank(),
+                gather_across_devices=cell["path"] != "local",
+            )
+            return measure(step, device, iterations)
+    except torch.OutOfMemoryError as error:
+        return {"failure": failure(error)}
+    finally:
+        ring.KEPT_WINNER_BYTES = default
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cells", type=json.loads, required=True, help="what to measure, a list of cells in JSON")
+    parser.add_argument("--iterations", type=int, default=20)
+    options = parser.parse_args()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    recorded = environment()
+    for cell in options.cells:
+        result = run_cell(cell, device, options.iterations)
+        if dist.get_rank() == 0:
+            print("RESULT " + json.dumps({**result, "environment": recorded}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

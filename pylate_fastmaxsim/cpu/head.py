@@ -1,0 +1,84 @@
+"""Projection to unit token vectors in PyTorch, in blocks of rows: the CPU path, and that of all without a kernel.
+
+The backward leaves out the rows without a gradient. To find them waits for the device where that is not a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pylate_fastmaxsim.cpu.maxsim import _accumulation_dtype
+
+# F.normalize divides by the norm or by this, whichever is larger.
+EPSILON = 1e-12
+
+# Rows taken at once: for 16-bit vectors, which are computed with in float32, the only copies in float32.
+ROWS = 1 << 10
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised).
+
+    ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
+    """
+    dtype = _accumulation_dtype(hidden)
+    embeddings = hidden.new_empty(len(hidden), len(weight))
+    inverse_norms = hidden.new_empty(len(hidden) if normalize else 0, dtype=dtype)
+    # As the products of an autocast region: the weight's dtype is the one that hidden states are multiplied in.
+    weight = weight.to(hidden.dtype).to(dtype)
+    for first in range(0, len(hidden), ROWS):
+        block = slice(first, first + ROWS)
+        with torch.autocast(hidden.device.type, enabled=False):
+            values = F.linear(hidden[block].to(dtype), weight, None if bias is None else bias.to(dtype))
+        if normalize:
+            inverse = values.norm(dim=1).clamp(min=EPSILON).reciprocal()
+            inverse_norms[block] = inverse
+            values = values * inverse[:, None]
+        embeddings[block] = values
+    return embeddings, inverse_norms
+
+
+def backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    embeddings: Tensor,
+    inverse_norms: Tensor,
+    normalize: bool,
+    precision: str,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
+    dtype = _accumulation_dtype(hidden)
+    grad_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0)
+    grad_weight = weight.new_zeros(weight.shape if need_weight else 0, dtype=dtype)
+    grad_bias = weight.new_zeros(len(weight) if need_bias else 0, dtype=dtype)
+    operand = weight.to(hidden.dtype).to(dtype)
+    for first in range(0, len(grad), ROWS):
+        live = (grad[first : first + ROWS] != 0).any(dim=1)
+        # A slice where all are live, so that nothing is gathered.
+        rows = slice(first, first + ROWS) if bool(live.all()) else live.nonzero().squeeze(1) + first
+        values = grad[rows].to(dtype)
+        if normalize:
+            inverse = inverse_norms[rows, None]
+            unit = embeddings[rows].to(dtype)
+            along = (values * unit).sum(dim=1, keepdim=True) * unit
+            # Below epsilon the divisor is a constant; what 1 / epsilon rounds to may be a little less.
+            values = torch.where(inverse < 0.99999 / EPSILON, values - along, values) * inverse
+        with torch.autocast(hidden.device.type, enabled=False):
+            if need_hidden:
+                if isinstance(rows, slice) and dtype == hidden.dtype:
+                    torch.mm(values, operand, out=grad_hidden[rows])
+                else:
+                    grad_hidden[rows] = (values @ operand).to(hidden.dtype)
+            if need_weight:
+                grad_weight.addmm_(values.T, hidden[rows].to(dtype))
+        if need_bias:
+            grad_bias += values.sum(dim=0)
+    return grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)

@@ -1,0 +1,118 @@
+"""XTR scores in blocked PyTorch: the CPU path, and the path of every device or dtype without a kernel.
+
+For a block of queries the similarities to a block of documents are computed once. They go into the running k largest
+of each query token and into its maximum for each document; which of these maxima pass is known after the last block.
+The backward is that of MaxSim from the winners that are left.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, _accumulation_dtype, _Live, _live, _rows_of, _split_prefixes
+from pylate_fastmaxsim.winners import no_winner, winner_dtype
+
+# Tokens of a block of documents, and at least so many times k, because every block is merged with the k largest so far.
+BLOCK_TOKENS = 4096
+BLOCK_TOKENS_OF_K = 4
+
+
+class _Maxima:
+    """For some query rows the k-th largest similarity, and for every document the largest, its token, and the least."""
+
+    def __init__(self, query_rows: Tensor, d_values: Tensor, documents: _Live, k: int) -> None:
+        shape = len(query_rows), len(documents.count)
+        self.best = query_rows.new_zeros(shape)
+        self.worst = query_rows.new_zeros(shape)
+        self.position = torch.zeros(shape, dtype=torch.int64, device=query_rows.device)
+        largest = query_rows.new_empty(len(query_rows), 0)
+        order = documents.count.argsort(descending=True, stable=True)
+        order = order[documents.count[order] > 0]
+        blocks = _split_prefixes(documents.count[order].tolist(), max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
+        for block in order.split([len(counts) for counts in blocks]):
+            tokens = d_values[_rows_of(documents, block)].to(query_rows.dtype)
+            # Autocast, which has done its part, leaves products with an `out` alone.
+            similarities = torch.mm(query_rows, tokens.t(), out=query_rows.new_empty(len(query_rows), len(tokens)))
+            largest = torch.cat([largest, similarities], dim=1)
+            if largest.shape[1] > k:
+                largest = largest.topk(k, dim=1, sorted=False).values
+            self._fold(similarities, documents, block)
+        # Where fewer than k tokens compete all pass.
+        self.threshold = largest.new_full((len(largest), 1), -torch.inf)
+        if largest.shape[1] == k:
+            # As in topk, NaN is larger than any number.
+            self.threshold = torch.where(largest.isnan(), torch.inf, largest).amin(dim=1, keepdim=True)
+            self.threshold.masked_fill_(largest.isnan().all(dim=1, keepdim=True), torch.nan)
+
+    def _fold(self, similarities: Tensor, documents: _Live, block: Tensor) -> None:
+        count = documents.count[block]
+        # Behind its end a document repeats its last token, which changes neither extreme and is never the first one.
+        rank = torch.arange(int(count[0]), device=count.device)
+        column = (count.cumsum(0) - count)[:, None] + torch.minimum(rank, count[:, None] - 1)
+        padded = similarities.index_select(1, column.reshape(-1)).view(len(similarities), *column.shape)
+        best, place = padded.max(dim=2)
+        self.best[:, block] = best
+        self.worst[:, block] = padded.amin(dim=2)
+        self.position[:, block] = documents.position[documents.first[block] + place]
+
+    def passing(self, zero_floor: Tensor | None, empty: Tensor) -> Tensor:
+        """Which maxima count, ``[R, Nd]``: they pass, and no 0 is larger."""
+        # The maximum of a document passes if any of its tokens does, and all do if the least one passes.
+        floor = self.worst < self.threshold
+        if zero_floor is not None:
+            floor |= zero_floor
+        passes = (self.best >= self.threshold) | self.best.isnan()
+        return passes & ~(floor & (self.best <= 0)) & ~empty
+
+
+def forward(
+    q_values: Tensor,
+    q_starts: Tensor,
+    q_lengths: Tensor,
+    q_keep: Tensor | None,
+    d_values: Tensor,
+    d_starts: Tensor,
+    d_lengths: Tensor,
+    d_keep: Tensor | None,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    k: int,
+    max_q_length: int,
+    max_d_length: int,
+    want_winners: bool,
+    precision: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums and counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` if not wanted); see :mod:`pylate_fastmaxsim.ops.xtr`.
+
+    ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
+    """
+    dtype = _accumulation_dtype(q_values)
+    columns = len(d_starts) if candidates is None else candidates.shape[1]
+    sums = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
+    counts = torch.zeros_like(sums)
+    index_dtype = winner_dtype(max_d_length)
+    none = no_winner(index_dtype)
+    shape = (columns, len(q_values)) if want_winners else (0, 0)
+    winners = torch.full(shape, none, dtype=index_dtype, device=q_values.device)
+    queries = _live(q_starts, q_lengths, q_keep)
+    documents = _live(d_starts, d_lengths, d_keep)
+    if sums.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
+        return sums, counts, winners
+
+    rows_at_once = max(1, BLOCK_ELEMENTS // max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
+    blocks = [len(counts) for counts in _split_prefixes(queries.count.tolist(), rows_at_once)]
+    for block in torch.arange(len(q_starts), device=q_values.device).split(blocks):
+        rows = _rows_of(queries, block)
+        maxima = _Maxima(q_values[rows].to(dtype), d_values, documents, k)
+        passes = maxima.passing(zero_floor, documents.count == 0)
+        best, position = maxima.best, maxima.position
+        if candidates is not None:
+            own = candidates[block].repeat_interleave(queries.count[block], dim=0)
+            passes, best, position = passes.gather(1, own), best.gather(1, own), position.gather(1, own)
+        best = best.masked_fill(~passes, 0)
+        for total, values in ((sums, best), (counts, (best > 0).to(dtype))):
+            total[block] = torch.segment_reduce(values, "sum", lengths=queries.count[block], axis=0)
+        if want_winners:
+            winners[:, rows] = position.masked_fill(~passes, none).t().to(index_dtype)
+    return sums, counts, winners

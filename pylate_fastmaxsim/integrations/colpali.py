@@ -1,0 +1,197 @@
+"""colpali-engine's losses and its processors' scores without a similarity tensor, and ColPali without logits.
+
+colpali-engine knows no masks: what does not count in a batch is a row of zeros. In a query it adds 0. In a document
+its similarity of 0 competes, so that a page that was padded scores a query token at least 0, and one that was not may
+score it lower. Here rows of zeros are not computed, and such a document starts its maxima at 0: the same scores.
+Of equal maxima the first takes the whole gradient, where ``amax`` divides it among them; the gradient that a winning
+row of zeros gets there, which the model multiplies by 0, is 0 here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+
+import torch
+from colpali_engine.loss import late_interaction_losses as stock_losses
+from colpali_engine.models import ColPali
+from colpali_engine.utils import maxsim as stock_scores
+from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
+from colpali_engine.utils.torch_utils import get_torch_device
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.stock import LeftToStock, check, replaces
+from pylate_fastmaxsim.integrations.switch import options
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.tokens import TokenBatch
+
+_replaces = partial(replaces, host="colpali-engine")
+
+
+def patches() -> list[Patch]:
+    """What to replace in colpali-engine.
+
+    ``ColbertLoss``, ``ColbertPairwiseCELoss`` and ``ColbertSigmoidLoss`` score through ``maxsim_inbatch``; every
+    processor's ``score`` calls ``score_multi_vector``.
+    """
+    return [
+        Patch(stock_scores, "maxsim_inbatch", maxsim_inbatch),
+        Patch(stock_scores, "maxsim_kd", maxsim_kd),
+        Patch(stock_losses.ColbertNegativeCELoss, "forward", negative_ce),
+        Patch(stock_losses.ColbertPairwiseNegativeCELoss, "forward", pairwise_negative_ce),
+        Patch(stock_losses.ColbertModule, "_smooth_max", smooth_max),
+        Patch(BaseVisualRetrieverProcessor, "score_multi_vector", staticmethod(score_multi_vector)),
+        Patch(ColPali, "forward", without_logits),
+    ]
+
+
+@_replaces(stock_scores.maxsim_inbatch)
+def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
+    _check_backend()
+    check(query, doc, 3, 3)
+    return _score(_live(query), _live(doc))
+
+
+@_replaces(stock_scores.maxsim_kd)
+def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
+    _check_backend()
+    check(query, doc, 3, 4)
+    if len(query) != len(doc):
+        raise LeftToStock("queries and documents differ in number")
+    return _score(_live(query), _live(doc.flatten(0, 1)), _grid(doc))
+
+
+def _with_negatives(
+    self: nn.Module,
+    in_batch_loss: nn.Module,
+    query_embeddings: Tensor,
+    doc_embeddings: Tensor,
+    neg_doc_embeddings: Tensor,
+    offset: int = 0,
+) -> Tensor:
+    """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
+    _check_backend()
+    check(query_embeddings, doc_embeddings, 3, 3)
+    check(query_embeddings, neg_doc_embeddings, 3, 4)
+    batch_size = len(query_embeddings)
+    if len(neg_doc_embeddings) != batch_size or offset + batch_size > len(doc_embeddings):
+        raise LeftToStock("queries, documents and negatives differ in number")
+    queries = _live(query_embeddings)
+    own = torch.arange(offset, offset + batch_size, device=query_embeddings.device)[:, None]
+    positive = _score(queries, _live(doc_embeddings), own)
+    negative = _score(queries, _live(neg_doc_embeddings.flatten(0, 1)), _grid(neg_doc_embeddings))
+    if self.normalize_scores:
+        lengths = (query_embeddings[:, :, 0] != 0).sum(dim=1)
+        positive, negative = self._apply_normalization(positive, lengths), self._apply_normalization(negative, lengths)
+    loss = F.softplus((negative - positive) / self.temperature).mean()
+    if self.in_batch_term_weight > 0:
+        in_batch = in_batch_loss(query_embeddings, doc_embeddings, offset)
+        loss = loss * (1 - self.in_batch_term_weight) + in_batch * self.in_batch_term_weight
+    return loss
+
+
+@_replaces(stock_losses.ColbertNegativeCELoss.forward)
+def negative_ce(self: nn.Module, *args, **kwargs) -> Tensor:
+    if self.use_smooth_max:
+        return negative_ce.__wrapped__(self, *args, **kwargs)
+    return _with_negatives(self, self.inner_loss, *args, **kwargs)
+
+
+@_replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)
+def pairwise_negative_ce(self: nn.Module, *args, **kwargs) -> Tensor:
+    if self.use_smooth_max:
+        return pairwise_negative_ce.__wrapped__(self, *args, **kwargs)
+    return _with_negatives(self, self.inner_pairwise, *args, **kwargs)
+
+
+@wraps(stock_losses.ColbertModule._smooth_max)
+def smooth_max(self: nn.Module, *args, **kwargs) -> Tensor:
+    # Every loss with use_smooth_max comes through here, and through none of the functions above.
+    if options() is not None:
+        log_once("use_smooth_max needs every similarity: colpali-engine itself computes the scores.")
+    return smooth_max.__wrapped__(self, *args, **kwargs)
+
+
+@_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
+def score_multi_vector(
+    qs: Tensor | Sequence[Tensor],
+    ps: Tensor | Sequence[Tensor],
+    batch_size: int = 128,
+    device: str | torch.device | None = None,
+) -> Tensor:
+    _check_backend()
+    if len(qs) == 0 or len(ps) == 0:
+        raise LeftToStock("there are no queries or no passages")
+    device = device or get_torch_device("auto")
+    queries = [_live(_padded(qs[begin : begin + batch_size], device)) for begin in range(0, len(qs), batch_size)]
+    columns = []
+    for begin in range(0, len(ps), batch_size):
+        # Stock pads the pages of such a batch to the longest; the shorter ones then hold rows of zeros.
+        passages = _live(_padded(ps[begin : begin + batch_size], device))
+        check(queries[0].tokens.values, passages.tokens.values, 2, 2)
+        columns.append(
+            torch.cat([maxsim(some.tokens, passages.tokens, zero_floor=passages.has_zeros) for some in queries])
+        )
+    return torch.cat([column.cpu() for column in columns], dim=1).float()
+
+
+@wraps(ColPali.forward)
+def without_logits(self: ColPali, *args, **kwargs) -> Tensor:
+    # The embeddings come from the hidden states. Stock also computes, and throws away, the scores of all 257,216 words
+    # for each of the 1,030 tokens of a page, and from the labels that the processor makes a loss in float32.
+    if options() is not None:
+        kwargs.pop("labels", None)
+        kwargs["logits_to_keep"] = 1
+    return without_logits.__wrapped__(self, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Live:
+    """The rows that are not zero, and which sequences have one that is, ``[N]``."""
+
+    tokens: TokenBatch
+    has_zeros: Tensor
+
+
+def _live(embeddings: Tensor) -> _Live:
+    """Without a copy, from ``[N, L, d]`` with zeros before, behind or between the rows that count."""
+    live = (embeddings != 0).any(dim=-1)
+    tokens = TokenBatch.from_padded(embeddings, live)
+    if live.shape[1] > 0:
+        first = live.int().argmax(dim=1)
+        tokens = replace(tokens, starts=tokens.starts + first, lengths=tokens.lengths - first)
+    return _Live(tokens, ~live.all(dim=1))
+
+
+def _grid(documents: Tensor) -> Tensor:
+    """Candidates of queries that have the documents ``[B, N, L, d]``, one after the other."""
+    count, ways = documents.shape[:2]
+    return torch.arange(count * ways, device=documents.device).view(count, ways)
+
+
+def _score(queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
+    return maxsim(
+        queries.tokens,
+        documents.tokens,
+        candidates,
+        zero_floor=documents.has_zeros,
+        grad_filter=options().grad_filter,
+    )
+
+
+def _padded(sequences: Tensor | Sequence[Tensor], device: str | torch.device) -> Tensor:
+    if isinstance(sequences, Tensor):
+        return sequences.to(device)
+    return pad_sequence(list(sequences), batch_first=True).to(device)
+
+
+def _check_backend() -> None:
+    backend = os.environ.get("COLPALI_SCORES_BACKEND", "auto")
+    if backend.lower() != "auto":
+        raise LeftToStock(f"the environment asks for it with COLPALI_SCORES_BACKEND={backend}")

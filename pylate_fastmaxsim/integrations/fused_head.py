@@ -1,0 +1,123 @@
+"""Unit token embeddings straight from the last Dense module of a PyLate model: projection and normalisation in one.
+
+The module does it itself, when a loss asks for it: inside the forward of whatever wraps the model, so that its weight is
+there and its gradient arrives under DistributedDataParallel and FSDP as it does for stock PyLate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+
+import torch
+from pylate.models import Dense
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel
+from torch.utils import _pytree
+
+from pylate_fastmaxsim.integrations import log_once, switch
+from pylate_fastmaxsim.integrations.normalization import unit
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
+from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.ops.head import project_normalize
+
+# In the features: which module is asked for unit embeddings, by its id, and the answer.
+_ASKED = "unit_embeddings_asked"
+_UNIT = "unit_embeddings"
+
+
+@dataclass(frozen=True)
+class UnitEmbeddings:
+    """What the last module answers with.
+
+    A box, because accelerate makes every half-precision tensor of a model's output float32, which would double the bytes
+    of the embeddings and cost scoring its fast matrix products. FSDP and DistributedDataParallel look inside.
+    """
+
+    values: Tensor
+
+
+_pytree.register_pytree_node(
+    UnitEmbeddings, lambda box: ([box.values], None), lambda values, _context: UnitEmbeddings(*values)
+)
+
+
+def patches() -> list[Patch]:
+    """What to replace in PyLate."""
+    return [Patch(Dense, "forward", project)]
+
+
+@wraps(Dense.forward)
+def project(self: Dense, features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """PyLate's own, and unit embeddings for whoever asks for them."""
+    if torch.compiler.is_compiling() or features.get(_ASKED) != id(self):
+        return project.__wrapped__(self, features)
+    embeddings = project_normalize(features["token_embeddings"], self.linear.weight, self.linear.bias)
+    features["token_embeddings"] = embeddings
+    features[_UNIT] = UnitEmbeddings(embeddings)
+    return features
+
+
+def unit_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
+    """Token embeddings of length 1, ``[N, L, d]``, of one call of the model, which leaves the features as they are.
+
+    Where the head is fused they have the dtype that the encoder computes in, else that of the model's output.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT``, possibly wrapped.
+    features
+        What the tokenizer made of texts.
+    """
+    head = _head(model)
+    asked = {} if head is None else {_ASKED: id(head)}
+    with uninspected():
+        output = model({**features, **asked})
+    made = output.get(_UNIT)
+    if made is not None:
+        return made.values
+    if head is not None:
+        log_once("The head is not fused: the last Dense module of the model does not see what its first is given.")
+    return unit(output["token_embeddings"])
+
+
+def _head(model: nn.Module) -> Dense | None:
+    """The module to ask, or None, with a line of log, where projection and normalisation stay apart."""
+    options = switch.options()
+    if options is None or not options.fused_head:
+        return None
+    core = _unsharded(unwrap(model))
+    last = _unsharded(core[-1]) if isinstance(core, nn.Sequential) else core
+    reason = _reason_to_leave(model, last)
+    if reason is None:
+        return last
+    log_once("The head is not fused, Dense and normalisation run one after the other: %s.", reason)
+    return None
+
+
+def _unsharded(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, FullyShardedDataParallel) else module
+
+
+def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
+    if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
+        return "DataParallel cannot gather what the Dense module answers"
+    if is_compiled(model):
+        return "torch.compile compiles the model as a whole"
+    if not isinstance(last, Dense):
+        return f"the model ends with {type(last).__name__}, not with PyLate's Dense"
+    if type(last).forward is not project or "forward" in vars(last):
+        return f"the forward of {type(last).__name__} is not PyLate's own"
+    if not isinstance(last.activation_function, nn.Identity):
+        return f"Dense has the activation {type(last.activation_function).__name__}"
+    if last.use_residual:
+        return "Dense adds a residual"
+    linear = last.linear
+    if type(linear) is not nn.Linear or type(linear.weight) not in (nn.Parameter, Tensor):
+        return f"the linear layer of Dense is a {type(linear).__name__} with a {type(linear.weight).__name__}"
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        return "the linear layer of Dense has hooks, which would not be called"
+    return None

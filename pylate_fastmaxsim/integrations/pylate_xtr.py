@@ -1,0 +1,62 @@
+"""PyLate's XTR scores without a similarity tensor: the score functions, and which losses use them."""
+
+from __future__ import annotations
+
+import torch
+from pylate.losses import Distillation
+from pylate.scores import XTRKDScores, XTRScores
+from pylate.utils import convert_to_tensor
+from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.pylate_scores import LeftToStock, check, masked_batch, replaces
+from pylate_fastmaxsim.ops.xtr import xtr_scores
+from pylate_fastmaxsim.tokens import TokenBatch
+
+_stock_score = XTRScores._score
+
+
+def patches() -> list[Patch]:
+    """What to replace in PyLate."""
+    return [
+        Patch(XTRScores, "__call__", score_batch),
+        Patch(XTRKDScores, "__call__", score_own_documents),
+    ]
+
+
+def passing_tokens(loss: nn.Module) -> int | None:
+    """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
+    own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
+    metric = loss.score_metric
+    return metric.k if type(metric) is own else None
+
+
+@replaces(XTRScores.__call__)
+def score_batch(self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=False)
+
+
+@replaces(XTRKDScores.__call__)
+def score_own_documents(self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+    return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=True)
+
+
+def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
+    if type(metric)._score is not _stock_score:
+        raise LeftToStock(f"{type(metric).__name__} overrides _score")
+    queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
+    check(queries, documents, 3, 4)
+    count, ways, length = documents.shape[:3]
+    if own and len(queries) != count:
+        raise LeftToStock("queries and documents differ in number")
+    candidates = torch.arange(count * ways, device=queries.device).view(count, ways) if own else None
+    zero_floor = None
+    if documents_mask is not None:
+        documents_mask = documents_mask.reshape(count * ways, length).bool()
+        # A masked token never passes, and a token that does not pass counts as 0.
+        zero_floor = ~documents_mask.all(dim=1)
+    if queries_mask is not None:
+        queries_mask = queries_mask.broadcast_to(queries.shape[:-1])
+    batch = masked_batch(queries, queries_mask)
+    documents = TokenBatch.from_padded(documents.flatten(0, 1), documents_mask)
+    return xtr_scores(batch, documents, metric.k, candidates, zero_floor=zero_floor).float()

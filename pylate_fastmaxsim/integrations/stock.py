@@ -1,0 +1,63 @@
+"""When a host library's own function computes: what the operator does not take, and how that is said."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.switch import options
+
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class LeftToStock(Exception):
+    """Why the host's own function has to compute this, or has to raise for it."""
+
+
+def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
+    """Decorator: stand in for ``stock`` of ``host``, and call it where the fast function leaves the input to it.
+
+    A reference to a replacement may outlive ``disable()``, say in a loss that was built with it;
+    it then calls stock.
+    """
+
+    def decorate(fast: Callable) -> Callable:
+        @functools.wraps(stock)
+        def replacement(*args, **kwargs):
+            if options() is None:
+                return stock(*args, **kwargs)
+            try:
+                return fast(*args, **kwargs)
+            except LeftToStock as error:
+                reason = error
+            result = stock(*args, **kwargs)
+            log_once("%s of %s itself computes the scores: %s.", stock.__qualname__, host, reason)
+            return result
+
+        return replacement
+
+    return decorate
+
+
+def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: int) -> None:
+    """Leave to stock what the operator does not take. Stock raises for most of it, in words its users know.
+
+    Raises
+    ------
+    LeftToStock
+        Types, numbers of dimensions, token dimension, devices or dtypes do not fit together.
+    """
+    if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
+        raise LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
+    if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
+        raise LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
+    if queries.device != documents.device:
+        raise LeftToStock(f"embeddings are on {queries.device} and {documents.device}")
+    dtypes = (queries.dtype, documents.dtype)
+    mixed = queries.dtype != documents.dtype and not torch.is_autocast_enabled(queries.device.type)
+    if mixed or not _DTYPES.issuperset(dtypes):
+        raise LeftToStock(f"embeddings have the dtypes {dtypes[0]} and {dtypes[1]}")

@@ -1,0 +1,144 @@
+"""Projection to unit token vectors on CUDA: launches the Triton kernels. Never waits for the device."""
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.kernels import head_tiles, launch
+from pylate_fastmaxsim.kernels.maxsim import on_device_of
+from pylate_fastmaxsim.kernels.projection import normalize_kernel, project_kernel
+from pylate_fastmaxsim.kernels.projection_gradient import hidden_gradient_kernel, weight_gradient_kernel
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    normalize: bool,
+    precision: str,
+    tiles: head_tiles.HeadTiles = head_tiles.FROM_TABLES,
+) -> tuple[Tensor, Tensor]:
+    """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
+    num_rows, dim_in = hidden.shape
+    dim_out = weight.shape[0]
+    embeddings = hidden.new_empty(num_rows, dim_out)
+    inverse_norms = hidden.new_empty(num_rows if normalize else 0, dtype=torch.float32)
+    if 0 in (num_rows, dim_out):
+        return embeddings, inverse_norms
+    kind = launch.arithmetic(hidden.dtype, precision)
+    tile = tiles.project or head_tiles.project_tiles(launch.architecture(hidden.device), kind, dim_in, dim_out)
+    column_blocks = launch.cdiv(dim_out, tile.block_d)
+    squares = None
+    if normalize and column_blocks > 1:
+        squares = torch.empty(num_rows, column_blocks, dtype=torch.float32, device=hidden.device)
+    with on_device_of(hidden):
+        project_kernel[(launch.cdiv(num_rows, tile.block_t) * column_blocks,)](
+            hidden.contiguous(),
+            weight.to(hidden.dtype).contiguous(),
+            None if bias is None else bias.contiguous(),
+            embeddings,
+            inverse_norms,
+            squares,
+            num_rows,
+            IN=dim_in,
+            OUT=dim_out,
+            NORMALIZE=normalize,
+            PRECISION=launch.INPUT_PRECISION[precision],
+            BLOCK_T=tile.block_t,
+            BLOCK_D=tile.block_d,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        if squares is not None:
+            block_t = 16
+            normalize_kernel[(launch.cdiv(num_rows, block_t),)](
+                embeddings,
+                inverse_norms,
+                squares,
+                num_rows,
+                OUT=dim_out,
+                COLUMN_BLOCKS=column_blocks,
+                BLOCK_T=block_t,
+                BLOCK_D=128,
+                num_warps=4,
+            )
+    return embeddings, inverse_norms
+
+
+def backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    embeddings: Tensor,
+    inverse_norms: Tensor,
+    normalize: bool,
+    precision: str,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    tiles: head_tiles.HeadTiles = head_tiles.FROM_TABLES,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
+    num_rows, dim_in = hidden.shape
+    dim_out = weight.shape[0]
+    grad_hidden = (
+        torch.empty_like(hidden, memory_format=torch.contiguous_format) if need_hidden else hidden.new_empty(0)
+    )
+    grad_weight = weight.new_zeros(weight.shape if need_weight else 0)
+    grad_bias = weight.new_zeros(dim_out if need_bias else 0)
+    if 0 in (num_rows, dim_in, dim_out):
+        return grad_hidden.zero_(), grad_weight, grad_bias
+    arch, kind = launch.architecture(hidden.device), launch.arithmetic(hidden.dtype, precision)
+    sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": normalize, "PRECISION": launch.INPUT_PRECISION[precision]}
+    grad, embeddings = grad.contiguous(), embeddings.contiguous()
+    scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+    shifts = torch.empty_like(scales)
+    tile = tiles.hidden_gradient or head_tiles.hidden_gradient_tiles(arch, kind, dim_in, dim_out)
+    with on_device_of(hidden):
+        hidden_gradient_kernel[(launch.cdiv(num_rows, tile.block_t),)](
+            grad,
+            embeddings,
+            inverse_norms,
+            weight.to(hidden.dtype).contiguous(),
+            grad_hidden if need_hidden else None,
+            scales,
+            shifts,
+            num_rows,
+            **sizes,
+            BLOCK_T=tile.block_t,
+            BLOCK_D=tile.block_d,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        if need_weight or need_bias:
+            tile = tiles.weight_gradient or head_tiles.weight_gradient_tiles(arch, kind, dim_in, dim_out)
+            num_tiles = launch.cdiv(dim_out, tile.block_d) * launch.cdiv(dim_in, tile.block_k)
+            rows = head_tiles.rows_per_part(tile, num_rows, num_tiles)
+            parts = launch.cdiv(num_rows, rows)
+            grad_weights = torch.empty(parts, dim_out, dim_in, dtype=torch.float32, device=hidden.device)
+            grad_biases = None
+            if need_bias:
+                grad_biases = torch.empty(parts, dim_out, dtype=torch.float32, device=hidden.device)
+            weight_gradient_kernel[(parts * num_tiles,)](
+                grad,
+                embeddings,
+                hidden.contiguous(),
+                scales,
+                shifts,
+                grad_weights,
+                grad_biases,
+                num_rows,
+                rows,
+                **sizes,
+                BLOCK_R=tile.block_r,
+                BLOCK_D=tile.block_d,
+                BLOCK_K=tile.block_k,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+            if need_weight:
+                grad_weight = grad_weights.sum(dim=0).to(weight.dtype)
+            if need_bias:
+                grad_bias = grad_biases.sum(dim=0).to(weight.dtype)
+    return grad_hidden, grad_weight, grad_bias

@@ -1,0 +1,87 @@
+"""Tile sizes of the projection's kernels, from tables as in launch.py."""
+
+from typing import NamedTuple
+
+from pylate_fastmaxsim.kernels.launch import cdiv, next_power_of_2, row
+
+# Programs that the parts of the weight's gradient add up to: a few for each multiprocessor of the largest GPU.
+_ENOUGH_PROGRAMS = 264
+# Rows of a part of the weight's gradient: enough that to write and add up the parts costs little.
+_FEWEST_ROWS = 512
+
+
+class ProjectionTiles(NamedTuple):
+    """Of project_kernel and hidden_gradient_kernel."""
+
+    block_t: int
+    block_d: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class WeightGradientTiles(NamedTuple):
+    block_r: int
+    block_d: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class HeadTiles(NamedTuple):
+    """One of each kernel; `None` means: take it from the tables."""
+
+    project: ProjectionTiles | None = None
+    hidden_gradient: ProjectionTiles | None = None
+    weight_gradient: WeightGradientTiles | None = None
+
+
+FROM_TABLES = HeadTiles()
+
+_FLOAT32 = ("tf32", "bf16x3", "bf16x6")
+# Keyed as in launch.py, by d_out.
+_PROJECT = {
+    "half": [
+        (128, ProjectionTiles(128, 128, 64, 8, 3)),
+        (None, ProjectionTiles(64, 256, 32, 8, 3)),
+    ],
+    **dict.fromkeys(_FLOAT32, [(None, ProjectionTiles(64, 128, 32, 8, 2))]),
+}
+_HIDDEN_GRADIENT = {
+    (90, "half"): [(128, ProjectionTiles(64, 128, 64, 8, 3)), (None, ProjectionTiles(64, 128, 128, 8, 2))],
+    "half": [(None, ProjectionTiles(64, 128, 128, 8, 2))],
+    **dict.fromkeys(_FLOAT32, [(128, ProjectionTiles(32, 128, 32, 8, 2)), (None, ProjectionTiles(32, 64, 32, 8, 2))]),
+    (86, "bf16x6"): [(None, ProjectionTiles(32, 64, 32, 8, 2))],
+}
+_WEIGHT_GRADIENT = {
+    (90, "half"): [(None, WeightGradientTiles(64, 128, 128, 8, 3))],
+    "half": [(None, WeightGradientTiles(64, 128, 128, 8, 2))],
+    **{(arch, "half"): [(None, WeightGradientTiles(32, 64, 128, 8, 2))] for arch in (80, 86, 120)},
+    **dict.fromkeys(_FLOAT32, [(None, WeightGradientTiles(32, 64, 64, 8, 2))]),
+    (80, "bf16x6"): [(None, WeightGradientTiles(32, 32, 64, 8, 2))],
+}
+
+
+def _fitted(tiles, dim_in: int, dim_out: int):
+    return tiles._replace(
+        block_d=max(16, min(tiles.block_d, next_power_of_2(dim_out))),
+        block_k=max(16, min(tiles.block_k, next_power_of_2(dim_in))),
+    )
+
+
+def project_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
+    return _fitted(row(_PROJECT, arch, kind, dim_out), dim_in, dim_out)
+
+
+def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
+    return _fitted(row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+
+
+def weight_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> WeightGradientTiles:
+    return _fitted(row(_WEIGHT_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+
+
+def rows_per_part(tiles: WeightGradientTiles, num_rows: int, num_tiles: int) -> int:
+    """Rows that one program of the weight's gradient sums; depends on sizes only, so that sums repeat bit by bit."""
+    parts = max(1, min(cdiv(num_rows, _FEWEST_ROWS), _ENOUGH_PROGRAMS // num_tiles))
+    return cdiv(num_rows, parts * tiles.block_r) * tiles.block_r

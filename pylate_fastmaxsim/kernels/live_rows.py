@@ -1,0 +1,22 @@
+"""A flat list of the rows that count, sequence after sequence, so that kernels meet neither padding nor masks."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def live_rows_kernel(starts, live_tokens, offsets, rows, BLOCK: tl.constexpr):
+    """rows[offsets[n] : offsets[n + 1]] = rows of the live tokens of sequence n, in order.
+
+    `live_tokens` lists these for each sequence at its start, counted from there; None where all tokens are live.
+    """
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    begin = tl.load(offsets + sequence)
+    count = (tl.load(offsets + sequence + 1) - begin).to(tl.int32)
+    for first in range(0, count, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        token = index
+        if live_tokens is not None:
+            token = tl.load(live_tokens + start + index, mask=index < count, other=0)
+        tl.store(rows + begin + index, (start + token).to(tl.int32), mask=index < count)

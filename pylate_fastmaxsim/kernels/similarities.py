@@ -1,0 +1,72 @@
+"""A tile of similarities, in the same arithmetic wherever it is computed again, and integers in the order of floats.
+
+What one kernel finds to be the k-th largest similarity another compares with similarities of its own, so they must be
+equal bit by bit. They are as long as both cut d into the same chunks and use the same kind of matrix instruction; how
+many rows and columns a tile has does not matter.
+"""
+
+import triton
+import triton.language as tl
+
+from pylate_fastmaxsim.kernels.products import product
+
+# The key of every NaN: as in topk, larger than any number.
+NAN_KEY = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def inner_products(
+    q_tile,
+    q_pointers,
+    q_live,
+    d_pointers,
+    DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Of BLOCK_M query rows, held in `q_tile` unless d is larger than BLOCK_K, and the BLOCK_N tokens pointed to."""
+    k = tl.arange(0, BLOCK_K)
+    similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if DIM <= BLOCK_K:
+        d_tile = tl.load(d_pointers, mask=k[None, :] < DIM, other=0.0)
+        similarity = product(q_tile, tl.trans(d_tile), similarity, PRECISION)
+    else:
+        for first_k in range(0, DIM, BLOCK_K):
+            in_dim = first_k + k[None, :] < DIM
+            q_chunk = tl.load(q_pointers + first_k, mask=q_live[:, None] & in_dim, other=0.0)
+            d_chunk = tl.load(d_pointers + first_k, mask=in_dim, other=0.0)
+            similarity = product(q_chunk, tl.trans(d_chunk), similarity, PRECISION)
+    return similarity
+
+
+@triton.jit
+def similarity_tile(
+    q_tile,
+    q_pointers,
+    q_live,
+    d_values,
+    d_row,
+    DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Inner products of BLOCK_M query rows and the BLOCK_N rows of `d_values` that `d_row` names."""
+    d_pointers = d_values + d_row.to(tl.int64)[:, None] * DIM + tl.arange(0, BLOCK_K)[None, :]
+    return inner_products(q_tile, q_pointers, q_live, d_pointers, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def order_key(x):
+    """int32 in the order of float32. -0 is 0, NaN is the largest of all, and the smallest int32 is nothing's key."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def key_value(key):
+    """The float32 of a key. Keys of nothing below that of -infinity give NaN."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,0 +1,266 @@
+"""XTR scores on CUDA: launches the Triton kernels on raw tensors and sizes. Never waits for the device."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.forward import live_tokens_kernel
+from pylate_fastmaxsim.kernels.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
+from pylate_fastmaxsim.kernels.live_rows import live_rows_kernel
+from pylate_fastmaxsim.kernels.maxsim import as_bytes, contiguous, on_device_of
+from pylate_fastmaxsim.kernels.token_maxima import negative_maxima_kernel, token_maxima_kernel
+from pylate_fastmaxsim.kernels.xtr_scores import xtr_scores_kernel
+from pylate_fastmaxsim.winners import no_winner, winner_dtype
+
+# Groups and collected similarities of as many query rows as fit are held at once.
+_SCRATCH_BYTES = 2**28
+# Similarities that have a place for each row, as a multiple of k, and for all rows together where that is more.
+_PLACES_OF_K = 8
+_PLACES = 2**23
+# After that many rounds of collecting, rows that are left are bisected.
+_ROUNDS = 2
+# Programs that share the document tokens of one tile of query rows are as many as make this many in all.
+_PROGRAMS = 2048
+
+
+class _Rows(NamedTuple):
+    """The live rows of a ragged batch in one list, sequence after sequence."""
+
+    rows: Tensor  # [at least offsets[-1]], int32
+    offsets: Tensor  # [N + 1] where each sequence begins
+
+
+def _live_rows(starts: Tensor, lengths: Tensor, keep: Tensor | None, max_length: int) -> _Rows:
+    device, count = starts.device, len(starts)
+    live_tokens = None
+    if keep is not None:
+        live_tokens = torch.empty(keep.shape, dtype=torch.int32, device=device)
+        live_lengths = torch.empty(lengths.shape, dtype=torch.int32, device=device)
+        live_tokens_kernel[(count,)](starts, lengths, as_bytes(keep), live_tokens, live_lengths, BLOCK=256, num_warps=2)
+        lengths = live_lengths
+    offsets = torch.zeros(count + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    rows = torch.empty(count * max_length, dtype=torch.int32, device=device)
+    live_rows_kernel[(count,)](starts, live_tokens, offsets, rows, BLOCK=256, num_warps=2)
+    return _Rows(rows, offsets)
+
+
+def forward(
+    q_values: Tensor,
+    q_starts: Tensor,
+    q_lengths: Tensor,
+    q_keep: Tensor | None,
+    d_values: Tensor,
+    d_starts: Tensor,
+    d_lengths: Tensor,
+    d_keep: Tensor | None,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    k: int,
+    max_q_length: int,
+    max_d_length: int,
+    want_winners: bool,
+    precision: str,
+    tiles: launch.XtrTiles = launch.XTR_FROM_TABLES,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
+    q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
+    device = q_values.device
+    num_queries, num_documents = len(q_starts), len(d_starts)
+    num_rows, dim = q_values.shape
+    num_slots = num_documents if candidates is None else candidates.shape[1]
+    index_dtype = winner_dtype(max_d_length)
+    none = no_winner(index_dtype)
+    # Rows of no query and dead rows are not written by the kernels.
+    shape = (num_slots, num_rows) if want_winners else (0, 0)
+    winners = torch.full(shape, none, dtype=index_dtype, device=device)
+    if 0 in (num_queries, num_slots, max_q_length, max_d_length, dim):
+        sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)
+        return sums, torch.zeros_like(sums), winners
+
+    maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
+    token_winners = winners
+    if want_winners and candidates is not None:
+        token_winners = torch.empty(maxima.shape, dtype=index_dtype, device=device)
+    thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
+    with on_device_of(q_values):
+        queries = _live_rows(q_starts, q_lengths, q_keep, max_q_length)
+        documents = _live_rows(d_starts, d_lengths, d_keep, max_d_length)
+        q_values, d_values = contiguous(q_values, d_values)
+        _thresholds_and_maxima(
+            q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, token_winners, precision, tiles
+        )
+        sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
+        counts = torch.empty_like(sums)
+        block_s = 16
+        slot_blocks = launch.cdiv(num_slots, block_s)
+        xtr_scores_kernel[(num_queries * slot_blocks,)](
+            maxima,
+            thresholds,
+            token_winners,
+            q_starts,
+            q_lengths,
+            as_bytes(q_keep),
+            documents.offsets,
+            None if candidates is None else candidates.contiguous(),
+            as_bytes(zero_floor),
+            sums,
+            counts,
+            winners,
+            num_slots,
+            num_rows,
+            slot_blocks,
+            WANT_WINNERS=want_winners,
+            SENTINEL=none,
+            BLOCK_S=block_s,
+            BLOCK_R=32,
+            num_warps=4,
+        )
+    return sums, counts, winners
+
+
+def _thresholds_and_maxima(
+    q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, winners, precision, tiles
+):  # fmt: skip
+    """Fills `thresholds`, which come as -infinity, `maxima` and `winners` for all live query rows."""
+    dim = q_values.shape[1]
+    device = q_values.device
+    num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
+    num_rows = maxima.shape[1]
+    most_rows, most_tokens = len(queries.rows), len(documents.rows)
+    arch, kind = launch.architecture(device), launch.arithmetic(q_values.dtype, precision)
+    tile = tiles.forward or launch.xtr_maxima_tiles(arch, kind, dim, most_rows)
+    collect = tiles.collect or launch.collect_tiles(arch, kind, dim, most_rows)
+    want_winners = winners.numel() > 0
+    arithmetic = {"DIM": dim, "PRECISION": launch.INPUT_PRECISION[precision], "BLOCK_K": tile.block_k}
+    options = arithmetic | {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "maxnreg": tile.max_registers,
+    }
+
+    # Where there cannot be more than k tokens, all of them pass, and thresholds stay as they are.
+    select = k < most_tokens
+    num_groups = 8 * num_documents
+    capacity = min(most_tokens, max(_PLACES_OF_K * launch.next_power_of_2(k), _PLACES // most_rows))
+    block = max(tile.block_m, collect.block_m)
+    rows_at_once = launch.cdiv(most_rows, block) * block
+    if select:
+        rows_at_once = min(rows_at_once, max(1, _SCRATCH_BYTES // (2 * num_groups + 4 * capacity) // block) * block)
+        groups = torch.empty((rows_at_once, num_groups), dtype=torch.int16, device=device)
+        pool = torch.empty((rows_at_once, 1 + capacity), dtype=torch.int32, device=device)
+        bounds, pending = torch.empty((2, rows_at_once), dtype=torch.int32, device=device)
+    num_tiles = rows_at_once // tile.block_m
+    per_program = launch.documents_per_program(tile, num_tiles, num_documents)
+    document_parts = launch.cdiv(num_documents, per_program)
+    collect_tiles = rows_at_once // collect.block_m
+    token_parts = max(1, min(_PROGRAMS // collect_tiles, most_tokens // (4 * collect.block_n)))
+    for first_row in range(0, most_rows, rows_at_once):
+        token_maxima_kernel[(num_tiles * document_parts,)](
+            q_values,
+            *queries,
+            d_values,
+            *documents,
+            d_starts,
+            maxima,
+            winners,
+            groups if select else None,
+            first_row,
+            num_queries,
+            num_documents,
+            num_tiles,
+            num_rows,
+            per_program,
+            WANT_WINNERS=want_winners,
+            **options,
+        )
+        if not select:
+            continue
+        bound_kernel[(rows_at_once,)](
+            groups,
+            queries.offsets,
+            bounds,
+            pending,
+            pool,
+            first_row,
+            num_queries,
+            num_groups,
+            k,
+            capacity,
+            BLOCK=min(4096, launch.next_power_of_2(num_groups)),
+            num_warps=4,
+        )
+        for _ in range(_ROUNDS):
+            collect_kernel[(collect_tiles * token_parts,)](
+                q_values,
+                *queries,
+                d_values,
+                *documents,
+                bounds,
+                pending,
+                pool,
+                first_row,
+                num_queries,
+                num_documents,
+                collect_tiles,
+                token_parts,
+                capacity,
+                **arithmetic,
+                BLOCK_M=collect.block_m,
+                BLOCK_N=collect.block_n,
+                num_warps=collect.num_warps,
+                num_stages=collect.num_stages,
+            )
+            select_kernel[(rows_at_once,)](
+                queries.rows,
+                bounds,
+                pending,
+                pool,
+                thresholds,
+                first_row,
+                k,
+                capacity,
+                BLOCK=min(2048, launch.next_power_of_2(capacity)),
+                num_warps=4,
+            )
+        bisect_kernel[(collect_tiles,)](
+            q_values,
+            queries.rows,
+            d_values,
+            *documents,
+            bounds,
+            pending,
+            thresholds,
+            first_row,
+            num_documents,
+            k,
+            **arithmetic,
+            BLOCK_M=collect.block_m,
+            BLOCK_N=collect.block_n,
+            num_warps=collect.num_warps,
+            num_stages=collect.num_stages,
+            maxnreg=launch.ALL_REGISTERS,
+        )
+    if select:
+        num_tiles = launch.cdiv(most_rows, tile.block_m)
+        negative_maxima_kernel[(num_tiles * document_parts,)](
+            q_values,
+            *queries,
+            d_values,
+            *documents,
+            thresholds,
+            maxima,
+            winners,
+            num_queries,
+            num_documents,
+            num_tiles,
+            num_rows,
+            per_program,
+            WANT_WINNERS=want_winners,
+            SENTINEL=no_winner(winners.dtype),
+            **options,
+        )

@@ -1,0 +1,68 @@
+"""XTR scores from the maxima of every query row and document and the row's threshold."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "slot_blocks"])
+def xtr_scores_kernel(
+    maxima,
+    thresholds,
+    token_winners,
+    q_starts,
+    q_lengths,
+    q_keep,
+    d_offsets,
+    candidates,
+    zero_floor,
+    sums,
+    positives,
+    winners,
+    num_slots,
+    num_rows,
+    slot_blocks,
+    WANT_WINNERS: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Sum over the rows of a query of the maxima that pass, and how many of these are positive.
+
+    winners[slot, row] = token_winners[document, row] where it passes, else none. Both may be the same memory.
+    """
+    program = tl.program_id(0)
+    query = (program // slot_blocks).to(tl.int64)
+    slot = (program % slot_blocks) * BLOCK_S + tl.arange(0, BLOCK_S)
+    in_slots = slot < num_slots
+    document = slot.to(tl.int64)
+    if candidates is not None:
+        document = tl.load(candidates + query * num_slots + slot, mask=in_slots, other=0)
+    begin = tl.load(d_offsets + document, mask=in_slots, other=0)
+    end = tl.load(d_offsets + document + 1, mask=in_slots, other=0)
+    usable = in_slots & (begin < end)
+    floored = tl.zeros([BLOCK_S], tl.int1)
+    if zero_floor is not None:
+        floored = tl.load(zero_floor + document, mask=in_slots, other=0) != 0
+    q_start = tl.load(q_starts + query)
+    q_length = tl.load(q_lengths + query).to(tl.int32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    count = tl.zeros([BLOCK_S], tl.float32)
+    for first in range(0, q_length, BLOCK_R):
+        offset = first + tl.arange(0, BLOCK_R)
+        row = q_start + offset
+        live = offset < q_length
+        if q_keep is not None:
+            live = live & (tl.load(q_keep + row, mask=live, other=0) != 0)
+        threshold = tl.load(thresholds + row, mask=live, other=0.0)[None, :]
+        here = usable[:, None] & live[None, :]
+        place = document[:, None] * num_rows + row[None, :]
+        best = tl.load(maxima + place, mask=here, other=0.0)
+        passes = here & ((best >= threshold) | (best != best)) & ((floored[:, None] & (best <= 0.0)) == 0)
+        total += tl.sum(tl.where(passes, best, 0.0), axis=1)
+        count += tl.sum(tl.where(passes & (best > 0.0), 1.0, 0.0), axis=1)
+        if WANT_WINNERS:
+            winner = tl.load(token_winners + place, mask=passes, other=SENTINEL)
+            out = winners + slot.to(tl.int64)[:, None] * num_rows + row[None, :]
+            tl.store(out, winner, mask=in_slots[:, None] & live[None, :])
+    tl.store(sums + query * num_slots + slot, total, mask=in_slots)
+    tl.store(positives + query * num_slots + slot, count, mask=in_slots)

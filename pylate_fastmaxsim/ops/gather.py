@@ -1,0 +1,66 @@
+"""The documents of all ranks on each of them, with gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
+from pylate_fastmaxsim.tokens import TokenBatch
+
+
+def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) -> tuple[TokenBatch, Tensor | None]:
+    """The documents of all ranks of the default process group, those of rank 0 first, and their ``zero_floor``.
+
+    The gradient of a document is the sum over all ranks, taken in float32 (float64 for float64 vectors). Every rank has
+    to take part, in the backward too. Waits for the device once.
+
+    Parameters
+    ----------
+    documents
+        Those of this rank, in the same number on all ranks; their tokens may differ.
+    zero_floor
+        As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none.
+
+    Raises
+    ------
+    ValueError
+        The ranks have different numbers of documents.
+    """
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return documents, zero_floor
+    shards = describe(documents, zero_floor)
+    most = shards.keep.shape[1]
+    first = torch.arange(ranks, device=documents.device)[:, None] * most
+    batch = TokenBatch(
+        _Gather.apply(documents.values, most),
+        (shards.starts + first).flatten(),
+        shards.lengths.flatten(),
+        max(shards.max_lengths),
+        shards.keep.flatten(),
+    )
+    return batch, None if shards.zero_floor is None else shards.zero_floor.flatten()
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks, ``[R * most, d]``, in one piece and without another copy of them."""
+
+    @staticmethod
+    def forward(ctx, values, most):
+        _, ranks = rank_and_ranks()
+        ctx.rows, ctx.dtype = len(values), values.dtype
+        gathered = values.new_empty((ranks * most, values.shape[1]))
+        dist.all_gather_into_tensor(gathered, F.pad(values, (0, 0, 0, most - len(values))).contiguous())
+        return gathered
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        _, ranks = rank_and_ranks()
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
+        own = gradient.new_empty((len(gradient) // ranks, gradient.shape[1]))
+        dist.reduce_scatter_tensor(own, gradient)
+        return own[: ctx.rows].to(ctx.dtype), None

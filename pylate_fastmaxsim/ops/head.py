@@ -1,0 +1,260 @@
+"""From hidden states to scores: projection, normalisation and MaxSim, differentiable, with nothing of it in float32."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.cpu import head as blocked
+from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
+from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, maxsim
+from pylate_fastmaxsim.ops.maxsim import path as scoring_path
+from pylate_fastmaxsim.tokens import TokenBatch
+
+Projected = Literal["documents", "queries", "both"]
+
+
+def maxsim_from_hidden(
+    queries: TokenBatch | Tensor,
+    documents: TokenBatch | Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    normalize: bool = True,
+    candidates: Tensor | None = None,
+    *,
+    project: Projected = "documents",
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    zero_floor: Tensor | None = None,
+    grad_filter: GradFilter = None,
+) -> Tensor:
+    """Score by MaxSim from hidden states: ``Linear -> L2-normalise -> MaxSim``.
+
+    Each row of hidden states is projected and normalised once, in float32 on the chip, and kept in their own dtype;
+    see :func:`project_normalize`. Hidden states that win for no query token get a gradient of exactly 0.
+
+    Parameters
+    ----------
+    queries
+        Nq queries, as in :func:`~pylate_fastmaxsim.maxsim`: token vectors of d numbers, or, where they are projected,
+        hidden states of d_model.
+    documents
+        Nd documents, likewise.
+    weight
+        Of the projection, ``[d, d_model]``.
+    bias
+        ``[d]``. ``None``: none.
+    normalize
+        Whether projected vectors are divided by their length.
+    candidates, zero_floor, grad_filter, queries_mask, documents_mask
+        As in :func:`~pylate_fastmaxsim.maxsim`.
+    project
+        Which of the two are hidden states: ``"documents"``, ``"queries"`` or ``"both"``. The other is token vectors,
+        which are taken as they are.
+
+    Returns
+    -------
+    Tensor
+        Scores, ``[Nq, Nd]``, or ``[Nq, K]`` with candidates; float32, or float64 for float64 input.
+
+    Raises
+    ------
+    ValueError
+        ``project`` is none of the three, or as :func:`project_normalize` and :func:`~pylate_fastmaxsim.maxsim`.
+    TypeError
+        An argument is of the wrong type.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden
+    >>> weight = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    >>> documents = TokenBatch.from_list([torch.tensor([[3.0, 4.0, 9.0]]), torch.tensor([[0.0, 2.0, 5.0]])])
+    >>> maxsim_from_hidden(torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), documents, weight)
+    tensor([[1.4000, 1.0000]])
+    """
+    if project not in ("documents", "queries", "both"):
+        raise ValueError(f'maxsim_from_hidden: project must be "documents", "queries" or "both", got {project!r}.')
+    queries = as_batch("maxsim_from_hidden", "queries", queries, queries_mask)
+    documents = as_batch("maxsim_from_hidden", "documents", documents, documents_mask)
+    if project != "documents":
+        queries = queries.with_values(project_normalize(queries.values, weight, bias, normalize))
+    if project != "queries":
+        documents = documents.with_values(project_normalize(documents.values, weight, bias, normalize))
+    return maxsim(queries, documents, candidates, zero_floor=zero_floor, grad_filter=grad_filter)
+
+
+def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
+    """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded once.
+
+    Products, bias and norm are float32 (float64 for float64) until the result is written; kept for the backward are
+    that result and one number a row. Rows of a gradient of 0 cost nothing there, and get one of exactly 0, whatever
+    the hidden states in them are. Differentiable once. Repeatable bit by bit.
+
+    Parameters
+    ----------
+    hidden
+        Hidden states, ``[..., d_model]``, bfloat16, float16, float32 or float64.
+    weight
+        ``[d, d_model]``, of the same dtype and device; under autocast of any.
+    bias
+        ``[d]``, of the dtype of the weight. ``None``: none.
+    normalize
+        Whether to divide by the length of the projected vectors, or by 1e-12 where that is larger.
+
+    Returns
+    -------
+    Tensor
+        ``[..., d]``, in the dtype of ``hidden``, or under autocast in that of autocast. Gradients of weight and bias
+        are summed in float32 and have the dtype of these.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together.
+
+    Notes
+    -----
+    Float32 products follow ``torch.get_float32_matmul_precision()``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> project_normalize(torch.tensor([[1.5, 2.0]]), 2 * torch.eye(2))
+    tensor([[0.6000, 0.8000]])
+    """
+    device = hidden.device.type
+    autocast = torch.is_autocast_enabled(device) and hidden.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
+    if autocast:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    _check(hidden, weight, bias, autocast)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    differentiate = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    )
+    compiling = torch.compiler.is_compiling()
+    forward = _Eager.apply if differentiate and not compiling else torch.ops.pylate_fastmaxsim.project_forward
+    embeddings, _ = forward(rows, weight, bias, normalize)
+    return embeddings.view(*hidden.shape[:-1], weight.shape[0]) if hidden.dim() != 2 else embeddings
+
+
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
+    if hidden.dtype not in KERNEL_DTYPES and hidden.dtype != torch.float64:
+        raise ValueError(
+            f"project_normalize: hidden states must be bfloat16, float16, float32 or float64, got {hidden.dtype}."
+        )
+    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "project_normalize: hidden states must be [..., d_model] and weight [d, d_model], "
+            f"got shapes {tuple(hidden.shape)} and {tuple(weight.shape)}."
+        )
+    if weight.dtype != hidden.dtype and not autocast:
+        raise ValueError(
+            f"project_normalize: hidden states are {hidden.dtype} and weight {weight.dtype}; both must have one dtype."
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"project_normalize: bias must be {weight.dtype} [d] with d = {weight.shape[0]}, "
+            f"got {bias.dtype} of shape {tuple(bias.shape)}."
+        )
+    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
+        raise ValueError(
+            f"project_normalize: hidden states are on {hidden.device} and weight on {weight.device}"
+            + ("" if bias is None else f", bias on {bias.device}")
+            + "; all must be on one."
+        )
+
+
+def _path(values: Tensor) -> ModuleType:
+    """The module that projects such values: Triton for what it can run, else blocked PyTorch."""
+    if scoring_path(values) is blocked_scoring:
+        return blocked
+    from pylate_fastmaxsim.kernels import head
+
+    return head
+
+
+# Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
+torch.library.define(
+    "pylate_fastmaxsim::project_forward",
+    "(Tensor hidden, Tensor weight, Tensor? bias, bool normalize) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "pylate_fastmaxsim::project_backward",
+    "(Tensor grad, Tensor hidden, Tensor weight, Tensor embeddings, Tensor inverse_norms, bool normalize, "
+    "bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+# The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
+@torch.library.impl("pylate_fastmaxsim::project_forward", "CompositeExplicitAutograd")
+def _forward(hidden, weight, bias, normalize):
+    return _path(hidden).forward(hidden, weight, bias, normalize, torch.get_float32_matmul_precision())
+
+
+@torch.library.impl("pylate_fastmaxsim::project_backward", "CompositeExplicitAutograd")
+def _backward(grad, hidden, weight, embeddings, inverse_norms, normalize, *needs):
+    precision = torch.get_float32_matmul_precision()
+    return _path(hidden).backward(grad, hidden, weight, embeddings, inverse_norms, normalize, precision, *needs)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::project_forward")
+def _forward_fake(hidden, weight, bias, normalize):
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    rows = hidden.shape[0]
+    return hidden.new_empty(rows, weight.shape[0]), hidden.new_empty(rows if normalize else 0, dtype=dtype)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::project_backward")
+def _backward_fake(
+    grad, hidden, weight, embeddings, inverse_norms, normalize, need_hidden, need_weight, need_bias
+):  # fmt: skip
+    return (
+        hidden.new_empty(hidden.shape if need_hidden else 0),
+        weight.new_empty(weight.shape if need_weight else 0),
+        weight.new_empty(weight.shape[0] if need_bias else 0),
+    )
+
+
+def _save_for_backward(ctx, inputs, output):
+    hidden, weight, _, normalize = inputs
+    ctx.save_for_backward(hidden, weight, *output)
+    ctx.normalize = normalize
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _):
+    if grad is None:
+        return (None,) * 4
+    needs = list(ctx.needs_input_grad[:3])
+    gradients = torch.ops.pylate_fastmaxsim.project_backward(grad, *ctx.saved_tensors, ctx.normalize, *needs)
+    return *(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), None
+
+
+def _differentiate_twice(ctx, *_):
+    raise NotImplementedError(
+        "project_normalize: second derivatives are not supported; its backward cannot be differentiated."
+    )
+
+
+class _Eager(torch.autograd.Function):
+    """What `register_autograd` does below, in less host time; a compiled graph takes only the latter."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        output = torch.ops.pylate_fastmaxsim.project_forward(*arguments)
+        ctx.mark_non_differentiable(output[1])
+        _save_for_backward(ctx, arguments, output)
+        return output
+
+    backward = staticmethod(_differentiate)
+
+
+torch.library.register_autograd("pylate_fastmaxsim::project_forward", _differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd("pylate_fastmaxsim::project_backward", _differentiate_twice)

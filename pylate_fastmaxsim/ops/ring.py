@@ -1,0 +1,275 @@
+"""MaxSim against the documents of all ranks, which go round from rank to rank, so that none ever holds them all.
+
+Each rank starts with its own shard of documents, scores its queries against the shard at hand while the next one arrives
+from the rank before it, and hands it on. The backward goes round once more and sends the gradient of each shard along
+with it: every rank adds its part, in the order in which the ranks meet the shard, and the last hands the sum back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.maxsim import prepared
+from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
+from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.winners import queries_at_once, winner_dtype
+
+# Winners that are kept for the backward, of all shards together. Those of further shards are found again there, so that
+# memory does not grow with the number of ranks.
+KEPT_WINNER_BYTES = 2**30
+
+
+def ring_maxsim(
+    queries: Tensor,
+    documents: TokenBatch,
+    *,
+    queries_mask: Tensor | None = None,
+    zero_floor: Tensor | None = None,
+    grad_filter: GradFilter = None,
+) -> Tensor:
+    """Score this rank's queries against the documents of all ranks, of which it holds two shards at a time.
+
+    All ranks of the default process group must call it together, and its backward as well. Scores and gradients are
+    those of :func:`~pylate_fastmaxsim.maxsim` on the gathered documents: the gradient of a document is the sum over
+    the queries of all ranks, taken in float32 (float64 for float64 vectors) in an order that never changes. Waits for
+    the device once, for the number of tokens of each rank. Without a process group there is one rank.
+
+    Parameters
+    ----------
+    queries
+        Padded token vectors, ``[Nq, Lq, d]``. Nq and Lq may differ between ranks.
+    documents
+        The Nd documents of this rank, of the same d, dtype and device. Nd is the same on all ranks, their tokens are not.
+    queries_mask
+        Query tokens that count, ``[Nq, Lq]``, bool or 0/1. ``None``: all.
+    zero_floor
+        As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none.
+    grad_filter
+        As in :func:`~pylate_fastmaxsim.maxsim`; it sees the gradients of all documents of a query.
+
+    Returns
+    -------
+    Tensor
+        Scores ``[Nq, ranks * Nd]``, those of rank 0's documents first; float32, or float64 for float64 vectors.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together, or the ranks have different numbers of documents.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [2.0, -1.0]]), torch.ones(1, 2)])
+    >>> ring_maxsim(queries, documents)
+    tensor([[2., 2.]])
+    """
+    grad_filters.check(grad_filter)
+    query_batch, documents, q_values, d_values = prepared(
+        "ring_maxsim", queries, documents, None, queries_mask, None, zero_floor
+    )
+    shards = _shards(documents, zero_floor)
+    longest = max(shard.max_length for shard in shards)
+    chunks = _chunks(query_batch, queries_at_once(queries.shape[1], len(documents), longest))
+    differentiate = torch.is_grad_enabled() and (q_values.requires_grad or d_values.requires_grad)
+    scores = _Ring.apply(q_values, d_values, chunks, shards, differentiate)
+    return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The documents of one rank without their vectors."""
+
+    rows: int
+    starts: Tensor
+    lengths: Tensor
+    max_length: int
+    keep: Tensor
+    zero_floor: Tensor | None
+
+    def winner_bytes(self, query_rows: int) -> int:
+        return len(self.starts) * query_rows * winner_dtype(self.max_length).itemsize
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some of the queries without their vectors."""
+
+    queries: slice
+    rows: slice
+    starts: Tensor
+    lengths: Tensor
+    max_length: int
+    keep: Tensor | None
+
+
+def _shards(documents: TokenBatch, zero_floor: Tensor | None) -> list[_Shard]:
+    """The documents of every rank."""
+    shards = describe(documents, zero_floor)
+    floors = [None] * len(shards.rows) if shards.zero_floor is None else shards.zero_floor
+    return [
+        _Shard(rows, starts, lengths, max_length, keep[:rows], floor)
+        for rows, starts, lengths, max_length, keep, floor in zip(
+            shards.rows, shards.starts, shards.lengths, shards.max_lengths, shards.keep, floors, strict=True
+        )
+    ]
+
+
+def _chunks(queries: TokenBatch, size: int) -> list[_Chunk]:
+    """Padded queries in parts of ``size``."""
+    chunks, length = [], queries.max_length
+    for begin in range(0, len(queries), size):
+        end = min(begin + size, len(queries))
+        rows = slice(begin * length, end * length)
+        keep = None if queries.keep is None else queries.keep[rows]
+        starts = queries.starts[: end - begin]
+        chunks.append(_Chunk(slice(begin, end), rows, starts, queries.lengths[begin:end], length, keep))
+    return chunks
+
+
+def _pass_on(outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
+    """Begin to send one tensor to the next rank and to receive the other from the rank before."""
+    rank, ranks = rank_and_ranks()
+    ends = [(dist.isend, outgoing, (rank + 1) % ranks), (dist.irecv, incoming, (rank - 1) % ranks)]
+    # A shard without a token is not sent, and both sides know of it.
+    operations = [dist.P2POp(end, tensor, peer, tag=tag) for end, tensor, peer in ends if tensor.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _finish(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _go_round(own: Tensor, shards: list[_Shard]) -> Iterator[tuple[int, Tensor]]:
+    """Each rank and the vectors of its documents, this rank first; the next ones arrive while these are worked on."""
+    rank, ranks = rank_and_ranks()
+    at_hand = own.contiguous()
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        if step + 1 == ranks:
+            yield owner, at_hand
+            return
+        incoming = own.new_empty((shards[owner - 1].rows, own.shape[1]))
+        works = _pass_on(at_hand, incoming, tag=0)
+        yield owner, at_hand
+        _finish(works)
+        at_hand = incoming
+
+
+class _Ring(torch.autograd.Function):
+    """Scores ``[Nq, ranks * Nd]`` of this rank's queries; every rank has to differentiate with the others."""
+
+    @staticmethod
+    def forward(ctx, q_values, d_values, chunks, shards, differentiate):
+        count = len(shards[0].starts)
+        num_queries = sum(len(chunk.starts) for chunk in chunks)
+        scores = q_values.new_empty((num_queries, len(shards) * count), dtype=_exact(q_values.dtype))
+        ctx.kept, kept, left = {}, [], KEPT_WINNER_BYTES
+        for owner, values in _go_round(d_values, shards):
+            size = shards[owner].winner_bytes(len(q_values))
+            keeps = differentiate and size <= left
+            if keeps:
+                ctx.kept[owner] = len(kept)
+                left -= size
+            for chunk in chunks:
+                part, winners = _forward(q_values, chunk, values, shards[owner], keeps)
+                scores[chunk.queries, owner * count : (owner + 1) * count] = part
+                if keeps:
+                    kept.append(winners)
+            del values  # which the generator lets go of as well, before the next shard but one is to come
+        ctx.save_for_backward(q_values, d_values, *kept)
+        ctx.chunks, ctx.shards = chunks, shards
+        return scores
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_scores):
+        q_values, d_values, *kept = ctx.saved_tensors
+        need_q, need_d, *_ = ctx.needs_input_grad
+        rank, ranks = rank_and_ranks()
+        exact = _exact(q_values.dtype)
+        grad_q = torch.zeros_like(q_values, dtype=exact) if need_q else None
+        grad_d = None
+        for owner, values in _go_round(d_values, ctx.shards):
+            shard = ctx.shards[owner]
+            outgoing, works = grad_d, []
+            if outgoing is not None:
+                # What the ranks before this one made of the shard at hand, for what this one made of the shard before.
+                grad_d = values.new_empty(values.shape, dtype=exact)
+                works = _pass_on(outgoing, grad_d, tag=1)
+            count = len(shard.starts)
+            part = grad_scores[:, owner * count : (owner + 1) * count]
+            winners = [None] * len(ctx.chunks)
+            if owner in ctx.kept:
+                winners = kept[ctx.kept[owner] :][: len(ctx.chunks)]
+            added = _gradients_of_shard(part, winners, q_values, ctx.chunks, values, shard, grad_q, need_d)
+            _finish(works)
+            if need_d:
+                grad_d = added.to(exact) if grad_d is None else grad_d.add_(added)
+            del values, outgoing, added
+        if need_d and ranks > 1:
+            outgoing, grad_d = grad_d, torch.empty_like(d_values, dtype=exact, memory_format=torch.contiguous_format)
+            _finish(_pass_on(outgoing, grad_d, tag=1))
+        return (
+            grad_q.to(q_values.dtype) if need_q else None,
+            grad_d.to(d_values.dtype) if need_d else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _gradients_of_shard(
+    grad_scores: Tensor,
+    winners: list[Tensor | None],
+    q_values: Tensor,
+    chunks: list[_Chunk],
+    d_values: Tensor,
+    shard: _Shard,
+    grad_q: Tensor | None,
+    need_d: bool,
+) -> Tensor | None:
+    """This rank's part of the gradient of a shard; that of the queries is added to ``grad_q``."""
+    grad_d = None
+    for chunk, kept in zip(chunks, winners, strict=True):
+        if kept is None:
+            _, kept = _forward(q_values, chunk, d_values, shard, want_winners=True)
+        operands = _arguments(q_values, chunk, d_values, shard)
+        of_queries, of_documents = torch.ops.pylate_fastmaxsim.maxsim_backward(
+            grad_scores[chunk.queries].contiguous(), kept, *operands, grad_q is not None, need_d
+        )
+        if grad_q is not None:
+            grad_q[chunk.rows] += of_queries
+        if need_d:
+            grad_d = of_documents if grad_d is None else grad_d.to(_exact(d_values.dtype)).add_(of_documents)
+    if need_d and grad_d is None:
+        return torch.zeros_like(d_values)
+    return grad_d
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What sums are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _arguments(q_values: Tensor, chunk: _Chunk, d_values: Tensor, shard: _Shard) -> tuple:
+    """What the operators take of a chunk of queries and a shard of documents, in their order."""
+    return (
+        q_values[chunk.rows], chunk.starts, chunk.lengths, chunk.keep,
+        d_values, shard.starts, shard.lengths, shard.keep,
+        None, shard.zero_floor, chunk.max_length, shard.max_length, False, False,
+    )  # fmt: skip
+
+
+def _forward(q_values, chunk, d_values, shard, want_winners) -> tuple[Tensor, Tensor]:
+    return torch.ops.pylate_fastmaxsim.maxsim_forward(*_arguments(q_values, chunk, d_values, shard), want_winners)

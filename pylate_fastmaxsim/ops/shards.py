@@ -1,0 +1,89 @@
+"""What every rank of a process group has to know of the documents of the others before it scores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from pylate_fastmaxsim.tokens import TokenBatch
+
+# Rows of a gathered mask begin at multiples of this, for which kernels are compiled once and not twice.
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where the documents of each of R ranks lie in its vectors, Nd of each: small beside the vectors themselves.
+
+    Parameters
+    ----------
+    rows
+        Token vectors of each rank.
+    max_lengths
+        Of each rank an upper bound on the length of a document.
+    starts, lengths
+        As in :class:`~pylate_fastmaxsim.TokenBatch`, counted in each rank's own vectors, ``[R, Nd]``.
+    keep
+        ``[R, most]``, bool, with ``most`` at least the largest of ``rows``; what lies behind a rank's rows is false.
+    zero_floor
+        ``[R, Nd]``, bool, or ``None``.
+    """
+
+    rows: list[int]
+    max_lengths: list[int]
+    starts: Tensor
+    lengths: Tensor
+    keep: Tensor
+    zero_floor: Tensor | None
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This process and the number of processes in the default group, which without a group is 1."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
+    """Exchange what the ranks have to know of each other's documents. Waits for the device once.
+
+    Raises
+    ------
+    ValueError
+        The ranks have different numbers of documents.
+    """
+    rows, count = len(documents.values), len(documents)
+    sizes = _all_gather(torch.tensor([rows, count, documents.max_length], device=documents.device)).tolist()
+    counts = [size[1] for size in sizes]
+    if len(set(counts)) > 1:
+        raise ValueError(f"maxsim across ranks: all must have the same number of documents, got {counts}.")
+    layout = [documents.starts, documents.lengths]
+    if zero_floor is not None:
+        layout.append(zero_floor.long())
+    layouts = _all_gather(torch.stack(layout))
+    keep = documents.keep
+    if keep is None:
+        keep = torch.ones(rows, dtype=torch.bool, device=documents.device)
+    most = -(-max(size[0] for size in sizes) // _ALIGNED) * _ALIGNED
+    return Shards(
+        rows=[size[0] for size in sizes],
+        max_lengths=[size[2] for size in sizes],
+        starts=layouts[:, 0],
+        lengths=layouts[:, 1],
+        keep=_all_gather(F.pad(keep, (0, most - rows))),
+        zero_floor=None if zero_floor is None else layouts[:, 2] != 0,
+    )
+
+
+def _all_gather(tensor: Tensor) -> Tensor:
+    """The tensors of all ranks, ``[R, ...]``."""
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty((ranks, *tensor.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1))
+    return gathered

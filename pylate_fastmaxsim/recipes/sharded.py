@@ -1,0 +1,57 @@
+"""The trainer, with what it lacks for a model that FSDP divides among the processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+from pylate.models import ColBERT
+from sentence_transformers import SentenceTransformerTrainer
+from transformers import Trainer
+
+
+class RecipeTrainer(SentenceTransformerTrainer):
+    """Saves, resumes and hands back whole models, also under FSDP.
+
+    The trainer of Sentence Transformers saves the model as the process sees it, which under FSDP is a part of it.
+    Here the main process keeps a copy of the model from before it was divided, to put gathered weights into.
+    """
+
+    def __init__(self, model: ColBERT, **kwargs: Any) -> None:
+        wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        self._whole = copy.deepcopy(model).cpu() if wanted and kwargs["args"].should_save else None
+        super().__init__(model=model, **kwargs)
+        if self.is_fsdp_enabled:
+            # Parts in files of their own could only be read again by as many processes.
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+    def whole_model(self) -> ColBERT | None:
+        """The model with all of its weights. Every process must ask; under FSDP only the main process is answered."""
+        if not self.is_fsdp_enabled:
+            return self.model
+        weights = self.accelerator.get_state_dict(self.model)
+        return self._filled(weights).to(self.args.device) if self.args.should_save else None
+
+    def _filled(self, weights: dict[str, Any]) -> ColBERT:
+        self._whole.load_state_dict(weights)
+        self._whole.model_card_data = self.model.model_card_data
+        return self._whole
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save(output_dir, state_dict)
+            return
+        divided = self.model
+        self.model = self._filled(state_dict).cpu()
+        try:
+            super()._save(output_dir)
+        finally:
+            self.model = divided
+
+    def _load_from_checkpoint(self, checkpoint_path: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled:
+            # Each process its part, as transformers saved them; of Sentence Transformers it would be the whole model.
+            Trainer._load_from_checkpoint(self, checkpoint_path, model)
+        else:
+            super()._load_from_checkpoint(checkpoint_path)

@@ -1,0 +1,60 @@
+"""Runs the cases of a test module in real processes of one group."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import build_model
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import attention, packing
+
+SECONDS = 240
+
+
+def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> Callable[[str], list[str]]:
+    """Run all ``CASES`` of a module in one group of processes, because starting them takes longer than the cases do.
+
+    A case is a function of a folder that holds a tiny encoder, ``modernbert``. With the backend "nccl" each process has
+    a GPU of its own. Returns what each rank said of a case: "passed", or a traceback.
+    """
+    build_model(folder / "modernbert", "modernbert")
+    context = mp.spawn(_process, (module, ranks, str(folder), backend), nprocs=ranks, join=False)
+    deadline = time.monotonic() + SECONDS
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            break
+
+    def outcome(name: str) -> list[str]:
+        files = [folder / f"{name}-{rank}" for rank in range(ranks)]
+        return [file.read_text() if file.exists() else "did not end" for file in files]
+
+    return outcome
+
+
+def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    searched = attention.variable_length_attention
+    for name, case in importlib.import_module(module).CASES.items():
+        try:
+            case(folder)
+            said = "passed"
+        except Exception:
+            said = traceback.format_exc()
+        attention.variable_length_attention = searched
+        pylate_fastmaxsim.disable()
+        packing.release()
+        (Path(folder) / f"{name}-{rank}").write_text(said)
+    dist.destroy_process_group()

@@ -1,0 +1,366 @@
+"""colpali-engine's losses and processor scores: ours against its own, for every option."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from importlib import metadata
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
+
+from colpali_engine import loss as colpali_losses
+from colpali_engine.loss import late_interaction_losses
+from colpali_engine.models import ColPali, ColPaliProcessor, ColQwen2Processor
+from colpali_engine.utils import maxsim as stock_scores
+from colpali_engine.utils import processing_utils
+from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import doctor, switch
+
+IN_BATCH = ("ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss")
+WITH_NEGATIVES = ("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss")
+WHERE = [
+    (stock_scores, "maxsim_inbatch"),
+    (stock_scores, "maxsim_kd"),
+    (late_interaction_losses, "maxsim_inbatch"),
+    (late_interaction_losses, "maxsim_kd"),
+    (processing_utils, "maxsim_inbatch"),
+    (colpali_losses.ColbertNegativeCELoss, "forward"),
+    (colpali_losses.ColbertPairwiseNegativeCELoss, "forward"),
+    (colpali_losses.ColbertModule, "_smooth_max"),
+    (BaseVisualRetrieverProcessor, "score_multi_vector"),
+    (ColPali, "forward"),
+]
+
+
+def found() -> list[object]:
+    return [inspect.getattr_static(owner, name) for owner, name in WHERE]
+
+
+def unit(*shape: int, seed: int) -> Tensor:
+    """Unit vectors that point more or less the same way: all similarities are positive."""
+    noise = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return F.normalize(noise + 1, dim=-1)
+
+
+def padding(count: int, length: int, side: str, seed: int) -> Tensor:
+    """1 for tokens that count; the first sequence has no padding, the others some on this side."""
+    dead = torch.randint(1, length - 1, (count,), generator=torch.Generator().manual_seed(seed))
+    dead[0] = 0
+    live = torch.arange(length) >= dead[:, None]
+    if side == "right":
+        live = live.flip(1)
+    if side == "between":
+        live = torch.rand(count, length, generator=torch.Generator().manual_seed(seed)) < 0.6
+        live[0], live[:, 0] = True, True
+    return live.float()[..., None]
+
+
+class Batch:
+    """What a model gives for a batch: unit vectors, and zeros where the input was padded."""
+
+    def __init__(self, side: str, extra_documents: int = 0, queries: int = 4, ways: int = 3, d: int = 16) -> None:
+        documents = queries + extra_documents
+        self.leaves = [unit(queries, 6, d, seed=0), unit(documents, 11, d, seed=1), unit(queries, ways, 9, d, seed=2)]
+        # Every third is the other way round, so that its best token is a row of zeros where it has one.
+        self.leaves[1][::3] *= -1
+        self.leaves[2][:, ::3] *= -1
+        self.masks = [
+            padding(queries, 6, side, seed=3),
+            padding(documents, 11, side, seed=4),
+            padding(queries * ways, 9, side, seed=5).view(queries, ways, 9, 1),
+        ]
+
+    def run(self, loss: torch.nn.Module, offset: int) -> tuple[Tensor, list[Tensor]]:
+        """The loss and the gradients of the vectors before a model multiplies them by its mask."""
+        leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
+        inputs = [leaf * mask for leaf, mask in zip(leaves, self.masks, strict=True)]
+        used = 3 if "Negative" in type(loss).__name__ else 2
+        names = ("query_embeddings", "doc_embeddings", "neg_doc_embeddings")
+        value = loss(**dict(zip(names[:used], inputs[:used], strict=True)), offset=offset)
+        value.backward()
+        return value.detach(), [leaf.grad for leaf in leaves[:used]]
+
+
+def assert_same(batch: Batch, loss: torch.nn.Module, offset: int = 0) -> None:
+    value, gradients = batch.run(loss, offset)
+    with pylate_fastmaxsim.enabled():
+        ours, our_gradients = batch.run(loss, offset)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, value, rtol=1e-5, atol=0)
+    for mine, theirs in zip(our_gradients, gradients, strict=True):
+        assert theirs.abs().max() > 0
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.fixture(autouse=True)
+def off():
+    before = found()
+    yield
+    pylate_fastmaxsim.disable()
+    assert all(now is then for now, then in zip(found(), before, strict=True))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "between"])
+@pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
+def test_losses_and_gradients_for_every_padding(name, side):
+    assert_same(Batch(side), getattr(colpali_losses, name)())
+
+
+OPTIONS = [
+    {
+        "temperature": 0.5,
+        "normalize_scores": normalize,
+        "use_smooth_max": smooth,
+        "pos_aware_negative_filtering": filter,
+    }
+    for normalize, smooth, filter in product([True, False], repeat=3)
+]
+OPTIONS += [
+    {"pos_aware_negative_filtering": True, "filter_threshold": 0.5, "filter_factor": 0.25},
+    {"use_smooth_max": True, "tau": 0.3},
+    {"max_batch_size": 4, "norm_tol": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
+def test_every_option(name, options):
+    assert_same(Batch("left"), getattr(colpali_losses, name)(**options))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", WITH_NEGATIVES)
+def test_the_share_of_the_batch(name, weight):
+    loss = getattr(colpali_losses, name)(in_batch_term_weight=weight, temperature=0.2)
+    value, gradients = Batch("left").run(loss, 0)
+    with pylate_fastmaxsim.enabled():
+        ours, our_gradients = Batch("left").run(loss, 0)
+    torch.testing.assert_close(ours, value, rtol=1e-5, atol=0)
+    for mine, theirs in zip(our_gradients, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("filtering", [False, True])
+@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", *WITH_NEGATIVES])
+def test_documents_of_other_ranks_and_an_offset(name, filtering):
+    # As ContrastiveTrainer gathers them: this rank's documents are the last four of eight.
+    loss = getattr(colpali_losses, name)(pos_aware_negative_filtering=filtering, filter_threshold=0.8)
+    assert_same(Batch("left", extra_documents=4), loss, offset=4)
+
+
+def test_a_padded_page_scores_at_least_zero_and_a_full_one_may_not():
+    query = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
+    pages = torch.tensor([[[-1.0, 0.0], [-0.5, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
+    expected = torch.tensor([[-0.5, 0.0]])
+    assert torch.equal(stock_scores.maxsim_inbatch(query, pages), expected)
+    with pylate_fastmaxsim.enabled():
+        assert torch.equal(stock_scores.maxsim_inbatch(query, pages), expected)
+
+
+def test_a_diverged_embedding_shows():
+    query, pages = unit(2, 3, 8, seed=0), unit(2, 5, 8, seed=1)
+    pages[1, 2, 0] = torch.nan
+    with pylate_fastmaxsim.enabled():
+        assert stock_scores.maxsim_inbatch(query, pages).isnan().tolist() == [[False, True]] * 2
+
+
+def test_smooth_max_falls_back_and_says_so_once(caplog):
+    with pylate_fastmaxsim.enabled():
+        for name in IN_BATCH + WITH_NEGATIVES:
+            Batch("left").run(getattr(colpali_losses, name)(use_smooth_max=True), 0)
+            Batch("left").run(getattr(colpali_losses, name)(), 0)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == ["use_smooth_max needs every similarity: colpali-engine itself computes the scores."]
+
+
+def test_only_smooth_max_holds_similarities(monkeypatch):
+    shapes = []
+    einsum = torch.einsum
+    monkeypatch.setattr(torch, "einsum", lambda *args: shapes.append(args[0]) or einsum(*args))
+    with pylate_fastmaxsim.enabled():
+        for name in IN_BATCH + WITH_NEGATIVES:
+            Batch("left").run(getattr(colpali_losses, name)(), 0)
+        assert shapes == []
+        Batch("left").run(colpali_losses.ColbertLoss(use_smooth_max=True), 0)
+        assert len(shapes) == 1
+
+
+def test_the_backend_that_the_environment_asks_for(monkeypatch, caplog):
+    monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
+    query, pages = unit(2, 3, 8, seed=0), unit(2, 5, 8, seed=1)
+    expected = stock_scores.maxsim_inbatch(query, pages)
+    with pylate_fastmaxsim.enabled():
+        assert torch.equal(stock_scores.maxsim_inbatch(query, pages), expected)
+    assert "COLPALI_SCORES_BACKEND=torch" in caplog.text
+    assert any("COLPALI_SCORES_BACKEND=torch" in line for line in doctor.report().fallbacks)
+
+
+@pytest.mark.parametrize("name", WITH_NEGATIVES)
+def test_what_does_not_fit_raises_as_in_stock(name):
+    loss = getattr(colpali_losses, name)()
+    wrong = (unit(4, 3, 8, seed=0), unit(3, 5, 8, seed=1), unit(4, 2, 5, 8, seed=2))
+    with pytest.raises(RuntimeError) as stock:
+        loss(*wrong)
+    with pylate_fastmaxsim.enabled(), pytest.raises(RuntimeError) as ours:
+        loss(*wrong)
+    assert str(ours.value) == str(stock.value)
+
+
+def test_bfloat16_scores_are_summed_in_float32():
+    query, pages = unit(3, 20, 64, seed=0).bfloat16(), unit(5, 30, 64, seed=1).bfloat16()
+    exact = stock_scores.maxsim_inbatch(query.double(), pages.double())
+    with pylate_fastmaxsim.enabled():
+        ours = stock_scores.maxsim_inbatch(query, pages)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [128, 3])
+@pytest.mark.parametrize("form", ["list", "padded", "list with zeros"])
+@pytest.mark.parametrize("processor", [ColPaliProcessor, ColQwen2Processor])
+def test_processor_scores(processor, form, batch_size):
+    lengths = [5, 9, 3, 8, 7]
+    queries = [unit(length, 16, seed=length) for length in (4, 2, 6)]
+    # Of the opposite sign, so that a row of zeros wins wherever there is one.
+    pages = [-unit(length, 16, seed=10 + length) for length in lengths]
+    if form == "padded":
+        queries, pages = (torch.nn.utils.rnn.pad_sequence(some, batch_first=True) for some in (queries, pages))
+    if form == "list with zeros":
+        pages = [F.pad(page, (0, 0, 1 + place % 2, 0)) for place, page in enumerate(pages)]
+    stock = processor.score_multi_vector(queries, pages, batch_size=batch_size, device="cpu")
+    with pylate_fastmaxsim.enabled():
+        ours = processor.score_multi_vector(queries, pages, batch_size=batch_size, device="cpu")
+        assert ours.shape == (3, 5) and ours.dtype == torch.float32
+        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+        with pytest.raises(ValueError, match="No passages"):
+            processor.score_multi_vector(queries, [], device="cpu")
+    if form == "list":
+        # Padded with the others of its batch, any page but the longest scores 0.
+        assert (stock[0] < 0).tolist() == [False, True, False, batch_size == 3, False]
+
+
+def test_patched_wherever_it_was_imported_and_put_back(monkeypatch):
+    before = found()
+    loss = colpali_losses.ColbertLoss()
+    pylate_fastmaxsim.enable()
+    assert all(now is not then for now, then in zip(found(), before, strict=True))
+    ours = colpali_losses.ColbertNegativeCELoss()
+    pylate_fastmaxsim.disable()
+    assert all(now is then for now, then in zip(found(), before, strict=True))
+    batch = Batch("left")
+    assert torch.isfinite(batch.run(loss, 0)[0]) and torch.isfinite(batch.run(ours, 0)[0])
+
+
+def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "pylate", None)
+    caplog.set_level(logging.INFO, "pylate_fastmaxsim")
+    with pylate_fastmaxsim.enabled():
+        assert stock_scores.maxsim_inbatch.__wrapped__
+        (line,) = caplog.messages
+        assert line.startswith(f"colpali-engine {metadata.version('colpali-engine')} is accelerated: fused MaxSim in ")
+        assert all(patch.target.startswith("colpali_engine") for patch in switch.available_patches())
+
+
+def test_a_process_that_has_no_pylate(tmp_path):
+    code = (
+        "import sys; sys.modules['pylate'] = sys.modules['sentence_transformers'] = None\n"
+        "import torch, pylate_fastmaxsim\n"
+        "pylate_fastmaxsim.enable()\n"
+        "from colpali_engine.loss import ColbertLoss\n"
+        "ColbertLoss()(torch.ones(2, 3, 4), torch.ones(2, 5, 4))\n"
+        "pylate_fastmaxsim.disable()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("version", ["0.3.17", "0.4.0"])
+def test_another_version_of_colpali_engine_runs_as_it_came(version, monkeypatch, caplog):
+    pytest.importorskip("pylate")
+    monkeypatch.setattr(sys.modules["colpali_engine"], "__version__", version, raising=False)
+    stock = stock_scores.maxsim_inbatch
+    with pylate_fastmaxsim.enabled():
+        assert stock_scores.maxsim_inbatch is stock
+    assert f"installed is {version}" in caplog.text
+    assert f"installed is {version}" in doctor.report().fallbacks[0]
+    monkeypatch.setitem(sys.modules, "pylate", None)
+    with pytest.raises(ImportError, match=f"from 0.3.18 up to but not including 0.4; installed is {version}"):
+        pylate_fastmaxsim.enable()
+
+
+def test_run_accelerates_a_script_that_imports_colpali_engine_only(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from colpali_engine.utils.maxsim import maxsim_inbatch\nprint(hasattr(maxsim_inbatch, '__wrapped__'))\n"
+    )
+    command = [sys.executable, "-m", "pylate_fastmaxsim.run", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+    assert done.stderr.count("accelerated: fused MaxSim") == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_colpali_computes_no_words(training, tmp_path):
+    from visual_models import build_visual_model, page
+
+    folder = build_visual_model(tmp_path, "colpali")
+    model, processor = ColPali.from_pretrained(folder).train(training), ColPaliProcessor.from_pretrained(folder)
+    model.model.tie_weights()
+    batch = processor.process_images([page(0), page(1)])
+    assert "labels" in batch
+    words: list[int] = []
+    model.model.lm_head.register_forward_hook(lambda module, args, output: words.append(output.shape[1]))
+
+    def run() -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        embeddings = model(**batch)
+        embeddings.square().sum(dim=(0, 1)).cumsum(0).sum().backward()
+        return embeddings.detach(), [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    embeddings, gradients = run()
+    with pylate_fastmaxsim.enabled():
+        ours, our_gradients = run()
+    assert words == [embeddings.shape[1], 1]
+    assert torch.equal(ours, embeddings) and len(our_gradients) == len(gradients) > 20
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(our_gradients, gradients, strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
+def test_losses_on_a_gpu(name, dtype):
+    batch = Batch("left", queries=16, d=128)
+    loss = getattr(colpali_losses, name)(temperature=0.5).cuda()
+    batch.leaves = [leaf.to("cuda", dtype) for leaf in batch.leaves]
+    batch.masks = [mask.to("cuda", dtype) for mask in batch.masks]
+    with pylate_fastmaxsim.enabled():
+        ours, our_gradients = batch.run(loss, 0)
+    batch.leaves = [leaf.double() for leaf in batch.leaves]
+    batch.masks = [mask.double() for mask in batch.masks]
+    exact, gradients = batch.run(loss, 0)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
+    for mine, theirs in zip(our_gradients, gradients, strict=True):
+        largest = float(theirs.abs().max())
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * largest)
+
+
+def test_without_its_metadata_it_is_left_and_pylate_is_not(monkeypatch, caplog):
+    pytest.importorskip("pylate")
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(switch.metadata, "version", unknown)
+    stock = stock_scores.maxsim_inbatch
+    with pylate_fastmaxsim.enabled():
+        assert stock_scores.maxsim_inbatch is stock
+    assert "colpali-engine runs as it came: colpali-engine cannot be imported" in caplog.text

@@ -1,0 +1,262 @@
+"""The fused head in PyLate's losses: the same loss and gradients as stock, and as plain Dense where it does not apply."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from models import features, load_model, sentences
+from peft import LoraConfig
+from pylate import losses, models
+from pylate.models import Dense
+from test_losses import assert_equal, batch_of, run
+from torch import nn
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import fused_head
+from pylate_fastmaxsim.integrations.wrappers import unwrap
+
+LOSSES = [
+    (losses.Contrastive, {}),
+    (losses.CachedContrastive, {"mini_batch_size": 4, "score_mini_batch_size": 3}),
+    (losses.Distillation, {}),
+]
+
+
+@pytest.fixture
+def projected(monkeypatch):
+    """The dtypes of what the fused head made."""
+    seen = []
+    original = fused_head.project_normalize
+
+    def recording(*args):
+        output = original(*args)
+        seen.append(output.dtype)
+        return output
+
+    monkeypatch.setattr(fused_head, "project_normalize", recording)
+    return seen
+
+
+def distance(one, other) -> float:
+    """Between the gradients of two runs, relative to those of the other."""
+    assert one[1].keys() == other[1].keys()
+    difference = sum((one[1][name] - gradient).square().sum() for name, gradient in other[1].items())
+    return (difference / sum(gradient.square().sum() for gradient in other[1].values())).sqrt().item()
+
+
+def problem(model, loss_class):
+    if loss_class is not losses.Distillation:
+        return batch_of(model), None
+    return features(model, sentences(4, longest=8), sentences(12, seed=1)), torch.rand(4, 3)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("loss_class, options", LOSSES)
+def test_loss_and_gradients_are_those_of_stock_in_float32(encoder, mode, projected, loss_class, options, bias):
+    model = load_model(encoder("modernbert"), bias=bias)
+    assert (model[-1].linear.bias is not None) == bias
+    loss_function = loss_class(model, **options)
+    batch, labels = problem(model, loss_class)
+    stock = run(loss_function, batch, labels)
+    assert not projected
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        ours = run(loss_function, batch, labels)
+    assert projected
+    assert ours[0].item() == pytest.approx(stock[0].item(), rel=1e-5)
+    assert distance(ours, stock) < 1e-5
+    projected.clear()
+    with pylate_fastmaxsim.enabled(stock_masking=True, fused_head=False):
+        run(loss_function, batch, labels)
+    assert not projected
+
+
+@pytest.mark.parametrize("options", [{"padding_free": False}, {"compile": True}], ids=str)
+def test_other_options(encoder, projected, options):
+    model = load_model(encoder("modernbert", num_hidden_layers=1))
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    stock = run(loss_function, batch)
+    with pylate_fastmaxsim.enabled(stock_masking=True, **options):
+        assert_equal(run(loss_function, batch), stock, 1e-4)
+    assert projected
+
+
+def test_the_last_of_chained_dense_modules_is_fused(encoder, projected):
+    model = load_model(encoder("bert")).double()
+    model.append(Dense(16, 8, bias=True).double())
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    stock = run(loss_function, batch)
+    assert "2.linear.bias" in stock[1]
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(run(loss_function, batch), stock)
+    assert projected
+
+
+def _activate(model):
+    model[-1].activation_function = nn.Tanh()
+
+
+def _residual(model):
+    model[-1] = Dense(32, 16, bias=False, use_residual=True).double()
+
+
+def _hook(model):
+    model[-1].linear.register_forward_hook(lambda *_: None)
+
+
+def _adapter(model):
+    model.append(Dense(16, 8).double())
+    model.append(nn.Identity())
+
+
+def _subclass(model):
+    class Doubled(Dense):
+        def forward(self, features):
+            features = super().forward(features)
+            features["token_embeddings"] = features["token_embeddings"] + 1
+            return features
+
+    model[-1] = Doubled(32, 16, bias=False).double()
+
+
+def _parametrized(model):
+    nn.utils.parametrizations.weight_norm(model[-1].linear)
+
+
+class _Forgetful(nn.Module):
+    def forward(self, features):
+        return {"token_embeddings": features["token_embeddings"]}
+
+
+def _forgets(model):
+    model.insert(1, _Forgetful())
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (_activate, "activation Tanh"),
+        (_residual, "adds a residual"),
+        (_hook, "has hooks"),
+        (_adapter, "ends with Identity"),
+        (_subclass, "forward of Doubled is not PyLate's own"),
+        (_parametrized, "linear layer of Dense is a ParametrizedLinear"),
+        (_forgets, "does not see what its first is given"),
+    ],
+)
+def test_what_cannot_be_fused_runs_as_stock_and_says_why_once(encoder, projected, caplog, change, reason):
+    model = load_model(encoder("bert")).double()
+    change(model)
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        for _ in range(2):
+            assert_equal(run(loss_function, batch), stock)
+    assert not projected
+    assert [reason in record.message for record in caplog.records if "head is not fused" in record.message] == [True]
+
+
+def test_lora_on_the_encoder_and_on_the_dense_layer(encoder, projected):
+    for target in (["query", "value"], ["query", "linear"]):
+        model = load_model(encoder("bert"))
+        model.add_adapter(LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
+        if "linear" in target:
+            from peft import inject_adapter_in_model
+
+            inject_adapter_in_model(LoraConfig(r=4, target_modules=["linear"], lora_dropout=0.0), model[-1])
+        model.double().train()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1)
+        loss_function, batch = losses.Contrastive(model), batch_of(model)
+        stock = run(loss_function, batch)
+        projected.clear()
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            assert_equal(run(loss_function, batch), stock)
+        assert bool(projected) == ("linear" not in target)
+
+
+def _prepared_for_bfloat16(model):
+    """What accelerate makes of a model's forward for bf16=True."""
+    forward = type(model).forward
+
+    def in_bfloat16(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(model, *args, **kwargs)
+
+    model.forward = convert_outputs_to_fp32(in_bfloat16)
+
+
+@pytest.mark.parametrize("loss_class, options", LOSSES)
+def test_embeddings_stay_in_bfloat16_behind_accelerate(encoder, mode, projected, monkeypatch, loss_class, options):
+    from pylate_fastmaxsim.integrations import pylate_losses
+
+    model = load_model(encoder("modernbert"))
+    exact_function = loss_class(model, **options)
+    batch, labels = problem(model, loss_class)
+    exact = run(exact_function, batch, labels)
+    _prepared_for_bfloat16(model)
+    stock = run(exact_function, batch, labels)
+    scored = []
+    maxsim = pylate_losses.maxsim
+
+    def recording(queries, documents, *args, **kwargs):
+        scored.append((queries.values.dtype, documents.values.dtype))
+        return maxsim(queries, documents, *args, **kwargs)
+
+    monkeypatch.setattr(pylate_losses, "maxsim", recording)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        ours = run(exact_function, batch, labels)
+    assert set(projected) == {torch.bfloat16} and set(scored) == {(torch.bfloat16, torch.bfloat16)}
+    assert ours[0].dtype == torch.float32
+    # No further from float32 than stock in the same precision, but for chance.
+    assert distance(ours, exact) < 1.5 * distance(stock, exact)
+
+
+def test_a_model_trained_with_it_is_an_ordinary_model(encoder, tmp_path):
+    model = load_model(encoder("bert"))
+    batch = batch_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = list(model.state_dict())
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    with pylate_fastmaxsim.enabled():
+        run(losses.Contrastive(model), batch)
+        optimizer.step()
+        model.save_pretrained(str(tmp_path))
+    assert all((model.get_parameter(name) != old).any() for name, old in before.items() if "linear" in name)
+    assert list(model.state_dict()) == names
+    again = models.ColBERT(model_name_or_path=str(tmp_path), device="cpu")
+    own, other = (m.eval().encode(["Why is the sky blue?"], is_query=False) for m in (model, again))
+    torch.testing.assert_close(torch.as_tensor(own[0]), torch.as_tensor(other[0]))
+
+
+def test_nobody_else_gets_unit_embeddings(encoder):
+    model = load_model(encoder("bert"))
+    batch = batch_of(model)
+    stock = model(dict(batch[1]))["token_embeddings"]
+    with pylate_fastmaxsim.enabled():
+        run(losses.Contrastive(model), batch)
+        output = model(dict(batch[1]))
+        assert torch.equal(output["token_embeddings"], stock)
+        assert "unit_embeddings" not in output
+    assert unwrap(model) is model and "forward" not in vars(model[-1])
+
+
+def test_float16_gradients_of_gradcache_wait_in_float32(encoder):
+    model = load_model(encoder("bert"))
+    loss_function = losses.CachedContrastive(model, mini_batch_size=4)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_function([dict(column) for column in batch])
+    model.zero_grad()
+    (loss * 2.0**10).backward()
+    total = torch.cat([gradient.flatten() for gradient in stock[1].values()])
+    own = torch.cat([model.get_parameter(name).grad.flatten() for name in stock[1]]) / 2.0**10
+    assert torch.isfinite(own).all()
+    assert (own - total).norm() < 0.05 * total.norm()

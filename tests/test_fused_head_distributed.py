@@ -1,0 +1,151 @@
+"""The fused head in two real processes: the weight of the Dense module is sharded, and its gradient arrives."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import build_model, features, load_model, sentences
+from pylate import losses
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import fused_head, packing
+from pylate_fastmaxsim.integrations.compilation import encoder_layers
+
+RANKS = 2
+
+
+def _data_parallel(model, **options):
+    return DistributedDataParallel(model, **options)
+
+
+def _fully_sharded(model):
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in encoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _flat_sharded(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _gradients(model) -> dict[str, torch.Tensor]:
+    """Of all parameters, by their names in the model, whole on every rank."""
+    whole = nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with whole:
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        return {
+            name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+            for name, gradient in gradients.items()
+        }
+
+
+def _compare(wrap: Callable, loss_class, checkpointing: bool = False, **options) -> Callable[[str], None]:
+    def run(folder: str) -> None:
+        rank = dist.get_rank()
+        core = load_model(f"{folder}/modernbert", bias=True).double()
+        longest = (6, 40)[rank]
+        texts = [sentences(6, longest=8, seed=rank)]
+        texts += [sentences(6, longest=longest, seed=10 * column + rank) for column in (1, 2)]
+        batch = features(core, *texts)
+        if checkpointing:
+            core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapped = wrap(core)
+        projected = []
+        original = fused_head.project_normalize
+
+        def recording(*args):
+            projected.append(args[1].shape)
+            return original(*args)
+
+        def step(model):
+            model.zero_grad()
+            loss = loss_class(model, **options)([dict(column) for column in batch])
+            loss.backward()
+            return loss.item(), _gradients(model)
+
+        stock = step(wrapped)
+        fused_head.project_normalize = recording
+        try:
+            with pylate_fastmaxsim.enabled(stock_masking=True):
+                step(wrapped)
+                ours = step(wrapped)
+        finally:
+            fused_head.project_normalize = original
+        assert set(projected) == {(16, 32)}
+        assert ours[0] == pytest.approx(stock[0], rel=1e-10)
+        largest = max(gradient.abs().max() for gradient in stock[1].values())
+        assert ours[1].keys() == stock[1].keys()
+        for name, gradient in stock[1].items():
+            assert (ours[1][name] - gradient).abs().max() <= 1e-10 * largest, name
+
+    return run
+
+
+CASES = {
+    f"{name}-{loss_class.__name__}": _compare(wrap, loss_class, **options)
+    for name, wrap in (
+        ("ddp", _data_parallel),
+        ("fsdp2", _fully_sharded),
+    )
+    for loss_class, options in ((losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 2}))
+}
+CASES["ddp unused"] = _compare(lambda m: _data_parallel(m, find_unused_parameters=True), losses.Contrastive)
+CASES["fsdp2 gathered"] = _compare(_fully_sharded, losses.Contrastive, gather_across_devices=True)
+CASES["fsdp2 checkpointing"] = _compare(_fully_sharded, losses.Contrastive, checkpointing=True)
+CASES["fsdp1"] = _compare(_flat_sharded, losses.Contrastive)
+
+
+def _process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
+    for name, case in CASES.items():
+        try:
+            case(folder)
+            said = "passed"
+        except Exception:
+            said = traceback.format_exc()
+        pylate_fastmaxsim.disable()
+        packing.release()
+        (Path(folder) / f"{name}-{rank}").write_text(said)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """Runs all cases in one pair of processes, because starting it takes longer than they do."""
+    folder = tmp_path_factory.mktemp("ranks")
+    build_model(folder / "modernbert", "modernbert")
+    context = mp.spawn(_process, (str(folder),), nprocs=RANKS, join=False)
+    deadline = time.monotonic() + 120
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            break
+
+    def outcome(name: str) -> list[str]:
+        files = [folder / f"{name}-{rank}" for rank in range(RANKS)]
+        return [file.read_text() if file.exists() else "did not end" for file in files]
+
+    return outcome
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes(outcomes, case):
+    for rank, outcome in enumerate(outcomes(case)):
+        assert outcome == "passed", f"rank {rank}: {outcome}"

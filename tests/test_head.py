@@ -1,0 +1,184 @@
+"""Projection, normalisation and MaxSim from hidden states, against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from head_exactness import TOLERANCE, check, problem
+from torch.nn import functional as F
+
+from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden, reference
+from pylate_fastmaxsim.cpu import head
+from pylate_fastmaxsim.ops.head import project_normalize
+
+
+def ragged(generator, lengths, dim, keep=None):
+    """Sequences in reverse order with an unused row of NaN behind each, and where masked NaN as well."""
+    lengths = torch.tensor(lengths)
+    ends = (lengths + 1).flip(0).cumsum(0).flip(0)
+    starts = ends - lengths - 1
+    values = torch.randn(int(ends[0]), dim, generator=generator, dtype=torch.float64)
+    values[ends - 1] = torch.nan
+    mask = None
+    if keep is not None:
+        mask = torch.rand(len(values), generator=generator) < keep
+        values[~mask] = torch.nan
+    return TokenBatch(values.requires_grad_(), starts, lengths, int(lengths.max()), mask)
+
+
+@pytest.mark.parametrize("dtype, precision", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dim_in, dim_out", [(64, 32), (768, 128), (65, 33)])
+def test_projection(dtype, precision, dim_in, dim_out):
+    check(head, *problem(70, dim_in, dim_out, dtype, dead=0.3), precision=precision)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 20])
+def test_projection_in_blocks(rows, monkeypatch):
+    monkeypatch.setattr(head, "ROWS", 7)
+    check(head, *problem(rows, 16, 8))
+    check(head, *problem(rows, 16, 8), normalize=False)
+
+
+def test_rows_without_a_gradient_are_not_read():
+    hidden, weight, bias, grad = problem(40, 16, 8, dead=0.5)
+    hidden[grad.eq(0).all(dim=1)] = torch.nan
+    check(head, hidden, weight, bias, grad)
+
+
+def test_vectors_shorter_than_epsilon():
+    hidden, weight, _, grad = problem(20, 16, 8)
+    hidden[3] = 0
+    hidden[5] *= 1e-15
+    check(head, hidden, weight, None, grad)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradcheck(normalize, bias):
+    hidden, weight, offset, _ = (
+        None if t is None else t.requires_grad_() for t in problem(6, 5, 3, torch.float64, bias)
+    )
+    inputs = (hidden, weight, offset) if bias else (hidden, weight)
+    assert torch.autograd.gradcheck(lambda *tensors: project_normalize(*tensors, normalize=normalize), inputs)
+
+
+@pytest.mark.parametrize("project", ["documents", "queries", "both"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_scores_and_gradients(project, normalize, bias, layout):
+    generator = torch.Generator().manual_seed(0)
+    dim_in, dim = 12, 5
+    queries = ragged(generator, [4, 0, 3, 1], dim if project == "documents" else dim_in, keep=0.8)
+    documents = ragged(generator, [1, 20, 0, 7, 9], dim if project == "queries" else dim_in, keep=0.7)
+    weight = torch.randn(dim, dim_in, generator=generator, dtype=torch.float64).requires_grad_()
+    offset = torch.randn(dim, generator=generator, dtype=torch.float64).requires_grad_() if bias else None
+    candidates = torch.randint(5, (4, 3), generator=generator) if layout == "candidates" else None
+    zero_floor = torch.tensor([True, False, False, True, False])
+    scores = maxsim_from_hidden(
+        queries, documents, weight, offset, normalize, candidates, project=project, zero_floor=zero_floor
+    )
+    grad = torch.randn(scores.shape, generator=generator, dtype=torch.float64)
+    leaves = [queries.values, documents.values, weight] + [offset] * bias
+    ours = torch.autograd.grad(scores, leaves, grad)
+
+    plain = [batch.with_values(batch.values.detach().nan_to_num().requires_grad_()) for batch in (queries, documents)]
+    sides = [
+        batch.with_values(reference.project(batch.values, weight, offset, normalize))
+        if project in (side, "both")
+        else batch
+        for side, batch in zip(("queries", "documents"), plain, strict=True)
+    ]
+    expected = reference.maxsim(*sides, candidates, zero_floor)
+    torch.testing.assert_close(scores, expected)
+    leaves[:2] = [batch.values for batch in plain]
+    for own, other in zip(ours, torch.autograd.grad(expected, leaves, grad), strict=True):
+        torch.testing.assert_close(own, other)
+    for own, batch in zip(ours, (queries, documents), strict=False):
+        assert not own[batch.values.isnan().any(dim=1)].any()
+
+
+def test_padded_tensors_and_masks():
+    generator = torch.Generator().manual_seed(0)
+    queries, hidden = torch.randn(3, 4, 5, generator=generator), torch.randn(2, 9, 7, generator=generator)
+    weight, mask = torch.randn(5, 7, generator=generator), torch.rand(2, 9, generator=generator) < 0.5
+    scores = maxsim_from_hidden(queries, hidden, weight, documents_mask=mask, queries_mask=torch.ones(3, 4))
+    documents = TokenBatch.from_padded(F.normalize(hidden @ weight.T, dim=-1), mask)
+    torch.testing.assert_close(scores, reference.maxsim(TokenBatch.from_padded(queries), documents))
+
+
+def test_any_number_of_leading_dimensions():
+    hidden, weight, bias, _ = problem(12, 6, 4)
+    flat = project_normalize(hidden, weight, bias)
+    assert torch.equal(project_normalize(hidden.view(2, 3, 2, 6), weight, bias), flat.view(2, 3, 2, 4))
+    torch.testing.assert_close(project_normalize(hidden[0], weight, bias), flat[0])
+    assert project_normalize(hidden.view(2, 3, 2, 6)[:, :0], weight).shape == (2, 0, 2, 4)
+
+
+def test_autocast_casts_as_linear_does_and_gradients_of_the_weight_are_not_rounded():
+    hidden, weight, bias, grad = (t.requires_grad_() for t in problem(300, 64, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        embeddings = project_normalize(hidden, weight, bias)
+        stock = F.normalize(F.linear(hidden, weight, bias), dim=-1)
+        scores = maxsim_from_hidden(torch.randn(2, 3, 32), hidden.view(3, 100, 64), weight, bias)
+    assert embeddings.dtype == torch.bfloat16 and scores.dtype == torch.float32
+    assert (embeddings - stock).abs().max() < 2e-2
+    gradients = torch.autograd.grad(embeddings, (hidden, weight, bias), grad.bfloat16())
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
+    assert not torch.equal(gradients[1], gradients[1].bfloat16().float())
+    exact = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight)] + [bias.detach().double()]
+    expected = torch.autograd.grad(reference.project(*exact), exact[1], grad.detach().bfloat16().double())[0]
+    assert (gradients[1] - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_compiled_code_takes_the_operator_without_a_break():
+    hidden, weight, bias, _ = (t.requires_grad_() for t in problem(20, 6, 4))
+    queries = torch.randn(2, 3, 4)
+
+    def scores(hidden, weight, bias):
+        return maxsim_from_hidden(queries, hidden.view(4, 5, 6), weight, bias)
+
+    compiled = torch.compile(scores, backend="aot_eager", fullgraph=True)
+    own, other = compiled(hidden, weight, bias), scores(hidden, weight, bias)
+    torch.testing.assert_close(own, other)
+    for mine, theirs in zip(
+        torch.autograd.grad(own.sum(), (hidden, weight, bias)),
+        torch.autograd.grad(other.sum(), (hidden, weight, bias)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_registered_as_torch_asks(bias):
+    hidden, weight, offset, _ = problem(6, 5, 3, bias=bias)
+    arguments = (hidden.requires_grad_(), weight.requires_grad_(), offset, True)
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.project_forward.default, arguments)
+
+
+def test_second_derivatives_are_refused():
+    hidden, weight, _, _ = (t.requires_grad_() for t in problem(6, 5, 3))
+    (first,) = torch.autograd.grad(project_normalize(hidden, weight).sum(), hidden, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="second derivatives|does not require grad"):
+        torch.autograd.grad(first.sum(), hidden)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((torch.ones(2, 3), torch.ones(4, 5)), r"weight \[d, d_model\], got shapes \(2, 3\) and \(4, 5\)"),
+        ((torch.ones(2, 3), torch.ones(4, 3).double()), "must have one dtype"),
+        ((torch.ones(2, 3).int(), torch.ones(4, 3).int()), "hidden states must be bfloat16"),
+        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), r"bias must be torch.float32 \[d\] with d = 4"),
+        ((torch.ones(2, 3), torch.ones(4, 3, device="meta")), "all must be on one"),
+    ],
+)
+def test_what_does_not_fit_gets_one_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        project_normalize(*arguments)
+
+
+def test_an_unknown_side_gets_one_sentence():
+    with pytest.raises(ValueError, match="project must be .* got 'neither'"):
+        maxsim_from_hidden(torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(2, 2), project="neither")

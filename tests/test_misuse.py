@@ -1,0 +1,300 @@
+"""What goes wrong on a user's machine ends in one clear sentence, and nothing that was computed is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
+from tiny_recipe import hub_dataset, text, tiny, write
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.prepare import prepare
+
+# From some moment on no file may grow beyond a limit: the system's own error, met in the middle of a write.
+FULL_DISK = """
+import os, resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit = int(sys.argv.pop(1))
+when = sys.argv.pop(1)
+
+def full():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+if when.startswith("step"):
+    from pylate_fastmaxsim.recipes import train
+    from transformers import TrainerCallback
+
+    class Full(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == int(when[4:]):
+                full()
+
+    build = train.build_trainer
+
+    def build_trainer(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(Full())
+        return trainer
+
+    train.build_trainer = build_trainer
+elif when == "teacher":
+    from pylate_fastmaxsim.recipes import mining
+    grade = mining._grade
+    mining._grade = lambda *args: (full(), grade(*args))[1]
+else:
+    full()
+from pylate_fastmaxsim.cli import main
+main()
+"""
+
+
+def command(name: str, recipe: Path, *overrides: str):
+    sets = [argument for override in overrides for argument in ("--set", override)]
+    return CliRunner().invoke(app, [name, str(recipe), *sets])
+
+
+def on_a_full_disk(limit: int, when: str, name: str, recipe: Path) -> subprocess.CompletedProcess:
+    arguments = [sys.executable, "-c", FULL_DISK, str(limit), when, name, str(recipe)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+
+
+def last_line(process: subprocess.CompletedProcess) -> str:
+    return process.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+@pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta"])
+def test_a_model_without_a_tokenizer(name, family, encoder, tmp_path):
+    model = shutil.copytree(encoder(family), tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    recipe = tiny(tmp_path)
+    recipe["model"] = {"name_or_path": str(model)}
+    done = command(name, write(tmp_path, recipe))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"fastmaxsim: model.name_or_path {model} has no tokenizer that can be loaded; it must be saved beside the model.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_without_the_named_column(encoder, teacher, tmp_path):  # noqa: F811
+    file = write(tmp_path, tiny(tmp_path))
+    done = command("train", file, "data.columns=[query, document]")
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "fastmaxsim: data.columns: no column 'document', the data has the columns query, positive.\n"
+    )
+    pairs = tmp_path / "mine.yaml"
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.pairs.columns=[query, document]")
+    pairs.write_text(yaml.safe_dump(asdict(recipe)))
+    done = command("mine", pairs)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert "mining.pairs.columns: no column 'document', the data has the columns query, answer." in done.stderr
+    rows = {
+        "train": [{"query_id": "1", "document_ids": ["1", "2"]}],
+        "queries": [{"query_id": "1", "text": "a"}],
+        "documents": [{"document_id": "1", "text": "b"}],
+    }
+    data = f"data={{source: distillation, name: {hub_dataset(tmp_path / 'kd', **rows)}}}"
+    done = command("train", file, data, "loss.name=distillation")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert "data.name: the subset train has no column 'scores', it has query_id, document_ids." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("documents", "scores", "sentence"),
+    [
+        (
+            3,
+            2,
+            "every row must have 3 documents, as the first has, and a score for each, but row 5 has 3 and 2 scores.",
+        ),
+        (
+            2,
+            3,
+            "every row must have 3 documents, as the first has, and a score for each, but row 5 has 2 and 3 scores.",
+        ),
+        (
+            2,
+            2,
+            "every row must have 3 documents, as the first has, and a score for each, but row 5 has 2 and 2 scores.",
+        ),
+        (
+            3,
+            0,
+            "every row must have 3 documents, as the first has, and a score for each, but row 5 has 3 and 0 scores.",
+        ),
+    ],
+)
+def test_teacher_scores_of_the_wrong_length(documents, scores, sentence, tmp_path):
+    rows = []
+    for row in range(12):
+        n, m = (documents, scores) if row == 5 else (3, 3)
+        rows.append({"query": text(row, 4), "documents": [text(i, 5) for i in range(n)], "scores": [0.5] * m})
+    (tmp_path / "kd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tiny(tmp_path, data={"files": [str(tmp_path / "kd.jsonl")]}, loss={"name": "distillation"})
+    done = command("train", write(tmp_path, recipe), "evaluation.rows=0")
+    assert (done.exit_code, done.stderr) == (2, f"fastmaxsim: data.columns: {sentence}\n")
+    assert not (tmp_path / "out").exists()
+    if documents != scores:
+        subsets = {
+            "train": [
+                {
+                    "query_id": str(number),
+                    "document_ids": [str(i) for i in range(len(row["documents"]))],
+                    "scores": row["scores"],
+                }
+                for number, row in enumerate(rows)
+            ],
+            "queries": [{"query_id": str(number), "text": row["query"]} for number, row in enumerate(rows)],
+            "documents": [{"document_id": str(number), "text": text(number, 5)} for number in range(3)],
+        }
+        data = f"data={{source: distillation, name: {hub_dataset(tmp_path / 'kd', **subsets)}}}"
+        done = command("train", write(tmp_path, recipe), data, "evaluation.rows=0")
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert f"the row of query_id 5 has {documents} document_ids but {scores} scores" in done.stderr
+
+
+@pytest.fixture
+def gpu_without_bf16(monkeypatch):
+    """What PyTorch says of a GPU of compute capability 7.5, which emulates bf16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+
+
+def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
+    file = write(tmp_path, tiny(tmp_path))
+    done = command("train", file, "training.precision=bf16", "training.use_cpu=false")
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "fastmaxsim: training.precision must be auto, fp16 or fp32 here, because the GPU (Tesla T4) has no bf16.\n"
+    )
+    assert not (tmp_path / "out").exists()
+    recipe = load_recipe(file, ["training.use_cpu=false"])
+    assert training._precision(recipe, on_gpu=True) == "fp16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert training._precision(recipe, on_gpu=True) == "bf16"
+    assert training._precision(recipe, on_gpu=False) == "fp32"
+
+
+@pytest.mark.parametrize("override", ["training.optim=adamv", "training.lr_scheduler_type=steps"])
+def test_an_argument_that_the_trainer_does_not_know(override, tmp_path):
+    done = command("train", write(tmp_path, tiny(tmp_path)), override)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"fastmaxsim: training: {override.partition('=')[2]} is not a valid ")
+
+
+# The model has 27 KB, the optimizer's state 42: the limits fall into a JSON file, the weights and the optimizer.
+@pytest.mark.parametrize("limit", [0, 20_000, 36_000])
+def test_a_full_disk_in_training_keeps_the_last_checkpoint(limit, tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    failed = on_a_full_disk(limit, "step5", "train", file)
+    out = tmp_path / "out"
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert last_line(failed).startswith("fastmaxsim: ") and " cannot be written" in last_line(failed)
+    assert last_line(failed).endswith(f"; {out}/checkpoint-4 is kept, and the same command goes on from there.")
+    resumed = training.train(load_recipe(file))
+    assert resumed["resumed_from"] == "checkpoint-4"
+    whole = training.train(load_recipe(write(tmp_path, tiny(tmp_path, "whole"))))
+    assert resumed["losses"] == whole["losses"]
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "out")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_full_disk_before_the_first_step_leaves_nothing_behind(tmp_path):
+    recipe = tiny(tmp_path)
+    failed = on_a_full_disk(1000, "start", "train", write(tmp_path, recipe))
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "cannot be written" in last_line(failed)
+    assert last_line(failed).endswith("; there is no checkpoint yet, and the same command starts again.")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_in_a_comparison(tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 2})
+    prepare(load_recipe(write(tmp_path, recipe)))
+    failed = on_a_full_disk(100, "start", "compare", write(tmp_path, recipe))
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert last_line(failed).startswith("fastmaxsim: ") and "cannot be written" in last_line(failed)
+
+
+@pytest.mark.parametrize("when", ["start", "teacher"])
+def test_a_full_disk_in_mining_keeps_what_is_mined(when, encoder, teacher, tmp_path):  # noqa: F811
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(asdict(recipe)))
+    failed = on_a_full_disk(100, when, "mine", file)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "cannot be written: File too large" in last_line(failed)
+    assert last_line(failed).endswith("; what is done is kept, and the same command goes on from there.")
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.unfinished").glob("search-*")}
+    assert len(kept) == (3 if when == "teacher" else 0)
+    done = command("mine", file)
+    assert done.exit_code == 0 and (tmp_path / "mined" / "mining.json").exists()
+    # The bar begins where the first run stopped.
+    assert ("100%|██████████| 40.0/40.0 [00:00<?" in done.stderr) == (when == "teacher")
+
+
+def test_ctrl_c_during_mining_loses_nothing(encoder, teacher, tmp_path):  # noqa: F811
+    # One document a part: hundreds of parts, of which the signal finds some done.
+    overrides = ["mining.documents_per_part=1", "mining.rows_per_part=1"]
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(asdict(recipe)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pylate_fastmaxsim.cli", "mine", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    unfinished = tmp_path / "mined.unfinished"
+    deadline = time.monotonic() + 120
+    while len(list(unfinished.glob("search-*"))) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said
+    assert said.strip().splitlines()[-1] == (
+        "Interrupted: what is done is kept, and the same command goes on from there."
+    )
+    kept = {path.name: path.stat().st_mtime_ns for path in unfinished.glob("*.np[yz]") if "writing" not in path.name}
+    assert len(kept) >= 5
+    again = subprocess.run(
+        [sys.executable, "-m", "pylate_fastmaxsim.cli", "mine", str(file)], capture_output=True, text=True, timeout=300
+    )
+    assert again.returncode == 0, again.stderr[-2000:]
+    whole = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides, f"data.name={tmp_path / 'whole'}")
+    (tmp_path / "whole.yaml").write_text(yaml.safe_dump(asdict(whole)))
+    assert command("mine", tmp_path / "whole.yaml").exit_code == 0
+    for name in ("train", "queries", "documents"):
+        ours, expected = (tmp_path / folder / f"{name}.parquet" for folder in ("mined", "whole"))
+        assert ours.read_bytes() == expected.read_bytes()
+
+
+def test_an_error_of_another_kind_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("shape mismatch")
+
+    monkeypatch.setattr(training, "build_trainer", broken)
+    done = command("train", write(tmp_path, tiny(tmp_path)))
+    assert isinstance(done.exception, RuntimeError)

@@ -1,0 +1,213 @@
+"""XTR scores on the CPU: against PyLate, against the float64 definition, and every property that is promised."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pylate.scores import XTRKDScores, XTRScores
+from strategies import problems
+from torch.nn import functional as F
+
+from pylate_fastmaxsim import TokenBatch, reference, xtr_scores
+from pylate_fastmaxsim.cpu import xtr as blocked
+from pylate_fastmaxsim.winners import no_winner
+
+sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def embeddings(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1).to(dtype)
+
+
+def masks(count: int, length: int, seed: int = 1) -> torch.Tensor:
+    """Padding behind every document but the first, and holes."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(length) < torch.randint(1, length, (count, 1), generator=generator)
+    mask &= torch.rand(count, length, generator=generator) < 0.9
+    mask[0] = True
+    return mask
+
+
+def gradients(scores: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(2)).to(scores)
+    return torch.autograd.grad((scores * weights).sum(), leaves)
+
+
+def close(ours, wanted, tolerance: float = 1e-5) -> None:
+    assert ours.shape == wanted.shape
+    assert (ours - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("function", [xtr_scores, reference.xtr_scores])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("k", [1, 7, 60, 110])
+@pytest.mark.parametrize("own", [False, True], ids=["XTRScores", "XTRKDScores"])
+def test_same_as_pylate(function, own, k, masked):
+    queries = embeddings(5, 4, 8, dtype=torch.float32).requires_grad_()
+    documents = embeddings(5, 3, 16, 8, seed=1, dtype=torch.float32).requires_grad_()
+    q_mask = masks(5, 4, 2) if masked else None
+    d_mask = masks(15, 16) if masked else None
+    stock = (XTRKDScores if own else XTRScores)(k=k)(
+        queries, documents, q_mask, d_mask.view(5, 3, 16) if masked else None
+    )
+    candidates = torch.arange(15).view(5, 3) if own else None
+    zero_floor = ~d_mask.all(dim=1) if masked else None
+    scores = function(
+        TokenBatch.from_padded(queries, q_mask),
+        TokenBatch.from_padded(documents.flatten(0, 1), d_mask),
+        k,
+        candidates,
+        zero_floor=zero_floor,
+    )
+    close(scores, stock)
+    for ours, wanted in zip(gradients(scores, queries, documents), gradients(stock, queries, documents), strict=True):
+        close(ours, wanted)
+
+
+def test_all_tokens_pass_as_in_pylate_where_k_is_their_number():
+    queries, documents = embeddings(3, 4, 2), embeddings(3, 2, 2, 2, seed=1)
+    stock = XTRScores(k=12)(queries, documents)
+    assert (stock < 0).any(), "documents whose tokens are all negative must take part"
+    for k in (12, 13, 1000):
+        torch.testing.assert_close(xtr_scores(queries, documents.flatten(0, 1), k).float(), stock)
+
+
+def arguments(queries, documents, candidates, zero_floor, k):
+    return (
+        *(queries.values, queries.starts, queries.lengths, queries.keep),
+        *(documents.values, documents.starts, documents.lengths, documents.keep),
+        *(candidates, zero_floor, k, queries.max_length, documents.max_length),
+    )
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+KS = st.sampled_from((1, 2, 3, 8, 30, 100, 5000))
+
+
+@given(problem=problems(DTYPES, integers=True), k=KS)
+@settings(sweep, max_examples=150)
+def test_exact_arithmetic_gives_exactly_the_definition(problem, k):
+    """With small integers nothing rounds before the division, and ties abound."""
+    queries, documents = problem.queries, problem.documents
+    in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
+    rest = k, problem.candidates, problem.zero_floor
+    _, _, winners = blocked.forward(
+        *arguments(queries, documents, problem.candidates, problem.zero_floor, k), True, "highest"
+    )
+    positions = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
+    assert torch.equal(positions, reference.xtr_winners(*in_double, *rest))
+
+    results = []
+    for function, dtype in ((reference.xtr_scores, torch.float64), (xtr_scores, queries.values.dtype)):
+        q_values, d_values = problem.values(dtype)
+        scores = function(
+            queries.with_values(q_values), documents.with_values(d_values), rest[0], rest[1], zero_floor=rest[2]
+        )
+        weights = torch.randint(-2, 3, scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
+        loss = (scores * weights).sum() + 0 * (q_values.nan_to_num().sum() + d_values.nan_to_num().sum())
+        results.append((scores.detach(), *torch.autograd.grad(loss, (q_values, d_values))))
+    (exact, *exact_gradients), (scores, *ours) = results
+    assert scores.dtype == (torch.float64 if queries.values.dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=0)
+    for gradient, definition in zip(ours, exact_gradients, strict=True):
+        assert gradient.dtype == queries.values.dtype
+        epsilon = torch.finfo(torch.float32).eps if gradient.dtype == torch.float64 else torch.finfo(gradient.dtype).eps
+        largest = definition.abs().max() if definition.numel() else 0
+        torch.testing.assert_close(gradient.double(), definition, rtol=epsilon, atol=1e-5 * float(largest))
+
+
+@pytest.mark.parametrize("tokens, of_k, elements", [(1, 1, 1), (20, 1, 100), (4096, 4, 2**20)])
+def test_blocks_do_not_matter(monkeypatch, tokens, of_k, elements):
+    queries = TokenBatch.from_padded(embeddings(6, 5, 8), masks(6, 5, 3))
+    documents = TokenBatch.from_padded(embeddings(9, 12, 8, seed=1), masks(9, 12))
+    expected = reference.xtr_scores(queries, documents, 20)
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(blocked, "BLOCK_TOKENS_OF_K", of_k)
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", elements)
+    torch.testing.assert_close(xtr_scores(queries, documents, 20), expected)
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1], [2, 0]])])
+@pytest.mark.parametrize("k", [3, 9, 100])
+def test_gradcheck(candidates, k):
+    q_values, d_values = embeddings(7, 4).requires_grad_(), embeddings(12, 4, seed=1).requires_grad_()
+    queries = TokenBatch.from_packed(q_values, torch.tensor([0, 3, 3, 7]))
+    documents = TokenBatch.from_packed(d_values, torch.tensor([0, 5, 6, 12]), torch.arange(12) % 4 != 1)
+
+    def function(q_values, d_values):
+        return xtr_scores(queries.with_values(q_values), documents.with_values(d_values), k, candidates)
+
+    assert torch.autograd.gradcheck(function, (q_values, d_values))
+
+
+def test_all_that_equal_the_kth_largest_pass():
+    queries = torch.tensor([[[1.0, 0.0]]])
+    documents = torch.tensor([[[0.5, 0.0], [0.1, 0.0]], [[0.5, 0.0], [0.2, 0.0]], [[0.4, 0.0], [0.4, 0.0]]])
+    assert xtr_scores(queries, documents, k=1).tolist() == [[0.5, 0.5, 0.0]]
+    torch.testing.assert_close(xtr_scores(queries, documents, k=3), torch.tensor([[0.5, 0.5, 0.4]]))
+
+
+def test_nan_shows_where_it_is_used_and_takes_a_place():
+    queries, documents = embeddings(2, 3, 8), embeddings(4, 5, 8, seed=1)
+    documents[1, 2] = torch.nan
+    stock = XTRScores(k=4)(queries, documents.unflatten(0, (2, 2)))
+    ours = xtr_scores(queries, documents, 4)
+    assert ours.isnan().tolist() == [[False, True, False, False]] * 2
+    torch.testing.assert_close(ours.float(), stock, equal_nan=True)
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    mask[1, 2] = False
+    assert not xtr_scores(queries, documents, 4, documents_mask=mask).isnan().any()
+    documents[1:] = torch.nan
+    assert xtr_scores(queries, documents, 4)[:, 0].tolist() == [0.0, 0.0]
+
+
+def test_autocast_and_dtypes():
+    queries, documents = embeddings(2, 3, 8, dtype=torch.float32), embeddings(4, 5, 8, seed=1, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = xtr_scores(queries, documents, 4)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, xtr_scores(queries.bfloat16(), documents.bfloat16(), 4))
+
+
+def test_gradient_filter_drops_what_does_not_matter():
+    queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(4, 5, 8, seed=1)
+    weights = torch.tensor([[1.0, 1e-9, 0.0, 0.0], [0.0, 1.0, 0.0, 1e-9]])
+    grads = [
+        torch.autograd.grad(xtr_scores(queries, documents, 20, grad_filter=choice), queries, kept)[0]
+        for choice, kept in (("auto", weights), (None, weights.round()), (None, weights))
+    ]
+    assert torch.equal(grads[0], grads[1]) and not torch.equal(grads[1], grads[2])
+
+
+def test_errors():
+    queries, documents = embeddings(2, 3, 8), embeddings(4, 5, 8)
+    with pytest.raises(ValueError, match="xtr_scores: k must be at least 1, got 0"):
+        xtr_scores(queries, documents, 0)
+    with pytest.raises(ValueError, match="xtr_scores: queries have d = 8 and documents d = 4"):
+        xtr_scores(queries, documents[..., :4], 1)
+    with pytest.raises(ValueError, match="xtr_scores: candidates must be from 0 to Nd - 1 = 3"):
+        xtr_scores(queries, documents, 1, torch.tensor([[4], [0]]))
+    with pytest.raises(ValueError, match="grad_filter"):
+        xtr_scores(queries, documents, 1, grad_filter="all")
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1]])])
+def test_registered_operator(candidates):
+    queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(3, 5, 8, seed=1).requires_grad_()
+    q, d = TokenBatch.from_padded(queries), TokenBatch.from_padded(documents, masks(3, 5))
+    torch.library.opcheck(
+        torch.ops.pylate_fastmaxsim.xtr_forward, (*arguments(q, d, candidates, None, 6), True), raise_exception=True
+    )
+
+
+def test_compiles_without_a_break():
+    queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(3, 5, 8, seed=1).requires_grad_()
+
+    def loss(queries, documents):
+        return (xtr_scores(queries * 2, documents, 6) * torch.arange(3)).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = [torch.autograd.grad(function(queries, documents), (queries, documents)) for function in (loss, compiled)]
+    torch.testing.assert_close(*results)
+    torch._dynamo.reset()
