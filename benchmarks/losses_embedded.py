@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from operators_shapes import SIGMA
 from pylate import losses
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ Features = list[dict[str, Tensor]]
 
 
 class Embedded(nn.Module):
-    """Stands where a loss has its model: hands out stored bfloat16 embeddings of each call, as leaves with gradients."""
+    """Stands where a loss has its model: hands out stored bfloat16 embeddings of each call, as leaves with gradients.
+
+    To the loss they are float32, as accelerate makes the outputs of a model that trains in bf16.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -37,6 +41,7 @@ class Embedded(nn.Module):
         self.tokenizer = SimpleNamespace(padding_side="right")
         self.skiplist: list[int] = []
         self.do_query_expansion = True
+        self.forward = convert_outputs_to_fp32(self.forward)
 
     def _first_module(self) -> nn.Module:
         return self.lookup

@@ -2,10 +2,12 @@
 
     python benchmarks/train_step.py                       # measure what is missing, then print the table
     python benchmarks/train_step.py --render-only         # table and plot from the committed results
+    python benchmarks/train_step.py --results benchmarks/results/kd_step.json --batches 32 --loss distillation --negatives 15
+    python benchmarks/train_step.py --results benchmarks/results/gradcache_step.json --batches 4096 --loss cached_contrastive --mini-batch 128
 
-A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query. Each
-cell runs in a process of its own and is written to the results file as soon as it is known; a
-finished cell is not run again, so several short runs on a GPU fill one file.
+A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query; what this command does
+not know itself, as another loss, it hands on to training_cell.py. Each cell runs in a process of its own and is written
+to the results file as soon as it is known; a finished cell is not run again, so several short runs on a GPU fill one file.
 """
 
 from __future__ import annotations
@@ -187,7 +189,7 @@ def main() -> None:
                 continue
             result = measure(path, batch, compiled, checkpointing, extra, options.timeout)
             cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
-            content["cells"][name] = {"cell": cell, **result, "environment": recorded}
+            content["cells"][name] = {"cell": cell, "options": extra, **result, "environment": recorded}
             print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
             write(target, content)
     for checkpointing in choices["both"]:

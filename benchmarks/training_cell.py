@@ -61,8 +61,11 @@ def build_model(directory: Path, layers: int | None, document_length: int):
     )
 
 
-def make_rows(count: int, negatives: int, draw: random.Random) -> list[dict[str, str]]:
-    """Rows of (query, positive, negatives...) of random words with the lengths of MS MARCO."""
+def make_rows(count: int, negatives: int, loss: str, draw: random.Random) -> list[dict]:
+    """Rows of random words with the lengths of MS MARCO: a query, a positive and its negatives.
+
+    For distillation the documents stand in one column, with a teacher's score for each.
+    """
     import math
 
     location = math.log(MEAN_WORDS) - SIGMA**2 / 2
@@ -73,32 +76,43 @@ def make_rows(count: int, negatives: int, draw: random.Random) -> list[dict[str,
     def document() -> str:
         return text(round(draw.lognormvariate(location, SIGMA)))
 
-    columns = ["positive", *(f"negative_{i}" for i in range(negatives))]
-    return [{"query": text(draw.randint(4, 12)), **{c: document() for c in columns}} for _ in range(count)]
+    def row() -> dict:
+        query, documents = text(draw.randint(4, 12)), [document() for _ in range(1 + negatives)]
+        if loss == "distillation":
+            return {"query": query, "documents": documents, "scores": [draw.random() for _ in documents]}
+        columns = ["positive", *(f"negative_{i}" for i in range(negatives))]
+        return {"query": query, **dict(zip(columns, documents, strict=True))}
+
+    return [row() for _ in range(count)]
 
 
 def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> dict:
     """A collated batch; with ``--tile`` of so many different rows, one copy of them after the other."""
     if options.tile is None or options.tile >= options.batch:
-        return collator(make_rows(options.batch, options.negatives, draw))
+        return collator(make_rows(options.batch, options.negatives, options.loss, draw))
     import torch
 
     from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX
 
-    batch = collator(make_rows(options.tile, options.negatives, draw))
+    batch = collator(make_rows(options.tile, options.negatives, options.loss, draw))
     copies = -(-options.batch // options.tile)
+
+    def tiled(value):
+        # A column of distillation has several documents a row.
+        return value.repeat(copies, 1)[: len(value) // options.tile * options.batch]
+
     return {
-        key: value.repeat(copies, 1)[: options.batch] if isinstance(value, torch.Tensor) else value
+        key: tiled(value) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
         if not key.endswith((TOKEN_INDEX, CU_SEQLENS))  # of the tile; the loss finds those of the batch
     }
 
 
-def collect_features(batch: dict) -> list[dict]:
-    """The trainer's own split of a batch into one feature dict a column."""
+def collect_features(batch: dict) -> tuple:
+    """The trainer's own split of a batch into one feature dict a column, and the labels."""
     from sentence_transformers import SentenceTransformerTrainer
 
-    return SentenceTransformerTrainer.collect_features(None, batch)[0]
+    return SentenceTransformerTrainer.collect_features(None, batch)
 
 
 def mark(cuda: bool):
@@ -156,13 +170,15 @@ def run_cell(options: argparse.Namespace) -> dict:
         model.forward = convert_outputs_to_fp32(autocast(model.forward))
         autocast = nullcontext()
         loss_function = losses.CachedContrastive(wrapped, mini_batch_size=options.mini_batch, temperature=0.02)
+    elif options.loss == "distillation":
+        loss_function = losses.Distillation(wrapped)
     else:
         loss_function = losses.Contrastive(model=wrapped, temperature=0.02)
 
     def step(batch: dict) -> torch.Tensor:
         batch = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         with autocast:
-            loss = loss_function(collect_features(batch))
+            loss = loss_function(*collect_features(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -207,7 +223,7 @@ def run_cell(options: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", choices=list(SCORING), required=True)
-    parser.add_argument("--loss", choices=["contrastive", "cached_contrastive"], default="contrastive")
+    parser.add_argument("--loss", choices=["contrastive", "cached_contrastive", "distillation"], default="contrastive")
     parser.add_argument("--mini-batch", type=int, default=32, help="rows that GradCache encodes at a time")
     parser.add_argument("--tile", type=int, help="repeat so many rows to fill a batch, where only its size counts")
     parser.add_argument("--batch", type=int, required=True)
