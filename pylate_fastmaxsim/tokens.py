@@ -125,6 +125,12 @@ class TokenBatch:
         ``max_length`` defaults to the longest sequence, which waits for the device once; pass the
         document length of the tokenizer to avoid that.
 
+        Raises
+        ------
+        ValueError
+            A shape does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer than
+            ``max_length``. The numbers of a ``cu_seqlens`` on a GPU are not looked at where ``max_length`` is given.
+
         Examples
         --------
         >>> import torch
@@ -136,6 +142,9 @@ class TokenBatch:
             raise ValueError(
                 f"TokenBatch.from_packed: cu_seqlens must be [N + 1] and start with 0, got shape {tuple(cu_seqlens.shape)}."
             )
+        # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
+        if (max_length is None or cu_seqlens.device.type == "cpu") and not torch.compiler.is_compiling():
+            _check_bounds(cu_seqlens, values.shape[0], max_length)
         cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64)
         lengths = cu_seqlens.diff()
         if max_length is None:
@@ -190,3 +199,15 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
+
+
+def _check_bounds(cu_seqlens: Tensor, rows: int, max_length: int | None) -> None:
+    steps = cu_seqlens.diff()
+    shortest, longest = map(int, torch.aminmax(steps)) if len(steps) else (0, 0)
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last > rows or shortest < 0 or (max_length is not None and longest > max_length):
+        limit = "" if max_length is None else f" to max_length = {max_length}"
+        raise ValueError(
+            f"TokenBatch.from_packed: cu_seqlens must go from 0 to at most T = {rows} in steps from 0{limit}, "
+            f"got {first} to {last} in steps from {shortest} to {longest}."
+        )

@@ -83,12 +83,20 @@ def test_empty_batches():
     assert values.shape == (2, 5, 3) and not mask.any()
 
 
+def packed(*cu_seqlens: int, max_length: int | None = None) -> TokenBatch:
+    return TokenBatch.from_packed(torch.randn(2, 3), torch.tensor(cu_seqlens), max_length=max_length)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: TokenBatch.from_padded(torch.randn(2, 3)), r"values must be \[N, L, d\]"),
         (lambda: TokenBatch.from_padded(torch.randn(2, 3, 4), torch.ones(3, 2)), r"mask must be \[N, L\] = \[2, 3\]"),
         (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.ones(1, 2)), r"cu_seqlens must be \[N \+ 1\]"),
+        (lambda: packed(1, 2), "must go from 0 to at most T = 2 in steps from 0, got 1 to 2 in steps from 1 to 1."),
+        (lambda: packed(0, 3), "must go from 0 to at most T = 2 in steps from 0, got 0 to 3 in steps from 3 to 3."),
+        (lambda: packed(0, 2, 1), "in steps from 0, got 0 to 1 in steps from -1 to 2."),
+        (lambda: packed(0, 2, max_length=1), "in steps from 0 to max_length = 1, got 0 to 2 in steps from 2 to 2."),
         (lambda: TokenBatch.from_list([]), "empty list"),
         (lambda: TokenBatch(torch.randn(2), torch.zeros(1), torch.zeros(1), 1), r"values must be \[T, d\]"),
         (lambda: TokenBatch(torch.randn(2, 3), torch.zeros(1), torch.zeros(2), 1), r"must both be \[N\]"),
