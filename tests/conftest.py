@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 
 import pytest
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Before torch is imported, and for the processes that tests start: each worker has its share of the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
 import torch
 
 
