@@ -120,7 +120,8 @@ class MiningSection:
     fewer is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
     ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
 
-    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most.
+    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
+    the processes of a distributed launcher share, so that there should be more of them than processes.
     """
 
     pairs: DataSection
