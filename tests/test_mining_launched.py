@@ -71,7 +71,7 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
     assert [name.partition("-")[0] for name in ours] == ["settings.json", "search", "positives", *["teacher"] * 3]
     assert [name.partition("-")[0] for name in theirs] == ["search", "teacher", "teacher"]
     assert not set(ours) & set(theirs) and first.name not in ours + theirs
-    assert done.stdout.count("mined") == 1
+    assert done.stdout.count("pairs without enough negatives") == 1
     assert "Searching (process 1 of 2)" in done.stderr and "(process 2 of 2)" not in done.stderr
     assert done.stderr.count("Asking the teacher (process 1 of 2): 100%") >= 1
 

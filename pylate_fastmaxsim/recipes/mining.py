@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.data import load_columns, require_text
 from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.train import training_arguments
 from pylate_fastmaxsim.search import search
@@ -36,27 +36,11 @@ SETTINGS_FILE = "settings.json"
 PART_TYPES = {"search": ".npz", "positives": ".npy", "teacher": ".npy"}
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Distinct texts, and for each row of the data where its query and its positive are among them."""
-
-    queries: list[str]
-    documents: list[str]
-    rows: list[tuple[int, int]]
-
-    def positives(self) -> list[set[int]]:
-        """The documents that are relevant to each query."""
-        positives: list[set[int]] = [set() for _ in self.queries]
-        for query, document in self.rows:
-            positives[query].add(document)
-        return positives
-
-
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Write distillation data to ``data.name``, in the layout of ``lightonai/ms-marco-en-bge``.
 
-    Each row holds the positive of a pair and its hardest negatives among all positives of the data, best first,
-    with the teacher's scores. What is computed is kept in ``data.name`` + ``.unfinished`` until the data set is
+    Each row holds the positive of a pair and its hardest negatives among all positives of the data and the documents of
+    ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` + ``.unfinished`` until the data set is
     complete, so a run that was interrupted goes on from there.
 
     Under a distributed launcher every process calls this, and each computes a share of what is missing; only the main
@@ -87,14 +71,15 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     processes = PartialState()
     output = Path(recipe.data.name)
     unfinished = output.with_name(output.name + ".unfinished")
-    settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
+    options = {name: value for name, value in asdict(section).items() if name != "corpus" or value is not None}
+    settings = {"mining": options, "model": asdict(recipe.model), "seed": recipe.training.seed}
     with processes.main_process_first():
         # What is in the way the main process has removed when the others look.
         finished = _open(output, unfinished, settings, resume or not processes.is_main_process)
     if finished is not None:
         return finished
     with processes.main_process_first():
-        pairs = _load_pairs(section)
+        pairs = load_pairs(section)
     model = load_model(recipe.model, device, recipe.training.seed)
     if processes.is_main_process:
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -143,24 +128,6 @@ def _open(output: Path, unfinished: Path, settings: dict[str, Any], resume: bool
         if file.parent == output:
             return {key: value for key, value in earlier.items() if key != "settings"}
     return None
-
-
-def _load_pairs(section: MiningSection) -> Pairs:
-    table = load_columns(section.pairs, "mining.pairs")
-    require_text(table, table.column_names, "mining.pairs")
-    if len(table.column_names) != 2:
-        raise RecipeError(
-            f"mining.pairs.columns must be the query and its positive, got {', '.join(table.column_names)}."
-        )
-    if section.pairs.max_rows is not None:
-        table = table.shuffle(seed=section.pairs.seed).select(range(min(section.pairs.max_rows, len(table))))
-    queries: dict[str, int] = {}
-    documents: dict[str, int] = {}
-    rows = dict.fromkeys(
-        (queries.setdefault(query, len(queries)), documents.setdefault(document, len(documents)))
-        for query, document in zip(*(table[:][column] for column in table.column_names), strict=True)
-    )
-    return Pairs(list(queries), list(documents), list(rows))
 
 
 @dataclass(frozen=True)
@@ -223,10 +190,11 @@ def _search(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) ->
     @functools.cache
     def queries() -> TokenBatch:
         main = work.processes.is_main_process
-        return encode(model, pairs.queries, section.batch_size, is_query=True, show_progress=main)
+        return encode(model, pairs.queries[:]["text"], section.batch_size, is_query=True, show_progress=main)
 
     def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
-        scores, found = search(queries(), _encoded(model, pairs.documents[part], section.batch_size, bar), k)
+        documents = pairs.documents.select(range(part.start, part.stop))
+        scores, found = search(queries(), _encoded(model, documents, section.batch_size, bar), k)
         return {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + part.start}
 
     best = None
@@ -241,12 +209,10 @@ def _search(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) ->
     return best
 
 
-def _encoded(model: ColBERT, documents: Sequence[str], batch_size: int, bar: tqdm) -> Iterator:
-    step = BATCHES_AT_ONCE * batch_size
-    for begin in range(0, len(documents), step):
-        texts = documents[begin : begin + step]
-        yield encode(model, texts, batch_size, is_query=False)
-        bar.update(len(texts))
+def _encoded(model: ColBERT, documents: Dataset, batch_size: int, bar: tqdm) -> Iterator[TokenBatch]:
+    for rows in documents.iter(BATCHES_AT_ONCE * batch_size):
+        yield encode(model, rows["text"], batch_size, is_query=False)
+        bar.update(len(rows["text"]))
 
 
 def _hard_negatives(
@@ -299,8 +265,8 @@ Teacher = Callable[[Pairs, Candidates], np.ndarray]
 def _colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
     """MaxSim of the candidates of each query, ``[N, K]``."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
-    queries = encode(model, [pairs.queries[query] for query, _ in candidates], batch_size, is_query=True)
-    documents = encode(model, [pairs.documents[document] for document in used], batch_size, is_query=False)
+    queries = encode(model, pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
+    documents = encode(model, pairs.documents[list(used)]["text"], batch_size, is_query=False)
     places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
     with torch.no_grad():
         return maxsim(queries, documents, places).cpu().numpy()
@@ -323,7 +289,9 @@ def _teacher(section: MiningSection, device: torch.device) -> Teacher:
         raise RecipeError(f"mining.teacher {section.teacher} cannot be loaded: {reason}") from error
 
     def by_cross_encoder(pairs: Pairs, candidates: Candidates) -> np.ndarray:
-        texts = [(pairs.queries[query], pairs.documents[d]) for query, row in candidates for d in row]
+        queries = pairs.queries[[query for query, row in candidates for _ in row]]["text"]
+        documents = pairs.documents[[document for _, row in candidates for document in row]]["text"]
+        texts = list(zip(queries, documents, strict=True))
         scores = encoder.predict(texts, batch_size=section.batch_size, show_progress_bar=False)
         if np.ndim(scores) != 1:
             raise RecipeError(
@@ -362,17 +330,30 @@ def _write_data(
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    tables = {
-        "train": {
-            "query_id": [str(query) for query, _ in candidates],
-            "document_ids": [list(map(str, row)) for _, row in candidates],
-            "scores": scores.tolist(),
-        },
-        "queries": {"query_id": list(map(str, range(len(pairs.queries)))), "text": pairs.queries},
-        "documents": {"document_id": list(map(str, range(len(pairs.documents)))), "text": pairs.documents},
+    train = {
+        "query_id": [str(query) for query, _ in candidates],
+        "document_ids": [list(map(str, row)) for _, row in candidates],
+        "scores": scores.tolist(),
     }
-    for name, columns in tables.items():
-        Dataset.from_dict(columns).to_parquet(folder / f"{name}.parquet")
+    tables = {
+        "train": Dataset.from_dict(train),
+        "queries": _numbered(pairs.queries, "query_id", folder),
+        "documents": _numbered(pairs.documents, "document_id", folder),
+    }
+    for name, table in tables.items():
+        table.to_parquet(folder / f"{name}.parquet")
     configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}.parquet"}]} for name in tables]
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:
+    """``texts`` with their numbers as ids, on disk as well."""
+    numbered = texts.map(
+        lambda batch, rows: {column: list(map(str, rows))},
+        batched=True,
+        with_indices=True,
+        cache_file_name=str(folder.parent / f"{column}.arrow"),
+        load_from_cache_file=False,
+    )
+    return numbered.select_columns([column, "text"])
