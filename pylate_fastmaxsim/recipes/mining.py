@@ -40,13 +40,13 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Write distillation data to ``data.name``, in the layout of ``lightonai/ms-marco-en-bge``.
 
     Each row holds the positive of a pair and its hardest negatives among all positives of the data and the documents of
-    ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` + ``.unfinished`` until the data set is
-    complete, so a run that was interrupted goes on from there.
+    ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` +
+    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there.
 
-    Under a distributed launcher every process calls this, and each computes a share of what is missing; only the main
-    process writes the data set. The result does not depend on the number of processes, which may change when a run
-    goes on. When a process fails, the launcher ends the others. Without one, those that wait for it fail after the 30
-    minutes of ``torch.distributed``, so that a part should not take longer than that.
+    Under a distributed launcher every process calls this, and each computes a share of what is missing, in a folder
+    that all must see; only the main process writes the data set. The result does not depend on the number of
+    processes, which may change when a run goes on. When a process fails, the launcher ends the others. Who waits for
+    another longer than the 30 minutes of ``torch.distributed`` fails, so that no part should take as long as that.
 
     Parameters
     ----------
