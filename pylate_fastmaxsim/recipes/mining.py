@@ -25,6 +25,7 @@ from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.tables import progress_shown
 from pylate_fastmaxsim.recipes.train import training_arguments
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -102,7 +103,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         "data": str(output),
     }
     if processes.is_main_process:
-        _write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+        with progress_shown():
+            _write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
         os.replace(unfinished / "data", output)
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()
@@ -355,5 +357,6 @@ def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:
         with_indices=True,
         cache_file_name=str(folder.parent / f"{column}.arrow"),
         load_from_cache_file=False,
+        desc="Writing texts",
     )
     return numbered.select_columns([column, "text"])
