@@ -15,7 +15,6 @@ pytest.importorskip("pylate")
 
 import torch
 import yaml
-from test_launched import launch
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 
 from pylate_fastmaxsim.recipes import mining
@@ -37,6 +36,13 @@ def recipe(tmp_path, encoder, teacher):  # noqa: F811
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(asdict(recipe)))
     mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}"))
     return recipe
+
+
+def two_processes(folder: Path, failing: str) -> subprocess.CompletedProcess:
+    """What ``accelerate launch`` starts, on a port that nothing else can take before it is used."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    # Where the second fails, the first would wait for it for 30 minutes.
+    return subprocess.run([*command, str(MINED), str(folder), failing], capture_output=True, text=True, timeout=300)
 
 
 def assert_same(folder: Path) -> None:
@@ -63,7 +69,7 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             mining.mine(recipe)
     (first,) = (tmp_path / "mined.unfinished").glob("search-*")
-    done = launch("--multi_gpu", str(MINED), str(tmp_path), "nothing")
+    done = two_processes(tmp_path, "nothing")
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same(tmp_path)
     ours, theirs = (json.loads((tmp_path / f"written-{rank}.json").read_text()) for rank in (0, 1))
@@ -77,10 +83,8 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
 
 
 def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    # The first waits for the second. It would for 30 minutes.
-    done = subprocess.run([*command, str(MINED), str(tmp_path), "teacher"], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and "the second process is broken" in done.stderr
+    done = two_processes(tmp_path, "teacher")
+    assert done.returncode != 0 and "the second process is broken" in done.stderr, done.stderr[-3000:]
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "mined.unfinished").glob("[spt]*-*.np[yz]")}
     written = json.loads((tmp_path / "written-1.json").read_text())
     assert [name.partition("-")[0] for name in written] == ["search", "teacher"]
