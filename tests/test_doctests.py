@@ -13,6 +13,7 @@ MODULES = (
     "ops.xtr",
     "cpu.maxsim",
     "search",
+    "corpus",
     "tuning.search",
     "tuning.report",
     "recipes.disk",

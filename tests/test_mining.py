@@ -13,6 +13,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import yaml
 from datasets import Dataset
@@ -26,6 +28,7 @@ from pylate_fastmaxsim.recipes import mining
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.pairs import load_pairs
 from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, RecipeError
 from pylate_fastmaxsim.recipes.train import train
 
@@ -47,11 +50,15 @@ def teacher(tmp_path_factory, encoder) -> str:
     return folder
 
 
+def answers() -> list[str]:
+    return [f"{text(i, 2 + i % 20)} {i}" for i in range(40)]
+
+
 def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str):
     data = tmp_path / "pairs"
     if not data.exists():
         # Every fourth query has two positives, and one pair stands there twice.
-        rows = [{"query": text(i - i % 4 // 3, 5), "answer": f"{text(i, 2 + i % 20)} {i}"} for i in range(40)]
+        rows = [{"query": text(i - i % 4 // 3, 5), "answer": each} for i, each in enumerate(answers())]
         hub_dataset(data, pair=[*rows, rows[0]])
     options = [
         f"model.name_or_path={model}",
@@ -72,22 +79,32 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str):
 
 
 @pytest.mark.parametrize("rules", [{}, {"absolute_margin": -0.5, "relative_margin": -0.3, "min_score": 6.0}])
-def test_negatives_are_those_of_brute_force(rules, encoder, teacher, tmp_path):
+@pytest.mark.parametrize("with_corpus", [False, True])
+def test_negatives_are_those_of_brute_force(rules, with_corpus, encoder, teacher, tmp_path):
     overrides = [f"mining.{name}={value}" for name, value in rules.items()]
+    if with_corpus:
+        # Texts of its own, one of them twice, among texts that are positives as well.
+        own = [f"{text(i, 1 + i % 20)} extra {i}" for i in [*range(30), 3]]
+        rows = [{"passage": passage} for passage in [*own[:20], *answers(), *own[20:]]]
+        overrides.append(f"mining.corpus={{source: hub, name: {hub_dataset(tmp_path / 'corpus', passages=rows)}}}")
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides)
     summary = mining.mine(recipe)
     folder = str(tmp_path / "mined")
     train_rows, queries, documents = (
         Dataset.from_parquet(f"{folder}/{name}.parquet") for name in ("train", "queries", "documents")
     )
-    pairs = mining._load_pairs(recipe.mining)
-    assert (queries["text"][:], documents["text"][:]) == (pairs.queries, pairs.documents)
+    pairs = load_pairs(recipe.mining)
+    queries, documents = queries["text"][:], documents["text"][:]
+    assert (queries, documents) == (pairs.queries["text"][:], pairs.documents["text"][:])
+    assert len(set(queries)) == len(queries) and len(set(documents)) == len(documents)
+    assert documents == [*dict.fromkeys(answers()), *(own[:30] if with_corpus else [])]
+    assert pairs.documents.cache_files  # and not in memory
     assert summary["rows"] + summary["left_out"] == len(pairs.rows) == 40 and summary["rows"] == len(train_rows) > 0
 
     model = load_model(recipe.model, "cpu", recipe.training.seed)
     q, d = (
         model.encode(texts, is_query=is_query, convert_to_tensor=True)
-        for texts, is_query in ((pairs.queries, True), (pairs.documents, False))
+        for texts, is_query in ((queries, True), (documents, False))
     )
     scores = np.array([[colbert_scores(one[None], other[None]).item() for other in d] for one in q])
     expected = {}
@@ -108,7 +125,7 @@ def test_negatives_are_those_of_brute_force(rules, encoder, teacher, tmp_path):
         positive, *negatives = map(int, row["document_ids"])
         assert (int(row["query_id"]), positive) in pairs.rows
         assert negatives == expected[int(row["query_id"])]
-        texts = [(pairs.queries[int(row["query_id"])], pairs.documents[int(x)]) for x in row["document_ids"]]
+        texts = [(queries[int(row["query_id"])], documents[int(x)]) for x in row["document_ids"]]
         assert row["scores"] == pytest.approx(grader.predict(texts).tolist(), abs=1e-5)
 
 
@@ -189,6 +206,26 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, t
     assert mining.mine(recipe)["rows"] and not written  # nothing is left to do
 
 
+def test_texts_of_several_types_and_places_are_told_apart_by_what_they_say(tmp_path):
+    pairs = {"query": ["a", "b", "a", "a"], "text": ["x", "y", "z", "x"]}
+    pq.write_table(pa.table(pairs), tmp_path / "pairs.parquet")
+    corpus = pa.table({"passage": pa.array(["w", "y", "", "w", "x\0", "X"], pa.large_string())})
+    pq.write_table(corpus, tmp_path / "corpus.parquet")
+    files = {
+        name: DataSection(source="files", files=[str(tmp_path / f"{name}.parquet")]) for name in ("pairs", "corpus")
+    }
+    loaded = load_pairs(MiningSection(**files, teacher="none"))
+    assert loaded.queries["text"][:] == ["a", "b"]
+    assert loaded.documents["text"][:] == ["x", "y", "z", "w", "", "x\0", "X"]
+    assert loaded.rows == [(0, 0), (1, 1), (0, 2)] and loaded.positives() == [{0, 2}, {1}]
+    few = replace(files["corpus"], max_rows=2)
+    assert 3 <= len(load_pairs(MiningSection(**{**files, "corpus": few}, teacher="none")).documents) <= 5
+
+    pq.write_table(pa.table({"query": ["a", "b"], "text": ["x", None]}), tmp_path / "pairs.parquet")
+    with pytest.raises(RecipeError, match="mining.pairs.columns: 'text' must hold a text in every row, but some have"):
+        load_pairs(MiningSection(**files, teacher="none"))
+
+
 def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, tmp_path):
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
     mining.mine(recipe)
@@ -209,6 +246,16 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
         ("mining.range_max=3", "mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3."),
         ("mining.pairs.source=docstrings", "mining.pairs."),
         ("mining.pairs.columns=[query, positive]", "mining.pairs.columns: no column 'positive'"),
+        ("mining.corpus={source: docstrings, packages: [numpy]}", "mining.corpus.source must be hub or files, got"),
+        (
+            "mining.corpus={source: hub, name: a, columns: [b, c]}",
+            "mining.corpus.columns must name one column, got b, c",
+        ),
+        (
+            "mining.corpus={source: hub, name: PAIRS}",
+            "mining.corpus.columns must be the text of a document, got query,",
+        ),
+        ("mining.corpus={source: hub, name: a/b}", "mining.corpus.name cannot be loaded: "),
         ("mining.max_score=-100", "mining: no query has as many negatives as mining.num_negatives"),
         ("mining.teacher=no-such-owner/no-such-model", "mining.teacher no-such-owner/no-such-model cannot be loaded: "),
     ],
@@ -216,6 +263,7 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
 def test_what_does_not_fit_gets_one_sentence(override, sentence, encoder, teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError) as error:
+        override = override.replace("PAIRS", str(tmp_path / "pairs"))
         mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 

@@ -76,6 +76,20 @@ def test_a_nan_shows():
     assert positions[0, 0] == 7 and scores[0, 0].isnan()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("k", [1, 7, 4000])
+def test_the_best_are_those_of_a_stable_sort(k, device):
+    generator = torch.Generator().manual_seed(0)
+    few = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-45, -1e-45, 3e38, -3e38])
+    some = few[torch.randint(0, len(few), (20, 2000), generator=generator)]
+    many = torch.randn(20, 2000, generator=generator)
+    for scores in (many, some, torch.cat([some, many], dim=1), many[:, :0]):
+        expected = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+        assert torch.equal(module._best(scores.to(device), min(k, scores.shape[1])).cpu(), expected)
+    doubles = many.double()
+    assert torch.equal(module._best(doubles, min(k, 2000)), doubles.argsort(dim=1, descending=True)[:, :k])
+
+
 def test_no_gradient_is_recorded():
     queries = TokenBatch.from_list([torch.ones(2, 3, requires_grad=True)])
     scores, _ = search(queries, batches(documents(5), []), k=2)

@@ -136,6 +136,8 @@ def mine(
     """Find hard negatives for a recipe, let its teacher score them, and write the data it trains on."""
     with _one_sentence_for_a_bad_recipe():
         loaded = load_recipe(recipe, set_ or ())
+        from accelerate import PartialState
+
         from pylate_fastmaxsim.recipes.mining import mine as run
         from pylate_fastmaxsim.recipes.report import mining_table
 
@@ -147,7 +149,8 @@ def mine(
         except KeyboardInterrupt:
             errors.print(f"\nInterrupted: {kept}.")
             raise typer.Exit(INTERRUPTED) from None
-    Console().print(mining_table(result))
+    if PartialState().is_main_process:
+        Console().print(mining_table(result))
 
 
 @app.command()

@@ -233,6 +233,8 @@ def _check(recipe: Recipe) -> None:
     _check_data(recipe.data, "data")
     if recipe.mining is not None:
         _check_data(recipe.mining.pairs, "mining.pairs")
+        if recipe.mining.corpus is not None:
+            _check_data(recipe.mining.corpus, "mining.corpus")
         _check_mining(recipe.mining)
     if recipe.data.source == "docstrings" and recipe.loss.name == "distillation":
         raise RecipeError("loss.name must be contrastive or cached_contrastive with data.source docstrings.")
@@ -315,8 +317,9 @@ def _check_visual(recipe: Recipe) -> None:
 
 
 def _check_mining(mining: MiningSection) -> None:
-    if mining.pairs.source not in ("hub", "files"):
-        raise RecipeError(f"mining.pairs.source must be hub or files, got {mining.pairs.source!r}.")
+    for section, data in {"mining.pairs": mining.pairs, "mining.corpus": mining.corpus}.items():
+        if data is not None and data.source not in ("hub", "files"):
+            raise RecipeError(f"{section}.source must be hub or files, got {data.source!r}.")
     if mining.range_min + mining.num_negatives > mining.range_max:
         raise RecipeError(
             "mining.range_max must be at least range_min + num_negatives, "
@@ -346,5 +349,8 @@ def _check_data(data: DataSection, section: str) -> None:
             package_directory(package)
         except ModuleNotFoundError as error:
             raise RecipeError(f"{section}.packages: {error}") from None
-    if data.columns is not None and len(data.columns) < 2:
+    if section == "mining.corpus":
+        if data.columns is not None and len(data.columns) != 1:
+            raise RecipeError(f"{section}.columns must name one column, got {', '.join(data.columns)}.")
+    elif data.columns is not None and len(data.columns) < 2:
         raise RecipeError(f"{section}.columns must name the query column and at least one document column.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,48 +14,40 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from accelerate import PartialState
 from datasets import Dataset
 from pylate.models import ColBERT
 from sentence_transformers import CrossEncoder
-from tqdm import tqdm, trange
+from tqdm import tqdm
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.data import load_columns, require_text
 from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.tables import progress_shown
 from pylate_fastmaxsim.recipes.train import training_arguments
 from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim.tokens import TokenBatch
 
 SUMMARY_FILE = "mining.json"
 SETTINGS_FILE = "settings.json"
 
 # What is kept of each stage, part by part.
-PART_TYPES = {"search": ".npz", "teacher": ".npy"}
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Distinct texts, and for each row of the data where its query and its positive are among them."""
-
-    queries: list[str]
-    documents: list[str]
-    rows: list[tuple[int, int]]
-
-    def positives(self) -> list[set[int]]:
-        """The documents that are relevant to each query."""
-        positives: list[set[int]] = [set() for _ in self.queries]
-        for query, document in self.rows:
-            positives[query].add(document)
-        return positives
+PART_TYPES = {"search": ".npz", "positives": ".npy", "teacher": ".npy"}
 
 
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Write distillation data to ``data.name``, in the layout of ``lightonai/ms-marco-en-bge``.
 
-    Each row holds the positive of a pair and its hardest negatives among all positives of the data, best first,
-    with the teacher's scores. What is computed is kept in ``data.name`` + ``.unfinished`` until the data set is
-    complete, so a run that was interrupted goes on from there.
+    Each row holds the positive of a pair and its hardest negatives among all positives of the data and the documents of
+    ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` +
+    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there.
+
+    Under a distributed launcher every process calls this, and each computes a share of what is missing, in a folder
+    that all must see; only the main process writes the data set. The result does not depend on the number of
+    processes, which may change when a run goes on. When a process fails, the launcher ends the others. Who waits for
+    another longer than the 30 minutes of ``torch.distributed`` fails, so that no part should take as long as that.
 
     Parameters
     ----------
@@ -75,27 +68,33 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
         raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RecipeError("mine runs on one device; start it without a distributed launcher.")
+    device = training_arguments(recipe).device
+    processes = PartialState()
     output = Path(recipe.data.name)
     unfinished = output.with_name(output.name + ".unfinished")
-    settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
-    if (finished := _open(output, unfinished, settings, resume)) is not None:
+    options = {name: value for name, value in asdict(section).items() if name != "corpus" or value is not None}
+    settings = {"mining": options, "model": asdict(recipe.model), "seed": recipe.training.seed}
+    with processes.main_process_first():
+        # What is in the way the main process has removed when the others look.
+        finished = _open(output, unfinished, settings, resume or not processes.is_main_process)
+    if finished is not None:
         return finished
-    pairs = _load_pairs(section)
-    device = training_arguments(recipe).device
+    with processes.main_process_first():
+        pairs = load_pairs(section)
     model = load_model(recipe.model, device, recipe.training.seed)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    _write(unfinished / SETTINGS_FILE, lambda file: Path(file).write_text(json.dumps(settings)))
-    scores, found = _search(model, pairs, section, unfinished)
-    chosen = _hard_negatives(model, pairs, section, scores, found)
+    if processes.is_main_process:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        _write(unfinished / SETTINGS_FILE, lambda file: Path(file).write_text(json.dumps(settings)))
+    work = Work(unfinished, processes)
+    scores, found = _search(model, pairs, section, work)
+    chosen = _hard_negatives(pairs, section, scores, found, _lowest_positive_scores(model, pairs, section, work))
     del model
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
     if not candidates:
         raise RecipeError(
             "mining: no query has as many negatives as mining.num_negatives; lower it, raise mining.range_max, or loosen the margins."
         )
-    graded = _grade(_teacher(section, device), pairs, candidates, section, unfinished)
+    graded = _grade(_teacher(section, device), pairs, candidates, section, work)
     summary = {
         "queries": len(pairs.queries),
         "documents": len(pairs.documents),
@@ -103,9 +102,12 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         "left_out": len(pairs.rows) - len(candidates),
         "data": str(output),
     }
-    _write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
-    os.replace(unfinished / "data", output)
-    shutil.rmtree(unfinished)
+    if processes.is_main_process:
+        with progress_shown():
+            _write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+        os.replace(unfinished / "data", output)
+        shutil.rmtree(unfinished)
+    processes.wait_for_everyone()
     return summary
 
 
@@ -130,72 +132,96 @@ def _open(output: Path, unfinished: Path, settings: dict[str, Any], resume: bool
     return None
 
 
-def _load_pairs(section: MiningSection) -> Pairs:
-    table = load_columns(section.pairs, "mining.pairs")
-    require_text(table, table.column_names, "mining.pairs")
-    if len(table.column_names) != 2:
-        raise RecipeError(
-            f"mining.pairs.columns must be the query and its positive, got {', '.join(table.column_names)}."
+@dataclass(frozen=True)
+class Work:
+    """What is computed part by part, each part a file in ``folder``, shared among ``processes``."""
+
+    folder: Path
+    processes: PartialState
+
+    def parts(
+        self,
+        stage: str,
+        title: str,
+        unit: str,
+        total: int,
+        step: int,
+        compute: Callable[[slice, tqdm], np.ndarray | dict[str, np.ndarray]],
+    ) -> list[Path]:
+        """The files of a stage for ``total`` items, ``step`` in each, once all are there.
+
+        ``compute`` makes what a file holds from its items, and says to the bar how many are done.
+        """
+        parts = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+        files = [self.folder / f"{stage}-{part.start:010d}{PART_TYPES[stage]}" for part in parts]
+        missing = [number for number, file in enumerate(files) if not file.exists()]
+        # All processes must find the same parts missing, so none may write before the others have looked.
+        self.processes.wait_for_everyone()
+        count, main = self.processes.num_processes, self.processes.is_main_process
+        own = missing[self.processes.process_index :: count]
+        others = sum(parts[number].stop - parts[number].start for number in set(missing).difference(own))
+        left = sum(parts[number].stop - parts[number].start for number in own)
+        bar = tqdm(
+            total=total - others,
+            initial=total - others - left,
+            desc=f"{title} (process 1 of {count})" if count > 1 else title,
+            unit=unit,
+            unit_scale=True,
+            disable=not main,
         )
-    if section.pairs.max_rows is not None:
-        table = table.shuffle(seed=section.pairs.seed).select(range(min(section.pairs.max_rows, len(table))))
-    queries: dict[str, int] = {}
-    documents: dict[str, int] = {}
-    rows = dict.fromkeys(
-        (queries.setdefault(query, len(queries)), documents.setdefault(document, len(documents)))
-        for query, document in zip(*(table[:][column] for column in table.column_names), strict=True)
-    )
-    return Pairs(list(queries), list(documents), list(rows))
+        with bar:
+            for number in own:
+                result = compute(parts[number], bar)
+                _write(files[number], functools.partial(_save, result))
+        self.processes.wait_for_everyone()
+        return files
 
 
-def _search(model: ColBERT, pairs: Pairs, section: MiningSection, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:
+    if isinstance(arrays, dict):
+        np.savez(file, **arrays)
+    else:
+        np.save(file, arrays)
+
+
+def _search(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and numbers of the best documents of each query, ``[Nq, K]``, found part by part of the documents."""
-    queries = None
-    parts = []
     # So many that all positives of a query can be taken out and range_max are left.
     k = section.range_max + max(map(len, pairs.positives()))
-    with _bar("Searching", len(pairs.documents), section.documents_per_part, folder, "search", " documents") as bar:
-        for begin in range(0, len(pairs.documents), section.documents_per_part):
-            file = _part_file(folder, "search", begin)
-            if not file.exists():
-                if queries is None:
-                    queries = encode(model, pairs.queries, section.batch_size, is_query=True, show_progress=True)
-                part = pairs.documents[begin : begin + section.documents_per_part]
-                scores, found = search(queries, _encoded(model, part, section.batch_size, bar), k)
-                arrays = {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + begin}
-                _write(file, lambda path, arrays=arrays: np.savez(path, **arrays))
-            with np.load(file) as arrays:
-                parts.append((torch.from_numpy(arrays["scores"]), torch.from_numpy(arrays["found"])))
-    scores, found = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
-    scores, order = scores.sort(dim=1, descending=True, stable=True)
-    return scores[:, :k], found.gather(1, order[:, :k])
+
+    @functools.cache
+    def queries() -> TokenBatch:
+        main = work.processes.is_main_process
+        return encode(model, pairs.queries[:]["text"], section.batch_size, is_query=True, show_progress=main)
+
+    def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+        documents = pairs.documents.select(range(part.start, part.stop))
+        scores, found = search(queries(), _encoded(model, documents, section.batch_size, bar), k)
+        return {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + part.start}
+
+    best = None
+    step = section.documents_per_part
+    for file in work.parts("search", "Searching", " documents", len(pairs.documents), step, compute):
+        with np.load(file) as arrays:
+            scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
+        if best is not None:
+            scores, found = (torch.cat(columns, dim=1) for columns in zip(best, (scores, found), strict=True))
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        best = scores[:, :k], found.gather(1, order[:, :k])
+    return best
 
 
-def _encoded(model: ColBERT, documents: Sequence[str], batch_size: int, bar: tqdm) -> Iterator:
-    step = BATCHES_AT_ONCE * batch_size
-    for begin in range(0, len(documents), step):
-        texts = documents[begin : begin + step]
-        yield encode(model, texts, batch_size, is_query=False)
-        bar.update(len(texts))
-
-
-def _bar(title: str, total: int, step: int, folder: Path, stage: str, unit: str) -> tqdm:
-    """A progress bar that begins where an interrupted run stopped."""
-    begins = range(0, total, step)
-    done = sum(min(step, total - begin) for begin in begins if _part_file(folder, stage, begin).exists())
-    return tqdm(total=total, initial=done, desc=title, unit=unit, unit_scale=True)
-
-
-def _part_file(folder: Path, stage: str, begin: int) -> Path:
-    return folder / f"{stage}-{begin:010d}{PART_TYPES[stage]}"
+def _encoded(model: ColBERT, documents: Dataset, batch_size: int, bar: tqdm) -> Iterator[TokenBatch]:
+    for rows in documents.iter(BATCHES_AT_ONCE * batch_size):
+        yield encode(model, rows["text"], batch_size, is_query=False)
+        bar.update(len(rows["text"]))
 
 
 def _hard_negatives(
-    model: ColBERT, pairs: Pairs, section: MiningSection, scores: torch.Tensor, found: torch.Tensor
+    pairs: Pairs, section: MiningSection, scores: torch.Tensor, found: torch.Tensor, lowest: list[float]
 ) -> dict[int, list[int]]:
-    """The negatives of each query that has enough of them, hardest first."""
+    """The negatives of each query that has enough of them, hardest first; ``lowest`` is each one's worst positive."""
     positives = pairs.positives()
-    lowest = _lowest_positive_scores(model, pairs, section)
     chosen = {}
     for query, (ranked, documents) in enumerate(zip(scores.tolist(), found.tolist(), strict=True)):
         others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
@@ -219,14 +245,18 @@ def is_negative(section: MiningSection, score: float, positive: float) -> bool:
     )
 
 
-def _lowest_positive_scores(model: ColBERT, pairs: Pairs, section: MiningSection) -> list[float]:
+def _lowest_positive_scores(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) -> list[float]:
+    def compute(part: slice, bar: tqdm) -> np.ndarray:
+        rows = pairs.rows[part]
+        scores = _colbert_scores(model, pairs, [(query, [document]) for query, document in rows], section.batch_size)
+        bar.update(len(rows))
+        return scores[:, 0]
+
     lowest = [float("inf")] * len(pairs.queries)
     step = BATCHES_AT_ONCE * section.batch_size
-    for begin in trange(0, len(pairs.rows), step, desc="Scoring positives", unit="batch"):
-        rows = pairs.rows[begin : begin + step]
-        candidates = [(query, [document]) for query, document in rows]
-        for (query, _), score in zip(rows, _colbert_scores(model, pairs, candidates, section.batch_size), strict=True):
-            lowest[query] = min(lowest[query], score.item())
+    files = work.parts("positives", "Scoring positives", " pairs", len(pairs.rows), step, compute)
+    for (query, _), score in zip(pairs.rows, np.concatenate(list(map(np.load, files))), strict=True):
+        lowest[query] = min(lowest[query], score.item())
     return lowest
 
 
@@ -237,8 +267,8 @@ Teacher = Callable[[Pairs, Candidates], np.ndarray]
 def _colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
     """MaxSim of the candidates of each query, ``[N, K]``."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
-    queries = encode(model, [pairs.queries[query] for query, _ in candidates], batch_size, is_query=True)
-    documents = encode(model, [pairs.documents[document] for document in used], batch_size, is_query=False)
+    queries = encode(model, pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
+    documents = encode(model, pairs.documents[list(used)]["text"], batch_size, is_query=False)
     places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
     with torch.no_grad():
         return maxsim(queries, documents, places).cpu().numpy()
@@ -261,7 +291,9 @@ def _teacher(section: MiningSection, device: torch.device) -> Teacher:
         raise RecipeError(f"mining.teacher {section.teacher} cannot be loaded: {reason}") from error
 
     def by_cross_encoder(pairs: Pairs, candidates: Candidates) -> np.ndarray:
-        texts = [(pairs.queries[query], pairs.documents[d]) for query, row in candidates for d in row]
+        queries = pairs.queries[[query for query, row in candidates for _ in row]]["text"]
+        documents = pairs.documents[[document for _, row in candidates for document in row]]["text"]
+        texts = list(zip(queries, documents, strict=True))
         scores = encoder.predict(texts, batch_size=section.batch_size, show_progress_bar=False)
         if np.ndim(scores) != 1:
             raise RecipeError(
@@ -272,22 +304,20 @@ def _teacher(section: MiningSection, device: torch.device) -> Teacher:
     return by_cross_encoder
 
 
-def _grade(teacher: Teacher, pairs: Pairs, candidates: Candidates, section: MiningSection, folder: Path) -> np.ndarray:
+def _grade(teacher: Teacher, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
-    parts = []
     step = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
-    with _bar("Asking the teacher", len(candidates), section.rows_per_part, folder, "teacher", " queries") as bar:
-        for begin in range(0, len(candidates), section.rows_per_part):
-            file = _part_file(folder, "teacher", begin)
-            if not file.exists():
-                part, scores = candidates[begin : begin + section.rows_per_part], []
-                for first in range(0, len(part), step):
-                    rows = part[first : first + step]
-                    scores.append(teacher(pairs, rows).astype(np.float32))
-                    bar.update(len(rows))
-                _write(file, lambda path, scores=scores: np.save(path, np.concatenate(scores)))
-            parts.append(np.load(file))
-    return np.concatenate(parts)
+
+    def compute(part: slice, bar: tqdm) -> np.ndarray:
+        scores = []
+        for first in range(part.start, part.stop, step):
+            rows = candidates[first : min(first + step, part.stop)]
+            scores.append(teacher(pairs, rows).astype(np.float32))
+            bar.update(len(rows))
+        return np.concatenate(scores)
+
+    files = work.parts("teacher", "Asking the teacher", " queries", len(candidates), section.rows_per_part, compute)
+    return np.concatenate(list(map(np.load, files)))
 
 
 def _write(file: Path, write: Callable[[str], Any]) -> None:
@@ -302,17 +332,31 @@ def _write_data(
 ) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    tables = {
-        "train": {
-            "query_id": [str(query) for query, _ in candidates],
-            "document_ids": [list(map(str, row)) for _, row in candidates],
-            "scores": scores.tolist(),
-        },
-        "queries": {"query_id": list(map(str, range(len(pairs.queries)))), "text": pairs.queries},
-        "documents": {"document_id": list(map(str, range(len(pairs.documents)))), "text": pairs.documents},
+    train = {
+        "query_id": [str(query) for query, _ in candidates],
+        "document_ids": [list(map(str, row)) for _, row in candidates],
+        "scores": scores.tolist(),
     }
-    for name, columns in tables.items():
-        Dataset.from_dict(columns).to_parquet(folder / f"{name}.parquet")
+    tables = {
+        "train": Dataset.from_dict(train),
+        "queries": _numbered(pairs.queries, "query_id", folder),
+        "documents": _numbered(pairs.documents, "document_id", folder),
+    }
+    for name, table in tables.items():
+        table.to_parquet(folder / f"{name}.parquet")
     configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}.parquet"}]} for name in tables]
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:
+    """``texts`` with their numbers as ids, on disk as well."""
+    numbered = texts.map(
+        lambda batch, rows: {column: list(map(str, rows))},
+        batched=True,
+        with_indices=True,
+        cache_file_name=str(folder.parent / f"{column}.arrow"),
+        load_from_cache_file=False,
+        desc="Writing texts",
+    )
+    return numbered.select_columns([column, "text"])

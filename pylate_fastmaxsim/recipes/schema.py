@@ -113,18 +113,22 @@ class DataSection:
 class MiningSection:
     """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
 
-    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``); their positives are the corpus.
-    The model of the recipe searches it. Of each query's ``range_max`` best documents that are not its positives
+    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``). Negatives are found among all positives
+    and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that no
+    positive of a query is taken for its negative. Texts are read from disk as they are needed.
+    The model of the recipe searches them. Of each query's ``range_max`` best documents that are not its positives
     those are dropped that the margins and limits rule out, as in ``sentence_transformers.util.mine_hard_negatives``
     (likely false negatives), then the first ``range_min``; the next ``num_negatives`` are taken, and a pair that has
     fewer is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
     ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
 
-    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most.
+    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
+    the processes of a distributed launcher share, so that there should be more of them than processes.
     """
 
     pairs: DataSection
     teacher: str
+    corpus: DataSection | None = None
     teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
     num_negatives: int = key(15, minimum=1)
     range_min: int = key(0, minimum=0)

@@ -1,0 +1,366 @@
+"""A corpus on disk is what was written, and searching it is searching the same documents in memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_fastmaxsim import TokenBatch, corpus, maxsim
+from pylate_fastmaxsim.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.search import search
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def documents(count: int, longest: int = 6, d: int = 3, seed: int = 0) -> list[torch.Tensor]:
+    """Some of them empty. Small integers, so that all scores are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(-2, 3, (length, d), generator=generator).float() for length in lengths]
+
+
+def grouped(sequences: list[torch.Tensor], size: int) -> list[TokenBatch]:
+    return [TokenBatch.from_list(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
+
+
+def lists(batches) -> list[list]:
+    return [
+        batch.values[start : start + length].float().tolist()
+        for batch in batches
+        for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    count=st.integers(1, 40),
+    size=st.integers(1, 12),
+    tokens=st.integers(1, 60),
+    dtype=st.sampled_from(DTYPES),
+    share=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_what_is_read_is_what_was_written(count, size, tokens, dtype, share, tmp_path_factory):
+    sequences = documents(count)
+    written = write_corpus(tmp_path_factory.mktemp("corpus") / "new", grouped(sequences, size), dtype)
+    read = Corpus(written.folder)
+    assert (len(read), read.dim, read.dtype) == (count, 3, dtype)
+    assert read.tokens == sum(map(len, sequences))
+    begin, end = sorted(round(count * part) for part in share)
+    for first, last in ((0, None), (begin, end)):
+        batches = list(read.batches(tokens_per_batch=tokens, begin=first, end=last))
+        assert lists(batches) == [sequence.tolist() for sequence in sequences[first:last]]
+        for batch in batches:
+            assert batch.values.dtype == dtype and batch.gapless and len(batch) > 0
+            assert len(batch.values) == batch.lengths.sum() and batch.max_length == batch.lengths.max()
+            assert len(batch.values) <= tokens or len(batch) == 1
+        # As few as there can be: no batch has room for the first document of the next.
+        for batch, after in zip(batches, batches[1:], strict=False):
+            assert len(batch.values) + after.lengths[0] > tokens
+
+
+def test_tokens_that_do_not_count_are_left_out(tmp_path):
+    padded = torch.arange(24.0).reshape(3, 4, 2)
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    packed = TokenBatch.from_packed(torch.arange(12.0).reshape(6, 2), torch.tensor([0, 2, 6]))
+    # In another order than they lie in memory, with rows between them that belong to none.
+    chosen = packed.select(torch.tensor([1, 0, 1])[:2])
+    read = write_corpus(tmp_path / "new", [TokenBatch.from_padded(padded, mask), chosen], torch.float32)
+    expected = [padded[0, [0, 2]], torch.empty(0, 2), padded[2], packed.values[2:], packed.values[:2]]
+    assert lists(read.batches()) == [tokens.tolist() for tokens in expected]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_search_equals_search_in_memory(dtype, tmp_path):
+    sequences = [tokens.to(dtype) for tokens in documents(300, longest=20, d=8)]
+    queries = TokenBatch.from_list([tokens.to(dtype) for tokens in documents(7, d=8, seed=1)])
+    read = write_corpus(tmp_path / "new", grouped(sequences, 50), dtype)
+    for tokens in (1, 100, 1 << 20):
+        for got, expected in zip(
+            search(queries, read.batches(tokens_per_batch=tokens), 40),
+            search(queries, [TokenBatch.from_list(sequences)], 40),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+
+
+def test_search_equals_stock_scoring(tmp_path):
+    scores = pytest.importorskip("pylate.scores")
+    torch.manual_seed(0)
+    mask = torch.rand(200, 30) < torch.rand(200, 1)
+    mask[:, 0] = True
+    # Stock lets a masked token win over a negative similarity; there is none between vectors without negative numbers.
+    queries, padded = (
+        torch.nn.functional.normalize(torch.rand(*shape, 16), dim=-1).to(torch.bfloat16)
+        for shape in ((9, 8), (200, 30))
+    )
+    read = write_corpus(tmp_path / "new", [TokenBatch.from_padded(padded, mask)])
+    got, positions = search(TokenBatch.from_padded(queries), read.batches(tokens_per_batch=500), 10)
+    expected = scores.colbert_scores(queries.double(), padded.double(), documents_mask=mask, backend="torch")
+    best, order = expected.topk(10)
+    assert torch.equal(positions, order)
+    torch.testing.assert_close(got.double(), best, rtol=0, atol=1e-5)
+
+
+def test_on_a_cpu_nothing_is_copied(tmp_path):
+    read = write_corpus(tmp_path / "new", grouped(documents(20), 20))
+    whole = read._values.untyped_storage().data_ptr()
+    batches = list(read.batches(tokens_per_batch=9))
+    assert len(batches) > 3 and {batch.values.untyped_storage().data_ptr() for batch in batches} == {whole}
+
+
+def sparse(folder) -> Corpus:
+    """256 GiB that take no room and are read at their end only, where three tokens are not zero."""
+    d, count, tokens = 128, 1 << 20, 1 << 30
+    with open(folder / "values.bin", "wb") as file:
+        file.truncate(tokens * d * 2)
+        file.seek(-3 * d * 2, os.SEEK_END)
+        corpus._append(file, torch.ones(3, d, dtype=torch.bfloat16))
+    with open(folder / "bounds.bin", "wb") as file:
+        corpus._append(file, torch.arange(count + 1) * (tokens // count))
+    description = {"format": corpus.FORMAT, "documents": count, "tokens": tokens, "dim": d, "dtype": "bfloat16"}
+    (folder / "corpus.json").write_text(json.dumps(description))
+    return Corpus(folder)
+
+
+def test_larger_than_memory_and_offsets_past_two_to_the_31(tmp_path):
+    read = sparse(tmp_path)
+    (batch,) = read.batches(begin=len(read) - 5)
+    assert batch.lengths.tolist() == [1024] * 5
+    assert batch.values[-5:].sum(1).tolist() == [0, 0, 128, 128, 128]
+
+
+def test_no_documents_and_documents_without_tokens(tmp_path):
+    empty = TokenBatch.from_list([torch.empty(0, 3)])
+    queries = TokenBatch.from_list([torch.ones(2, 3)])
+    read = write_corpus(tmp_path / "blank", [empty, empty], torch.float32)
+    assert (len(read), read.tokens) == (2, 0)
+    assert [x.tolist() for x in search(queries, read.batches(), 3)] == [[[0.0, 0.0]], [[0, 1]]]
+    none = write_corpus(tmp_path / "none", [empty.select(torch.tensor([], dtype=torch.int64))])
+    assert len(none) == 0 and list(none.batches()) == []
+
+
+def test_what_is_not_a_corpus_is_refused(tmp_path):
+    def interrupted():
+        yield TokenBatch.from_list([torch.ones(2, 3)])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_corpus(tmp_path / "part", interrupted())
+    for folder in ("part", "absent"):
+        with pytest.raises(
+            ValueError, match=f"Corpus: .*{folder} holds no complete corpus, since it has no corpus.json"
+        ):
+            Corpus(tmp_path / folder)
+    with pytest.raises(ValueError, match="write_corpus: .*part must be empty; choose another folder, or remove what"):
+        write_corpus(tmp_path / "part", [])
+    for text in ("{", "[]", '{"format": "another"}'):
+        (tmp_path / "part" / "corpus.json").write_text(text)
+        with pytest.raises(ValueError, match="corpus.json must be of the format 'pylate-fastmaxsim corpus 1'"):
+            Corpus(tmp_path / "part")
+    whole = write_corpus(tmp_path / "whole", [TokenBatch.from_list([torch.ones(2, 3)])])
+    os.truncate(whole.folder / "values.bin", 10)
+    with pytest.raises(ValueError, match="values.bin must have 12 bytes, as corpus.json has it, but has 10"):
+        Corpus(whole.folder)
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "sentence"),
+    [
+        ([], {}, "there must be at least one batch"),
+        ([torch.ones(1, 2), torch.ones(1, 3)], {}, "all batches must have the same d, got 2 and 3"),
+        ([torch.ones(1, 2)], {"dtype": torch.float64}, "dtype must be one of .*, got torch.float64"),
+    ],
+)
+def test_what_cannot_be_written_gets_one_sentence(batches, options, sentence, tmp_path):
+    with pytest.raises(ValueError, match=f"write_corpus: {sentence}"):
+        write_corpus(tmp_path / "new", (TokenBatch.from_list([each]) for each in batches), **options)
+
+
+def test_bad_arguments_are_refused_before_anything_is_read(tmp_path):
+    read = write_corpus(tmp_path / "new", grouped(documents(5), 5))
+    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
+        read.batches(tokens_per_batch=0)
+    for begin, end in ((3, 2), (-1, 2), (0, 6)):
+        with pytest.raises(ValueError, match=f"in order and from 0 to 5, got {begin} and {end}"):
+            read.batches(begin=begin, end=end)
+
+
+def test_a_full_disk_says_so(tmp_path):
+    from pylate_fastmaxsim.recipes.disk import write_failure
+
+    class Full:
+        def write(self, data):
+            raise OSError(28, "No space left on device", "values.bin")
+
+    with pytest.raises(OSError) as error:
+        corpus._append(Full(), torch.ones(3))
+    assert "No space left" in write_failure(error.value)
+
+
+def test_no_part_is_loaded_before_its_slot_is_free():
+    started = [threading.Event() for _ in range(8)]
+    calls = []
+
+    def load(part, slot, marked):
+        calls.append((part, slot, marked))
+        started[part].set()
+        return part
+
+    seen = []
+    for part in corpus.read_ahead(range(8), "abc", load, lambda: f"after {seen[-1]}"):
+        assert started[min(part + 2, 7)].wait(10)  # that many are loaded ahead
+        assert not any(event.is_set() for event in started[part + 3 :])
+        seen.append(part)
+    assert seen == list(range(8)) and not readers()
+    assert calls == [(n, "abc"[n % 3], None if n < 3 else f"after {n - 3}") for n in range(8)]
+
+
+def test_an_error_while_loading_comes_in_its_turn():
+    def load(part, slot, marked):
+        if part == 4:
+            raise OSError(5, "Input/output error")
+        return part
+
+    seen = []
+    with pytest.raises(OSError, match="Input/output error"):
+        seen.extend(corpus.read_ahead(range(8), "abc", load, lambda: None))
+    assert seen == [0, 1, 2, 3] and not readers()
+
+
+def test_nothing_is_loaded_any_more_once_the_caller_leaves():
+    calls = []
+    parts = corpus.read_ahead(range(100), "abc", lambda part, slot, marked: calls.append(part), lambda: None)
+    assert not readers()
+    next(parts)
+    assert readers()
+    del parts
+    assert not readers() and len(calls) <= 3
+
+
+def test_nothing_holds_on_to_what_was_loaded():
+    class Loaded:
+        pass
+
+    alive, before = weakref.WeakSet(), []
+
+    def load(part, slot, marked):
+        before.append(len(alive))
+        alive.add(loaded := Loaded())
+        return loaded
+
+    for loaded in corpus.read_ahead(range(20), "ab", load, lambda: None):
+        del loaded
+    assert max(before) <= 1  # with two slots
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("corpus-reader")]
+
+
+def large(folder, count: int = 3000) -> tuple[Corpus, list[torch.Tensor]]:
+    sequences = [tokens.to(torch.bfloat16) for tokens in documents(count, longest=150, d=128)]
+    return write_corpus(folder / "new", grouped(sequences, 500)), sequences
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [1, 1000, 50_000, 1 << 20])
+def test_streamed_equals_resident(tokens, tmp_path):
+    read, sequences = large(tmp_path, 100 if tokens == 1 else 3000)
+    queries = TokenBatch.from_list([each.to("cuda", torch.bfloat16) for each in documents(20, d=128, seed=1)])
+    resident = TokenBatch.from_list([each.cuda() for each in sequences])
+    for got, expected in zip(
+        search(queries, read.batches("cuda", tokens_per_batch=tokens), 100),
+        search(queries, [resident], 100),
+        strict=True,
+    ):
+        assert torch.equal(got, expected)
+    assert not readers()
+
+
+@pytest.mark.cuda
+def test_kept_batches_stay_what_they_were(tmp_path):
+    read, sequences = large(tmp_path)
+    torch.cuda._sleep(10**8)  # everything below is queued while the stream is busy
+    kept = list(read.batches("cuda", tokens_per_batch=10_000))
+    assert len(kept) > 2 * corpus.IN_FLIGHT
+    assert torch.equal(torch.cat([batch.values for batch in kept]).cpu(), torch.cat(sequences))
+    assert torch.cat([batch.lengths for batch in kept]).tolist() == [len(each) for each in sequences]
+
+
+@pytest.mark.cuda
+def test_a_slow_consumer_on_another_stream(tmp_path):
+    read, _ = large(tmp_path)
+    sums = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for batch in read.batches("cuda", tokens_per_batch=10_000):
+            torch.cuda._sleep(10**7)
+            sums.append(batch.values.double().sum())
+            del batch
+    torch.cuda.synchronize()
+    expected = [batch.values.double().sum() for batch in read.batches("cpu", tokens_per_batch=10_000)]
+    assert [each.item() for each in sums] == [each.item() for each in expected]
+
+
+@pytest.mark.cuda
+def test_memory_is_bounded_where_the_gpu_is_slower_than_the_disk(tmp_path):
+    read, _ = large(tmp_path, 8000)
+    tokens = 50_000
+    most = max(len(batch.values) for batch in read.batches(tokens_per_batch=tokens)) * 128 * 2
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    count = 0
+    for batch in read.batches("cuda", tokens_per_batch=tokens):
+        torch.cuda._sleep(10**7)
+        count += len(batch)
+    assert count == len(read)
+    # Those in flight and the one that the loop still holds, rounded up to 1 MiB, out of 12; 1 MiB for what is small.
+    assert torch.cuda.max_memory_allocated() - before <= (corpus.IN_FLIGHT + 2) * (most + 2**20) + 2**20
+
+
+@pytest.mark.cuda
+def test_an_abandoned_iteration_leaves_no_thread(tmp_path):
+    read, _ = large(tmp_path)
+    batches = read.batches("cuda", tokens_per_batch=5000)
+    assert not readers()
+    next(batches)
+    assert readers()
+    del batches
+    gc.collect()
+    assert not readers()
+
+
+@pytest.mark.cuda
+def test_an_error_of_the_thread_reaches_the_caller(tmp_path, monkeypatch):
+    read, _ = large(tmp_path)
+    views = read._views
+    seen = []
+
+    def failing(part):
+        seen.append(part)
+        if len(seen) == 6:
+            raise OSError(5, "Input/output error", "values.bin")
+        return views(part)
+
+    monkeypatch.setattr(read, "_views", failing)
+    count = 0
+    with pytest.raises(OSError, match="Input/output error"):
+        for _ in read.batches("cuda", tokens_per_batch=5000):
+            count += 1
+    assert count == 5 and not readers()
+
+
+@pytest.mark.cuda
+def test_larger_than_memory_and_offsets_past_two_to_the_31_on_a_gpu(tmp_path):
+    read = sparse(tmp_path)
+    (batch,) = read.batches("cuda", begin=len(read) - 5)
+    scores = maxsim(torch.ones(1, 1, 128, dtype=torch.bfloat16, device="cuda"), batch)
+    assert scores.tolist() == [[0, 0, 0, 0, 128]]

@@ -1,0 +1,33 @@
+"""The benchmark of corpus search: the command on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pylate")
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def test_every_stage_is_measured_and_finds_the_same(tmp_path):
+    target = tmp_path / "corpus_search.json"
+    sizes = ["--passages", "400", "--queries", "3", "--dim", "16", "--mean", "20", "--k", "10"]
+    shares = ["--stock-passages", "200", "--check-passages", "300"]
+    command = [sys.executable, str(BENCHMARKS / "corpus_search.py"), "--folder", str(tmp_path / "corpus")]
+    command += ["--output", str(target), *sizes, *shares]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(target.read_text())
+    assert content["environment"]["torch"] and content["setting"]["passages"] == 400
+    stages = content["stages"]
+    assert list(stages) == ["write", "streamed", "resident", "stock", "stock_float32"]
+    assert all(stage["seconds"] > 0 for stage in stages.values())
+    assert stages["resident"]["same_as_streamed"] and stages["stock"]["passages"] == 200
+    assert stages["stock_float32"]["difference"]["share_of_same_ranks"] == 1
+    assert stages["stock_float32"]["difference"]["largest_score_difference"] < 1e-5
+    # Stock adds up scores of some 20 in bfloat16.
+    assert stages["stock"]["difference"]["largest_score_difference"] < 0.25
+    assert "| PyLate | " in done.stdout and "200 of the 400 passages" in done.stdout and "times 2." in done.stdout

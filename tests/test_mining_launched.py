@@ -1,0 +1,103 @@
+"""Mining by two processes is mining by one: the same bytes, each part computed once, no hanging on an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import torch
+import yaml
+from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
+
+from pylate_fastmaxsim.recipes import mining
+
+MINED = Path(__file__).parent / "mined.py"
+
+
+@pytest.fixture(autouse=True)
+def _as_launchers_set_it():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def recipe(tmp_path, encoder, teacher):  # noqa: F811
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(asdict(recipe)))
+    mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}"))
+    return recipe
+
+
+def two_processes(folder: Path, failing: str) -> subprocess.CompletedProcess:
+    """What ``accelerate launch`` starts, on a port that nothing else can take before it is used."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    # Where the second fails, the first would wait for it for 30 minutes.
+    return subprocess.run([*command, str(MINED), str(folder), failing], capture_output=True, text=True, timeout=300)
+
+
+def assert_same(folder: Path) -> None:
+    for name in ("train", "queries", "documents"):
+        whole, mined = (folder / part / f"{name}.parquet" for part in ("whole", "mined"))
+        assert whole.read_bytes() == mined.read_bytes()
+    summaries = [json.loads((folder / part / "mining.json").read_text()) for part in ("whole", "mined")]
+    for summary in summaries:
+        del summary["data"]
+    assert summaries[0] == summaries[1]
+    assert not (folder / "mined.unfinished").exists()
+
+
+def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
+    write = mining._write
+
+    def interrupting(file, writer):
+        write(file, writer)
+        if file.name.startswith("search"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "_write", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            mining.mine(recipe)
+    (first,) = (tmp_path / "mined.unfinished").glob("search-*")
+    done = two_processes(tmp_path, "nothing")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same(tmp_path)
+    ours, theirs = (json.loads((tmp_path / f"written-{rank}.json").read_text()) for rank in (0, 1))
+    # Two parts of the search, one of the positives and five of the teacher are left.
+    assert [name.partition("-")[0] for name in ours] == ["settings.json", "search", "positives", *["teacher"] * 3]
+    assert [name.partition("-")[0] for name in theirs] == ["search", "teacher", "teacher"]
+    assert not set(ours) & set(theirs) and first.name not in ours + theirs
+    assert done.stdout.count("pairs without enough negatives") == 1
+    assert "Searching (process 1 of 2)" in done.stderr and "(process 2 of 2)" not in done.stderr
+    assert done.stderr.count("Asking the teacher (process 1 of 2): 100%") >= 1
+
+
+def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_path):
+    done = two_processes(tmp_path, "teacher")
+    assert done.returncode != 0 and "the second process is broken" in done.stderr, done.stderr[-3000:]
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "mined.unfinished").glob("[spt]*-*.np[yz]")}
+    written = json.loads((tmp_path / "written-1.json").read_text())
+    assert [name.partition("-")[0] for name in written] == ["search", "teacher"]
+    assert set(written) <= {file.name for file in kept} and len(kept) >= 5
+    seen = {}
+    write_data = mining._write_data
+
+    def noting(folder, *args):
+        seen.update({file: file.stat().st_mtime_ns for file in kept})
+        write_data(folder, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mining, "_write_data", noting)
+        mining.mine(recipe)
+    assert seen == kept
+    assert_same(tmp_path)
