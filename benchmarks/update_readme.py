@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from cranfield_table import markdown as cranfield_markdown
 from losses_table import markdown as losses_markdown
 from operators_table import readme_table
 from train_step import markdown_table
@@ -46,6 +47,9 @@ def quickstart_table() -> str:
 def updated(readme: str) -> str:
     """The README with its tables made anew."""
     tables = {"train-step-table": train_step_table(), "quickstart-table": quickstart_table()}
+    cranfield = RESULTS / "cranfield.json"
+    if cranfield.exists():
+        tables["cranfield-table"] = cranfield_markdown(json.loads(cranfield.read_text())["cells"])
     losses = RESULTS / "losses.json"
     if losses.exists():
         tables["losses-table"] = losses_markdown(json.loads(losses.read_text()))
