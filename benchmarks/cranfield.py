@@ -52,17 +52,17 @@ CONTRASTIVE = {
     "model.embedding_size": 128,
     "training.per_device_train_batch_size": 32,
     "training.batch_sampler": "no_duplicates",
-    "training.max_steps": 24,
+    "training.max_steps": 20,
     "training.warmup_steps": 2,
     "training.learning_rate": 1e-4,
 }
 TEACHER = {**CONTRASTIVE, "model.embedding_size": 384, "training.max_steps": 44}
 DISTILLATION = {
     "mining.teacher_type": "colbert",
-    "mining.pairs.max_rows": 700,
+    "mining.pairs.max_rows": 600,
     "mining.num_negatives": 7,
     "training.per_device_train_batch_size": 8,
-    "training.max_steps": 24,
+    "training.max_steps": 16,
     "training.warmup_steps": 2,
     "training.learning_rate": 3e-5,
 }
@@ -92,10 +92,8 @@ TEACHER_CELL = Cell("teacher", TEACHER_SEED, "fast")
 def write_pairs(data: Path, file: Path) -> None:
     """(query, positive) pairs: the title and the text of each document that has both."""
     documents = map(json.loads, (data / "corpus.jsonl").read_text(encoding="utf-8").splitlines())
-    with open(file, "w", encoding="utf-8") as lines:
-        for document in documents:
-            if document["title"] and document["text"]:
-                lines.write(json.dumps({"query": document["title"], "positive": document["text"]}) + "\n")
+    pairs = [{"query": row["title"], "positive": row["text"]} for row in documents if row["title"] and row["text"]]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
 
 
 def encoder_folder() -> Path:
