@@ -29,6 +29,17 @@ def differences(cells: dict, stage: str, metric: str) -> dict[int, float]:
     return {seed: fast[seed] - stock[seed] for seed in sorted(stock.keys() & fast.keys())}
 
 
+def largest_loss_difference(cells: dict) -> float:
+    """Between the paths, over all steps of all stages and seeds that both have."""
+    pairs = [(cell, cells.get(name.replace("/stock", "/fast"))) for name, cell in cells.items() if "/stock" in name]
+    return max(
+        abs(stock - fast)
+        for one, other in pairs
+        if other
+        for (_, stock), (_, fast) in zip(one["losses"], other["losses"], strict=True)
+    )
+
+
 def markdown(cells: dict) -> str:
     """One row a metric and path, then what lies between the paths, and the teacher."""
     lines = ["| | " + " | ".join(STAGES.values()) + " |", "|---|" + "---|" * len(STAGES)]
@@ -40,8 +51,10 @@ def markdown(cells: dict) -> str:
         lines.append(f"| {title}, fast - stock | | " + " | ".join(entries) + " |")
     for cell in cells.values():
         if cell["cell"]["stage"] == "teacher":
-            scores = ", ".join(f"{title} {cell[metric]:.3f}" for metric, title in METRICS.items())
+            scores = ", ".join(f"{title} {cell[metric]:.4f}" for metric, title in METRICS.items())
             lines += ["", f"The teacher: {scores}."]
+    if values(cells, "contrastive", "stock", "ndcg@10") and values(cells, "contrastive", "fast", "ndcg@10"):
+        lines += ["", f"The losses of a step differ by at most {largest_loss_difference(cells):.1e} between the paths."]
     return "\n".join(lines)
 
 
