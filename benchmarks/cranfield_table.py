@@ -23,46 +23,50 @@ def spread(by_seed: dict[int, float]) -> float:
     return max(by_seed.values()) - min(by_seed.values())
 
 
-def differences(cells: dict, stage: str, metric: str) -> dict[int, float]:
-    """Fast minus stock, seed by seed."""
+def largest_difference(cells: dict, stage: str, metric: str) -> float | None:
+    """Between fast and stock of the same seed; None where no seed has both."""
     stock, fast = (values(cells, stage, path, metric) for path in PATHS)
-    return {seed: fast[seed] - stock[seed] for seed in sorted(stock.keys() & fast.keys())}
+    return max((abs(fast[seed] - stock[seed]) for seed in stock.keys() & fast.keys()), default=None)
 
 
-def largest_loss_difference(cells: dict) -> float:
-    """Between the paths, over all steps of all stages and seeds that both have."""
-    pairs = [(cell, cells.get(name.replace("/stock", "/fast"))) for name, cell in cells.items() if "/stock" in name]
+def largest_loss_difference(cells: dict) -> float | None:
+    """Between fast and stock, over all steps of all stages and seeds; None where no seed has both."""
+    stock = {name: cell for name, cell in cells.items() if cell["cell"]["path"] == "stock"}
+    pairs = [(cell["losses"], cells.get(name.replace("stock", "fast"))) for name, cell in stock.items()]
     return max(
-        abs(stock - fast)
-        for one, other in pairs
-        if other
-        for (_, stock), (_, fast) in zip(one["losses"], other["losses"], strict=True)
+        (
+            abs(one - other)
+            for losses, fast in pairs
+            if fast
+            for (_, one), (_, other) in zip(losses, fast["losses"], strict=True)
+        ),
+        default=None,
     )
 
 
 def markdown(cells: dict) -> str:
-    """One row a metric and path, then what lies between the paths, and the teacher."""
+    """One row a metric and path and one for what lies between the paths, then the seeds and the teacher."""
     lines = ["| | " + " | ".join(STAGES.values()) + " |", "|---|" + "---|" * len(STAGES)]
     for metric, title in METRICS.items():
         for path in PATHS:
-            entries = [_entry(values(cells, stage, path, metric)) for stage in STAGES]
+            entries = [_mean_and_spread(values(cells, stage, path, metric)) for stage in STAGES]
             lines.append(f"| {title}, {path} | " + " | ".join(entries) + " |")
-        entries = [_difference(differences(cells, stage, metric)) for stage in list(STAGES)[1:]]
-        lines.append(f"| {title}, fast - stock | | " + " | ".join(entries) + " |")
+        gaps = [largest_difference(cells, stage, metric) for stage in list(STAGES)[1:]]
+        entries = ["" if gap is None else f"{gap:.4f}" for gap in gaps]
+        lines.append(f"| {title}, fast against stock at most | | " + " | ".join(entries) + " |")
+    by_stage = [values(cells, stage, "fast", "ndcg@10") for stage in STAGES]
+    if all(by_stage):
+        seeds = [", ".join(f"{by_seed[seed]:.4f}" for by_seed in by_stage) for seed in by_stage[-1]]
+        lines += ["", "nDCG@10 of each seed, fast, from stage to stage: " + "; ".join(seeds) + "."]
     for cell in cells.values():
         if cell["cell"]["stage"] == "teacher":
             scores = ", ".join(f"{title} {cell[metric]:.4f}" for metric, title in METRICS.items())
             lines += ["", f"The teacher: {scores}."]
-    if values(cells, "contrastive", "stock", "ndcg@10") and values(cells, "contrastive", "fast", "ndcg@10"):
-        lines += ["", f"The losses of a step differ by at most {largest_loss_difference(cells):.1e} between the paths."]
+    gap = largest_loss_difference(cells)
+    if gap is not None:
+        lines += ["", f"The losses of a step differ by at most {gap:.1e} between the paths."]
     return "\n".join(lines)
 
 
-def _entry(by_seed: dict[int, float]) -> str:
+def _mean_and_spread(by_seed: dict[int, float]) -> str:
     return f"{mean(by_seed.values()):.4f} (spread {spread(by_seed):.4f})" if by_seed else ""
-
-
-def _difference(by_seed: dict[int, float]) -> str:
-    if not by_seed:
-        return ""
-    return f"{mean(by_seed.values()):+.4f} (by seed " + ", ".join(f"{value:+.4f}" for value in by_seed.values()) + ")"

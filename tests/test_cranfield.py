@@ -145,17 +145,15 @@ def _projection(folder: Path) -> torch.Tensor:
 
 
 def test_the_committed_results_hold_what_the_readme_says_of_them(benchmark):
-    from cranfield_table import METRICS, STAGES, differences, spread, values
+    from cranfield_table import METRICS, STAGES, largest_difference, spread, values
 
     cells = json.loads((ROOT / "benchmarks" / "results" / "cranfield.json").read_text())["cells"]
     for path in ("stock", "fast"):
         scores = {stage: values(cells, stage, path, "ndcg@10") for stage in STAGES}
         assert all(by_seed.keys() == {0, 1, 2} for by_seed in scores.values())
         for seed, untrained in scores["untrained"].items():
-            assert scores["contrastive"][seed] > untrained
-            assert scores["distilled"][seed] > untrained
-        assert mean(scores["distilled"].values()) >= mean(scores["contrastive"].values())
+            assert untrained < scores["contrastive"][seed] < scores["distilled"][seed] + 1e-3
+        assert mean(scores["contrastive"].values()) < mean(scores["distilled"].values())
     for stage in ("contrastive", "distilled"):
         for metric in METRICS:
-            noise = spread(values(cells, stage, "stock", metric))
-            assert abs(mean(differences(cells, stage, metric).values())) <= noise
+            assert largest_difference(cells, stage, metric) <= spread(values(cells, stage, "stock", metric))
