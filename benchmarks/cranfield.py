@@ -1,7 +1,7 @@
 """Title -> text training on the Cranfield collection with a real small encoder, stock and fast, over three seeds.
 
-    python benchmarks/cranfield.py --data ../shared/data/cranfield                 # what is missing, then the table
-    python benchmarks/cranfield.py --data ../shared/data/cranfield --workers 2     # two processes of one thread each
+    python benchmarks/cranfield.py --data FOLDER                 # what is missing, then the table
+    python benchmarks/cranfield.py --data FOLDER --workers 2     # two processes of one thread each
     python benchmarks/cranfield.py --render-only                                   # the table of the committed results
 
 The encoder is all-MiniLM-L6-v2 with a projection to 128 numbers drawn from the seed. It is trained on the titles and

@@ -31,7 +31,8 @@ def pairs() -> list[tuple[str, str]]:
 
 def loss_curve(path: str, pairs: list[tuple[str, str]], order: list[int]) -> torch.Tensor:
     """Losses of a seeded run without dropout; `order` permutes each batch, which changes nothing but rounding."""
-    model = models.load_model(path, document_length=120, query_length=32)
+    # In float32 two similarities that differ by less than rounding may change places, and a winner with them.
+    model = models.load_model(path, document_length=120, query_length=32).double()
     loss = Contrastive(model, temperature=0.1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     curve = []
@@ -42,7 +43,7 @@ def loss_curve(path: str, pairs: list[tuple[str, str]], order: list[int]) -> tor
         optimizer.step()
         optimizer.zero_grad()
         curve.append(value.item())
-    return torch.tensor(curve)
+    return torch.tensor(curve, dtype=torch.float64)
 
 
 @needs_collection
@@ -62,8 +63,9 @@ def test_the_fast_curve_stays_within_the_rounding_of_stock(encoder, pairs: list[
         f"loss {stock[0]:.4f} to {stock[-1]:.4f}; fast differs by {difference:.1e}, reordered stock by {rounding:.1e}"
     )
     assert stock[-5:].mean() < stock[:5].mean()
-    assert 0 < rounding < 1e-2
-    assert difference <= rounding
+    # Rounding turns a few more choices between equals, each of which moves the curve by about 1e-8.
+    assert 0 < rounding < 1e-6
+    assert difference < 1e-6
 
 
 @pytest.fixture
