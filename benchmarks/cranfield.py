@@ -2,7 +2,7 @@
 
     python benchmarks/cranfield.py --data FOLDER                 # what is missing, then the table
     python benchmarks/cranfield.py --data FOLDER --workers 2     # two processes of one thread each
-    python benchmarks/cranfield.py --render-only                                   # the table of the committed results
+    python benchmarks/cranfield.py --render-only                 # the table of the committed results
 
 The encoder is all-MiniLM-L6-v2 with a projection to 128 numbers drawn from the seed. It is trained on the titles and
 texts of the collection with recipes/colbert_msmarco.yaml, then recipes/colbert_kd_mine.yaml mines hard negatives with
