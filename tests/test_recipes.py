@@ -276,13 +276,14 @@ def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
     assert training.last_checkpoint(recipe).name == "checkpoint-12"
 
 
-def test_the_saved_model_is_a_pylate_model_whose_card_names_the_recipe(tmp_path):
+def test_saved_models_are_pylate_models_whose_cards_name_the_recipe(tmp_path):
     result = training.train(load_recipe(write(tmp_path, tiny(tmp_path), name="my-recipe")))
-    model = models.ColBERT(result["model"], device="cpu")
-    assert model.encode(["a query"], is_query=True)[0].shape == (8, 8)
-    card = (tmp_path / "out" / "model" / "README.md").read_text()
-    assert f"recipe `my-recipe` of pylate-fastmaxsim {pylate_fastmaxsim.__version__} (PyLate " in card
-    assert "learning_rate: 0.001" in card
+    for folder in (Path(result["model"]), training.last_checkpoint(load_recipe(tmp_path / "my-recipe.yaml"))):
+        model = models.ColBERT(str(folder), device="cpu")
+        assert model.encode(["a query"], is_query=True)[0].shape == (8, 8)
+        card = (folder / "README.md").read_text()
+        assert card.count(f"recipe `my-recipe` of pylate-fastmaxsim {pylate_fastmaxsim.__version__} (PyLate ") == 1
+        assert "learning_rate: 0.001" in card and "ColBERT" in card.partition("## Training recipe")[0]
     assert 0 < result["ndcg@10"] <= 1
     assert json.loads((tmp_path / "out" / "train.json").read_text()) == result
 

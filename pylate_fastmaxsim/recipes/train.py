@@ -6,7 +6,6 @@ import json
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.model import load_model, load_trained
+from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
@@ -96,7 +96,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         state = _trained_state(checkpoint)
         if state is None:
             trainer = build_trainer(recipe, model, data.train, arguments)
-            state = _run_trainer(trainer, checkpoint)
+            state = _run_trainer(recipe, trainer, checkpoint)
             model = trainer.whole_model()
         else:
             model = load_trained(prepared.model, checkpoint, arguments.device)
@@ -114,10 +114,11 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     return result
 
 
-def _run_trainer(trainer: Trainer, checkpoint: Path | None) -> TrainerState:
+def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
     interrupt = StopOnInterrupt()
     trainer.add_callback(interrupt)
     trainer.add_callback(ShuffleByEpoch())
+    trainer.add_callback(NameRecipe(recipe))
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
@@ -301,11 +302,6 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
     directory = Path(recipe.output_dir)
-    host = "colpali-engine" if recipe.model.visual else "PyLate"
     model.save_pretrained(str(directory / MODEL_DIRECTORY))
-    with open(directory / MODEL_DIRECTORY / "README.md", "a", encoding="utf-8") as card:
-        card.write(
-            f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
-            f"{pylate_fastmaxsim.__version__} ({host} {version(host)}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
-        )
+    name_recipe(directory / MODEL_DIRECTORY, recipe)
     (directory / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
