@@ -177,8 +177,8 @@ class Corpus:
 
         Notes
         -----
-        The vectors must not be written to; on a CPU that ends the process. A batch may be kept for as long as wanted; on a GPU it is for use on the
-        stream that is current where the batch is taken.
+        The vectors must not be written to; on a CPU that ends the process. A batch may be kept for as long as wanted;
+        on a GPU it is for use on the stream that is current where the batch is taken.
         """
         device, end = torch.device(device), len(self) if end is None else end
         if tokens_per_batch < 1:
