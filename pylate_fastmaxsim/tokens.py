@@ -144,7 +144,8 @@ class TokenBatch:
             )
         # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
         if (max_length is None or cu_seqlens.device.type == "cpu") and not torch.compiler.is_compiling():
-            _check_bounds(cu_seqlens, values.shape[0], max_length)
+            longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
+            max_length = longest if max_length is None else max_length
         cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64)
         lengths = cu_seqlens.diff()
         if max_length is None:
@@ -201,7 +202,8 @@ class TokenBatch:
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
 
 
-def _check_bounds(cu_seqlens: Tensor, rows: int, max_length: int | None) -> None:
+def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:
+    """The longest sequence between bounds on the host, after they have been checked."""
     steps = cu_seqlens.diff()
     shortest, longest = map(int, torch.aminmax(steps)) if len(steps) else (0, 0)
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
@@ -211,3 +213,4 @@ def _check_bounds(cu_seqlens: Tensor, rows: int, max_length: int | None) -> None
             f"TokenBatch.from_packed: cu_seqlens must go from 0 to at most T = {rows} in steps from 0{limit}, "
             f"got {first} to {last} in steps from {shortest} to {longest}."
         )
+    return longest

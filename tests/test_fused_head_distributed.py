@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from models import build_model, features, load_model, sentences
+from models import features, load_model, sentences
 from pylate import losses
+from ranks import run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import fused_head, packing
+from pylate_fastmaxsim.integrations import fused_head
 from pylate_fastmaxsim.integrations.compilation import encoder_layers
 
 RANKS = 2
@@ -110,39 +107,9 @@ CASES["fsdp2 checkpointing"] = _compare(_fully_sharded, losses.Contrastive, chec
 CASES["fsdp1"] = _compare(_flat_sharded, losses.Contrastive)
 
 
-def _process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS)
-    for name, case in CASES.items():
-        try:
-            case(folder)
-            said = "passed"
-        except Exception:
-            said = traceback.format_exc()
-        pylate_fastmaxsim.disable()
-        packing.release()
-        (Path(folder) / f"{name}-{rank}").write_text(said)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Runs all cases in one pair of processes, because starting it takes longer than they do."""
-    folder = tmp_path_factory.mktemp("ranks")
-    build_model(folder / "modernbert", "modernbert")
-    context = mp.spawn(_process, (str(folder),), nprocs=RANKS, join=False)
-    deadline = time.monotonic() + 120
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            break
-
-    def outcome(name: str) -> list[str]:
-        files = [folder / f"{name}-{rank}" for rank in range(RANKS)]
-        return [file.read_text() if file.exists() else "did not end" for file in files]
-
-    return outcome
+    return run_cases(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

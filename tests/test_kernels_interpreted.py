@@ -1,30 +1,18 @@
 """Kernels run on a CPU through Triton's interpreter, against the definition in float64.
 
-Triton decides when a kernel is defined whether it is interpreted, and other tests may have imported it
-before. So the cases below run in a process of their own, started by the one test that pytest sees here.
+In a process of their own, for the reason given in interpreted.py, started by the one test that pytest sees here.
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not INTERPRETED:
 
     def test_kernels_in_the_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_interpreted(__file__)
 
 else:
     from exactness import uninitialized_memory_as_nan

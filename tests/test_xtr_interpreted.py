@@ -1,27 +1,18 @@
 """The kernels of XTR scores on a CPU through Triton's interpreter, against the definition in float64.
 
-In a process of their own, for the reason given in test_kernels_interpreted.py.
+In a process of their own, for the reason given in interpreted.py.
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreted import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
 
     def test_kernels_in_the_interpreter():
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+        run_interpreted(__file__)
 
 else:
     from exactness import winner_index
