@@ -204,25 +204,49 @@ def measure(kind: str, path: str, batch: int, tiny: bool, timeout: float) -> dic
 
 
 def draw(cells: dict[str, dict], picture: Path) -> None:
-    """Step time and peak memory against batch size; what ran out of memory has no point."""
-    from matplotlib import pyplot as plt
+    """Step time and peak memory by batch size, side by side."""
+    from training_plots import MEASURES, plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), squeeze=False)
-    for row, kind in zip(axes, ("colpali", "colqwen2"), strict=True):
-        for axis, key, label in zip(row, ("step_ms", "peak_gib"), ("step, ms", "peak memory, GiB"), strict=True):
-            for path, name in PATHS.items():
-                points = sorted(
-                    (cell["batch"], cell[key])
-                    for cell in cells.values()
-                    if (cell["kind"], cell["path"]) == (kind, path) and cell.get(key) is not None
-                )
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", label=name)
-            axis.set(title=kind, xlabel="batch", ylabel=label, ylim=(0, None))
-            axis.legend() if axis.lines else None
-    figure.tight_layout()
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7))
+    for row, kind in zip(axes, TEXT, strict=True):
+        batches = sorted({cell["batch"] for cell in cells.values() if cell["kind"] == kind})
+        for axis, (key, (label, style)) in zip(row, MEASURES.items(), strict=True):
+            for shift, (path, name) in zip((-0.2, 0.2), PATHS.items(), strict=True):
+                found = [cells.get(f"{kind}/{path}/batch={batch}", {"status": "not measured"}) for batch in batches]
+                places = [place + shift for place in range(len(batches))]
+                bars = axis.bar(places, [cell.get(key) or 0 for cell in found], 0.4, label=name)
+                texts = [format(cell[key], style) if cell.get(key) else cell["status"] for cell in found]
+                axis.bar_label(bars, texts, fontsize=8)
+            axis.set(title=kind, xlabel="batch", ylabel=label)
+            axis.set_xticks(range(len(batches)), batches)
+            axis.margins(y=0.15)
+            axis.spines[["top", "right"]].set_visible(False)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(picture, dpi=120)
     plt.close(figure)
+
+
+def markdown_table(cells: dict[str, dict]) -> str:
+    """Step time and peak memory by model and batch, with the ratio to stock."""
+    keys = sorted({(cell["kind"], cell["batch"]) for cell in cells.values()})
+    lines = [
+        "| | " + " | ".join(f"{kind}, batch {batch}" for kind, batch in keys) + " |",
+        "|---" * (len(keys) + 1) + "|",
+    ]
+    for path, name in PATHS.items():
+        entries = []
+        for kind, batch in keys:
+            cell, stock = (cells.get(f"{kind}/{one}/batch={batch}") for one in (path, "stock"))
+            if cell is None or cell["status"] != "ok":
+                entries.append("" if cell is None else cell["status"])
+                continue
+            entries.append(f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB")
+            if path != "stock" and stock and stock["status"] == "ok":
+                entries[-1] += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
+        lines.append(f"| {name} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -233,8 +257,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cell:

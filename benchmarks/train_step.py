@@ -103,7 +103,10 @@ def row_title(path: str, compiled: bool) -> str:
 
 
 def markdown_table(cells: dict, checkpointing: bool) -> str:
-    """Step time and peak memory by path and batch, with the ratio to stock of the same batch."""
+    """Step time and peak memory by path and batch, with the ratio to stock of the same batch.
+
+    A cell that was not measured is out of memory where a smaller batch of its row was.
+    """
     keys = [cell["cell"] for cell in cells.values() if cell["cell"]["checkpointing"] == checkpointing]
     batches = sorted({key["batch"] for key in keys})
     lines = ["| path | " + " | ".join(f"batch {b}" for b in batches) + " |", "|---|" + "---|" * len(batches)]
@@ -113,53 +116,19 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
             cell = cells.get(cell_name(path, batch, compiled, checkpointing))
             stock = cells.get(cell_name("stock", batch, False, checkpointing))
             if cell is None:
-                entries.append("")
+                smaller = (cells.get(cell_name(path, b, compiled, checkpointing), {}) for b in batches if b < batch)
+                failed = any(other.get("status") == "out of memory" for other in smaller)
+                entries.append("out of memory" if failed else "")
             elif cell["status"] != "ok":
                 entries.append(cell["status"])
             else:
-                text = f"{cell['step_ms']:.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}, {cell['peak_gib']:.1f} GiB"
+                text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}, {cell['peak_gib']:.1f} GiB"
                 if stock and stock["status"] == "ok" and cell is not stock:
                     text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
                 entries.append(text)
         if any(entries):
             lines.append(f"| {row_title(path, compiled)} | " + " | ".join(entries) + " |")
     return "\n".join(lines)
-
-
-def plot(cells: dict, target: Path) -> None:
-    """Step time and peak memory against batch size, one line a path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5))
-    colours = dict(zip(PATHS, ["#555555", "#1f77b4", "#2ca02c", "#d62728"], strict=True))
-    for axis, key, label in zip(axes, ["step_ms", "peak_gib"], ["step time (ms)", "peak memory (GiB)"], strict=True):
-        for compiled, path in itertools.product([False, True], PATHS):
-            points = sorted(
-                (cell["cell"]["batch"], cell[key])
-                for cell in cells.values()
-                if cell["status"] == "ok"
-                and (cell["cell"]["path"], cell["cell"]["compile"], cell["cell"]["checkpointing"])
-                == (path, compiled, False)
-            )
-            if points:
-                title = row_title(path, compiled).replace("`", "")
-                axis.plot(*zip(*points, strict=True), "o--" if compiled else "o-", color=colours[path], label=title)
-        axis.set(xlabel="batch size (queries)", ylabel=label, xscale="log", yscale="log")
-        axis.set_xticks(sorted({cell["cell"]["batch"] for cell in cells.values()}))
-        for scale in (axis.xaxis, axis.yaxis):
-            scale.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-            scale.set_minor_formatter(matplotlib.ticker.NullFormatter())
-        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
-        axis.grid(alpha=0.3)
-    handles, titles = axes[0].get_legend_handles_labels()
-    figure.suptitle("One training step of ModernBERT-base")
-    figure.legend(handles, titles, loc="lower center", ncols=2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.17, 1, 1))
-    figure.savefig(target, dpi=150)
 
 
 def main() -> None:
@@ -197,7 +166,10 @@ def main() -> None:
             print(f"\nGradient checkpointing: {'on' if checkpointing else 'off'}\n")
             print(markdown_table(content["cells"], checkpointing))
     if content["cells"]:
-        plot(content["cells"], target.with_suffix(".png"))
+        from training_plots import plot
+
+        rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}
+        plot(content["cells"], rows, target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

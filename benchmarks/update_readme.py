@@ -9,25 +9,29 @@ import json
 import re
 from pathlib import Path
 
+from corpus_search import markdown as corpus_markdown
 from cranfield_table import markdown as cranfield_markdown
 from losses_table import markdown as losses_markdown
 from operators_table import readme_table
+from page_step import markdown_table as page_table
 from train_step import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def train_step_table() -> str:
-    cells = json.loads((RESULTS / "train_step.json").read_text())["cells"]
-    tables = [markdown_table(cells, checkpointing=False)]
-    if any(cell["cell"]["checkpointing"] for cell in cells.values()):
-        tables += ["With gradient checkpointing:", markdown_table(cells, checkpointing=True)]
-    return "\n\n".join(tables)
+def results(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def train_step_tables() -> str:
+    cells = results("train_step")["cells"]
+    tables = (markdown_table(cells, checkpointing) for checkpointing in (False, True))
+    return "\n\nWith gradient checkpointing:\n\n".join(tables)
 
 
 def quickstart_table() -> str:
-    result = json.loads((RESULTS / "quickstart.json").read_text())
+    result = results("quickstart")
     stock, fast, summary = result["runs"]["stock"], result["runs"]["fast"], result["summary"]
     rows = [
         ("median step", *(f"{run['step_seconds'] * 1e3:.0f} ms" for run in (stock, fast))),
@@ -46,16 +50,17 @@ def quickstart_table() -> str:
 
 def updated(readme: str) -> str:
     """The README with its tables made anew."""
-    tables = {"train-step-table": train_step_table(), "quickstart-table": quickstart_table()}
-    cranfield = RESULTS / "cranfield.json"
-    if cranfield.exists():
-        tables["cranfield-table"] = cranfield_markdown(json.loads(cranfield.read_text())["cells"])
-    losses = RESULTS / "losses.json"
-    if losses.exists():
-        tables["losses-table"] = losses_markdown(json.loads(losses.read_text()))
-    operators = RESULTS / "operators.json"
-    if operators.exists():
-        tables["operators-table"] = readme_table(json.loads(operators.read_text()))
+    tables = {
+        "train-step-table": train_step_tables(),
+        "kd-step-table": markdown_table(results("kd_step")["cells"], checkpointing=False),
+        "gradcache-step-table": markdown_table(results("gradcache_step")["cells"], checkpointing=False),
+        "operators-table": readme_table(results("operators")),
+        "losses-table": losses_markdown(results("losses")),
+        "corpus-search-table": corpus_markdown(results("corpus_search")),
+        "quickstart-table": quickstart_table(),
+        "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
+        "page-step-table": page_table(results("page_step")),
+    }
     for name, table in tables.items():
         pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         readme, count = re.subn(pattern, lambda match, t=table: f"{match[1]}{t}\n{match[2]}", readme, flags=re.DOTALL)

@@ -336,7 +336,7 @@ def test_colpali_computes_no_words(training, tmp_path):
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
-def test_losses_on_a_gpu(name, dtype):
+def test_losses_on_a_gpu(name, dtype, monkeypatch):
     batch = Batch("left", queries=16, d=128)
     loss = getattr(colpali_losses, name)(temperature=0.5).cuda()
     batch.leaves = [leaf.to("cuda", dtype) for leaf in batch.leaves]
@@ -345,7 +345,10 @@ def test_losses_on_a_gpu(name, dtype):
         ours, our_gradients = batch.run(loss, 0)
     batch.leaves = [leaf.double() for leaf in batch.leaves]
     batch.masks = [mask.double() for mask in batch.masks]
+    # Else an installed late-interaction-kernels would score, in float32.
+    monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
     exact, gradients = batch.run(loss, 0)
+    assert exact.dtype == torch.float64
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
     for mine, theirs in zip(our_gradients, gradients, strict=True):

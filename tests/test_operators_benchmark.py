@@ -138,17 +138,3 @@ def test_the_fastest_entry_counts_and_failures_are_told(tiny):
     content["cells"]["tiny/einsum"] = {**content["cells"]["tiny/einsum"], "failure": "did not fit"}
     del content["cells"]["tiny/einsum"]["entries"]
     assert "did not fit" in markdown(content)
-
-
-def test_readme_stays_as_it_is_without_results(monkeypatch, tmp_path):
-    import update_readme
-
-    for name in ("train_step.json", "quickstart.json"):
-        (tmp_path / name).write_text((BENCHMARKS / "results" / name).read_text())
-    monkeypatch.setattr(update_readme, "RESULTS", tmp_path)
-    place = "<!-- operators-table -->\n<!-- /operators-table -->"
-    readme = (
-        "<!-- train-step-table -->\n<!-- /train-step-table -->\n"
-        "<!-- quickstart-table -->\n<!-- /quickstart-table -->\n" + place
-    )
-    assert place in update_readme.updated(readme)

@@ -1,0 +1,86 @@
+"""Time and peak memory of training steps: curves over batch sizes, or bars where there is only one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+# What is drawn of a cell, its label, and how its numbers are written.
+MEASURES = {"step_ms": ("step time (ms)", ",.0f"), "peak_gib": ("peak memory (GiB)", ".1f")}
+COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]
+TITLE = "One training step of ModernBERT-base"
+
+
+def plot(cells: dict, rows: dict[str, dict[bool, str]], target: Path) -> None:
+    """Draw the cells of train_step.py that were measured without gradient checkpointing.
+
+    ``rows`` gives for each path its title without and with compilation.
+    """
+    # In markdown some words are code.
+    titles = {
+        (path, compiled): (title.replace("`", ""), colour)
+        for (path, both), colour in zip(rows.items(), COLOURS, strict=True)
+        for compiled, title in both.items()
+    }
+    found = {
+        (cell["cell"]["path"], cell["cell"]["compile"], cell["cell"]["batch"]): cell
+        for cell in cells.values()
+        if not cell["cell"]["checkpointing"]
+    }
+    batches = sorted({cell["cell"]["batch"] for cell in cells.values()})
+    if len(batches) == 1:
+        figure = _bars({key[:2]: cell for key, cell in found.items()}, titles, batches[0])
+    else:
+        figure = _curves(found, titles, batches)
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+
+
+def _curves(found: dict, titles: dict, batches: list[int]) -> plt.Figure:
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5))
+    for axis, (key, (label, _)) in zip(axes, MEASURES.items(), strict=True):
+        for (path, compiled), (title, colour) in titles.items():
+            cells = [found.get((path, compiled, batch)) for batch in batches]
+            points = [(batch, cell[key]) for batch, cell in zip(batches, cells, strict=True) if cell and key in cell]
+            if points:
+                axis.plot(*zip(*points, strict=True), "o--" if compiled else "o-", color=colour, label=title)
+        axis.set(xlabel="batch size (queries)", ylabel=label, xscale="log", yscale="log")
+        axis.set_xticks(batches)
+        for scale in (axis.xaxis, axis.yaxis):
+            scale.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+            scale.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        axis.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axis.grid(alpha=0.3)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.suptitle(TITLE)
+    figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
+    return figure
+
+
+def _bars(found: dict, titles: dict, batch: int) -> plt.Figure:
+    rows = [key for key in titles if key in found]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 1.2 + 0.5 * len(rows)), sharey=True)
+    loss = next((value for cell in found.values() for value in _loss(cell)), "contrastive").replace("_", " ")
+    for axis, (key, (label, style)) in zip(axes, MEASURES.items(), strict=True):
+        values = [found[row].get(key, 0) for row in rows]
+        bars = axis.barh(range(len(rows)), values, color=[titles[row][1] for row in rows])
+        texts = [format(found[row][key], style) if key in found[row] else found[row]["status"] for row in rows]
+        axis.bar_label(bars, texts, padding=3)
+        axis.set(xlabel=label, xlim=(0, 1.25 * max(values, default=0) or 1))
+        axis.set_yticks(range(len(rows)), [titles[row][0] for row in rows])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.suptitle(f"{TITLE}, {loss}, batch {batch}")
+    figure.tight_layout()
+    return figure
+
+
+def _loss(cell: dict) -> list[str]:
+    options = cell["options"]
+    return [options[options.index("--loss") + 1]] if "--loss" in options else []
