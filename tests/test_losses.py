@@ -294,9 +294,21 @@ def test_gradcache_never_holds_more_tokens_than_its_mini_batch(model, mode):
     tokens = []
     model[0].register_forward_pre_hook(lambda _module, args: tokens.append(args[0]["input_ids"].numel()))
     run(loss_function, batch)
-    documents = [count for count in tokens if count != 2 * 12]
-    assert max(documents) <= 2 * 32
+    assert max(tokens) <= 2 * 32
     assert len(tokens) < 2 * (3 * 8)
+
+
+def test_gradcache_takes_as_many_queries_at_a_time_as_documents_have_tokens(model):
+    loss_function = losses.CachedContrastive(model, mini_batch_size=2)
+    batch = batch_of(model, queries=16)
+    pylate_fastmaxsim.enable(padding_free=False)
+    run(loss_function, batch)
+    queries = []
+    model[0].register_forward_pre_hook(lambda _module, args: queries.append(args[0]["input_ids"].shape))
+    run(loss_function, batch)
+    # Two documents of 32 tokens are as much as five queries of 12, so that 16 take four calls, in each of two passes.
+    assert batch[0]["input_ids"].shape == (16, 12)
+    assert [shape[0] for shape in queries if shape[1] == 12] == 2 * [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -24,6 +24,7 @@ from pylate_fastmaxsim.integrations.documents import (
     grouped_plan,
     packed_plan,
     padded_plan,
+    without_index,
 )
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
@@ -122,6 +123,27 @@ def plan_documents(
         for call in plan.calls:
             compilation.mark_varying(call)
     return plan
+
+
+def query_calls(
+    model: nn.Module, features: dict[str, Tensor], plan: EncodingPlan, mini_batch_size: int
+) -> list[dict[str, Tensor]]:
+    """The encoder calls of the queries beside those of the documents, with the queries as they are.
+
+    Queries are short: at ``mini_batch_size`` of them a GPU would wait for the host. So a call takes more where it still
+    holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many.
+    """
+    count, length = features["input_ids"].shape
+    tokens = max(call["input_ids"].numel() for call in plan.calls)
+    calls = -(-count // max(mini_batch_size, tokens // length))
+    if runs_in_step(model):
+        calls = _most_of_all_ranks(calls, features["input_ids"].device)
+    parts = {key: value.tensor_split(calls) for key, value in without_index(features).items()}
+    queries = [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
+    if is_compiled(model):
+        for call in queries:
+            compilation.mark_varying(call)
+    return queries
 
 
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:

@@ -131,12 +131,7 @@ def cached_contrastive(self: CachedContrastive, features: Features, labels: Tens
     """GradCache: embed without gradients, differentiate the loss by the embeddings, embed again to go on from there."""
     queries_mask = _queries_mask(self.model, features)
     plan = packing.plan_documents(self.model, features[1:], unwrap(self.model).skiplist, self.mini_batch_size)
-    size = self.mini_batch_size
-    query_features = without_index(features[0])
-    query_calls = [
-        {key: value[begin : begin + size] for key, value in query_features.items()}
-        for begin in range(0, len(query_features["input_ids"]), size)
-    ]
+    query_calls = packing.query_calls(self.model, features[0], plan, self.mini_batch_size)
     passes = [_Pass(self.model, call) for call in query_calls + plan.calls]
     embeddings = [one.first() for one in _progress(self, passes, "Embed mini-batches")]
     queries = torch.cat(embeddings[: len(query_calls)])
