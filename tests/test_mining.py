@@ -146,8 +146,9 @@ def test_rules(rule, score, allowed):
     assert mining.is_negative(section, score, positive=1.0) is allowed
 
 
-def test_the_whole_loop_and_a_colbert_teacher(encoder, teacher, tmp_path):
-    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+@pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta"])
+def test_the_whole_loop_and_a_colbert_teacher(family, encoder, teacher, tmp_path):
+    recipe = recipe_for(tmp_path, encoder(family), teacher)
     mining.mine(recipe)
     assert not (tmp_path / "mined.unfinished").exists()
     results = []

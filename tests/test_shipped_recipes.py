@@ -16,6 +16,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.train import train
 
+FAMILIES = ("modernbert", "bert", "xlm-roberta")
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
@@ -31,11 +32,16 @@ def losses_both_ways(name: str, tmp_path: Path, *overrides: str) -> list[float]:
     return stock
 
 
-def test_msmarco(encoder, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_msmarco(family, encoder, tmp_path, caplog):
     rows = [{"query": text(i, 5), "positive": text(i, 9), "negative": text(i + 1, 30)} for i in range(40)]
     data = hub_dataset(tmp_path / "data", triplet=rows)
-    overrides = [f"model.name_or_path={encoder('modernbert')}", f"data.name={data}", "evaluation.rows=8"]
+    overrides = [f"model.name_or_path={encoder(family)}", f"data.name={data}", "evaluation.rows=8"]
     losses_both_ways("colbert_msmarco", tmp_path, *overrides)
+    # The recipe's dropouts are those of ModernBERT.
+    said = [line for line in caplog.messages if line.startswith("model.config_kwargs is left out where ")]
+    assert len(said) == (family != "modernbert")
+    assert all(line.endswith("no such value: embedding_dropout, attention_dropout, mlp_dropout.") for line in said)
     recipe = load_recipe(RECIPES / "colbert_msmarco.yaml", few_steps(tmp_path / "out", *overrides))
     held_out = load_data(recipe).held_out
     assert held_out.column_names == ["query", "positive", "negative"]
@@ -44,10 +50,11 @@ def test_msmarco(encoder, tmp_path):
     assert (len(evaluator.queries), len(evaluator.corpus)) == (8, 16)
 
 
-def test_gradcache(encoder, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradcache(family, encoder, tmp_path):
     rows = [{"query": text(i, 5), "document": text(i, 3 + i % 20), "dataset": "gooaq", "shard": 0} for i in range(40)]
     data = hub_dataset(tmp_path / "data", gooaq=rows)
-    overrides = [f"model.name_or_path={encoder('modernbert')}", f"data.name={data}", "evaluation.rows=8"]
+    overrides = [f"model.name_or_path={encoder(family)}", f"data.name={data}", "evaluation.rows=8"]
     overrides += ["data.config=gooaq", "data.split=train"]
     cached = losses_both_ways("colbert_gradcache", tmp_path / "cached", *overrides, "loss.mini_batch_size=3")
     plain = ["loss={name: contrastive, temperature: 0.02}"]
@@ -87,9 +94,10 @@ def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, 
     }
 
 
-def test_distillation_and_as_a_second_stage(encoder, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distillation_and_as_a_second_stage(family, encoder, tmp_path):
     data = hub_dataset(tmp_path / "data", **kd_subsets())
     overrides = [f"data.name={data}", "data.n_ways=4", "evaluation.rows=8"]
-    losses_both_ways("colbert_kd", tmp_path / "first", f"model.name_or_path={encoder('modernbert')}", *overrides)
+    losses_both_ways("colbert_kd", tmp_path / "first", f"model.name_or_path={encoder(family)}", *overrides)
     checkpoint = tmp_path / "first" / "true" / "model"
     losses_both_ways("colbert_kd", tmp_path / "second", f"model.name_or_path={checkpoint}", *overrides)

@@ -25,6 +25,7 @@ from transformers import (
     set_seed,
 )
 
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.recipes.schema import BuildSection, ModelSection, RecipeError
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
         raise RecipeError(f"model.name_or_path {section.name_or_path} cannot be loaded: {reason}") from error
     if _is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+    config = model[0].auto_model.config
+    # transformers drops them without a word.
+    if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
+        log_once(
+            "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
+        )
     return model
 
 
