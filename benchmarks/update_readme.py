@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 
 from corpus_search import markdown as corpus_markdown
@@ -14,7 +15,7 @@ from cranfield_table import markdown as cranfield_markdown
 from losses_table import markdown as losses_markdown
 from operators_table import readme_table
 from page_step import markdown_table as page_table
-from train_step import markdown_table
+from train_step import PATHS, cell_name, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -28,6 +29,28 @@ def train_step_tables() -> str:
     cells = results("train_step")["cells"]
     tables = (markdown_table(cells, checkpointing) for checkpointing in (False, True))
     return "\n\nWith gradient checkpointing:\n\n".join(tables)
+
+
+def summary_table() -> str:
+    """Every workload once: stock, the better of the two peers, this package; and the speed relative to stock."""
+    step, kd, gradcache = (results(name)["cells"] for name in ("train_step", "kd_step", "gradcache_step"))
+    lines = [
+        "| | PyLate | with the better package of fused kernels | this package | speed | memory |",
+        "|---" * 6 + "|",
+    ]
+
+    def add(title: str, cells: dict, batch: int, compiled: bool = False) -> None:
+        stock, *peers, ours = (cells[cell_name(path, batch, compiled, False)] for path in PATHS)
+        three = stock, min(peers, key=itemgetter("step_ms")), ours
+        entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in three]
+        ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
+        lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
+
+    add("contrastive, 256 queries, a negative each", step, 256)
+    add("the same compiled", step, 256, compiled=True)
+    add("distillation, 32 queries, 16 documents each", kd, 32)
+    add("GradCache, 4,096 queries, a negative each", gradcache, 4096)
+    return "\n".join(lines)
 
 
 def quickstart_table() -> str:
@@ -52,8 +75,7 @@ def updated(readme: str) -> str:
     """The README with its tables made anew."""
     tables = {
         "train-step-table": train_step_tables(),
-        "kd-step-table": markdown_table(results("kd_step")["cells"], checkpointing=False),
-        "gradcache-step-table": markdown_table(results("gradcache_step")["cells"], checkpointing=False),
+        "summary-table": summary_table(),
         "operators-table": readme_table(results("operators")),
         "losses-table": losses_markdown(results("losses")),
         "corpus-search-table": corpus_markdown(results("corpus_search")),
