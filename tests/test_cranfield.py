@@ -65,7 +65,7 @@ def test_the_fast_curve_stays_within_the_rounding_of_stock(encoder, pairs: list[
     assert stock[-5:].mean() < stock[:5].mean()
     # Rounding turns a few more choices between equals, each of which moves the curve by about 1e-8.
     assert 0 < rounding < 1e-6
-    assert difference < 1e-6
+    assert difference <= 3 * rounding
 
 
 @pytest.fixture

@@ -368,11 +368,12 @@ def test_float32(encoder, mode):
 
 
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
-def test_bfloat16_autocast(encoder, mode, loss_class):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(encoder, mode, loss_class, dtype):
     model = load_model(encoder("modernbert"))
     loss_function = loss_class(model)
     batch = batch_of(model)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         stock = run(loss_function, batch)
         with pylate_fastmaxsim.enabled(stock_masking=True):
             ours = run(loss_function, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -166,6 +167,47 @@ def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed,
     assert mode_of(model) == {"grouped"}
     (record,) = [record for record in caplog.records if "not packed" in record.message]
     assert said in record.message
+
+
+def test_long_documents_are_looked_at_before_there_are_any(encoder, packed):
+    model = load_model(encoder("modernbert")).double()
+    _forget_the_window(model)
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, features(model, ["sea", "sand"], ["a", "the sea"]))
+    assert mode_of(model) == {"grouped"}
+
+
+def test_a_document_length_beyond_the_positions_of_an_encoder(encoder, packed):
+    # RoBERTa counts from behind its padding token: 62 of the 64 positions are for tokens.
+    model = load_model(encoder("xlm-roberta"), document_length=64).double()
+    pylate_fastmaxsim.enable()
+    batch = features(model, sentences(4, longest=4), sentences(4, longest=8), sentences(4, longest=40, seed=1))
+    for column in batch[1:]:
+        assert column["input_ids"].shape[1] == 64
+        # PyLate pads with the mask token, which has a position.
+        column["input_ids"][column["attention_mask"] == 0] = model[0].auto_model.config.pad_token_id
+    assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"packed"}
+
+
+@pytest.mark.parametrize("gap", [slice(1, 2), slice(0, 3)], ids=["inside", "in front"])
+@pytest.mark.parametrize("collate", [collated, features])
+def test_documents_with_gaps_are_not_packed(model, packed, monkeypatch, gap, collate):
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, batch_of(model, collate=collate))
+    assert mode_of(model) == {"packed"}
+    tokenize = type(model).tokenize
+
+    def with_a_gap(self, *args, **kwargs):
+        tokens = tokenize(self, *args, **kwargs)
+        longest = tokens["attention_mask"].sum(dim=1).argmax()
+        tokens["attention_mask"][longest, gap] = 0
+        return tokens
+
+    monkeypatch.setattr(type(model), "tokenize", with_a_gap)
+    batch = batch_of(model, collate=collate)
+    assert_encodes_as_stock(model, batch)
+    assert all(call["attention_mask"].dim() == 2 for call in calls_of(model, lambda: encode(model, batch)))
 
 
 class _LengthAware(nn.Module):
@@ -337,6 +379,29 @@ def test_release_puts_everything_back(model, packed):
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before["sdpa"]
     assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
     assert len(packing._modes) == 0
+
+
+@pytest.mark.parametrize(
+    "loss_class, checkpointing",
+    [(losses.CachedContrastive, False), (losses.Contrastive, True)],
+    ids=["cached", "checked"],
+)
+def test_a_backward_after_release_still_attends_inside_documents(model, packed, loss_class, checkpointing):
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, loss_function = batch_of(model), loss_class(model)
+    weight = model[0].auto_model.layers[0].attn.Wqkv.weight
+    loss_function([dict(column) for column in batch]).backward()
+    expected, weight.grad = weight.grad, None
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        loss = loss_function([dict(column) for column in batch])
+    assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) != before
+    loss.backward()
+    torch.testing.assert_close(weight.grad, expected)
+    del loss
+    gc.collect()
+    assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
 
 
 def test_a_saved_model_is_an_ordinary_model(model, packed, tmp_path):

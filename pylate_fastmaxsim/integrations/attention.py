@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
@@ -16,8 +17,12 @@ try:
 except ImportError:
     _HAS_VARLEN_ATTN = False
 
-# Attention implementations of transformers that understand a packed mask now: name -> what stood there before.
-_replaced: dict[str, Callable] = {}
+# Attention implementations of transformers that understand a packed mask now: name -> what puts the old one back.
+_replaced: dict[str, Callable[[], None]] = {}
+
+# The packed masks that something may still attend with, as gradient checkpointing in a backward to come.
+_masks: dict[int, weakref.ref[Tensor]] = {}
+_released = False
 
 
 class PackingUnsupported(RuntimeError):
@@ -50,7 +55,10 @@ def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
     >>> mask.shape, is_packed_mask(mask)
     (torch.Size([1, 1, 3, 3]), True)
     """
-    return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
+    mask = cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
+    key = id(mask)
+    _masks[key] = weakref.ref(mask, lambda _: _forget(key))
+    return mask
 
 
 def is_packed_mask(attention_mask: object) -> bool:
@@ -136,6 +144,8 @@ def accept_packed_masks(implementation: str) -> None:
     PackingUnsupported
         No such function can be replaced: transformers is too old, or the attention is written into the model.
     """
+    global _released
+    _released = False
     if implementation in _replaced:
         return
     try:
@@ -156,17 +166,30 @@ def accept_packed_masks(implementation: str) -> None:
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     AttentionInterface.register(implementation, attention)
-    _replaced[implementation] = original
+    _replaced[implementation] = partial(AttentionInterface.register, implementation, original)
 
 
 def release() -> None:
-    """Put the attention functions back that :func:`accept_packed_masks` replaced."""
-    if _replaced:
-        from transformers import AttentionInterface
+    """Put the attention functions back that :func:`accept_packed_masks` replaced.
 
-        for implementation, original in _replaced.items():
-            AttentionInterface.register(implementation, original)
-        _replaced.clear()
+    While packed masks are alive that waits for the last of them: a loss that was computed is differentiated later.
+    """
+    global _released
+    _released = True
+    if not _masks:
+        _put_back()
+
+
+def _forget(mask: int) -> None:
+    _masks.pop(mask, None)
+    if _released and not _masks:
+        _put_back()
+
+
+def _put_back() -> None:
+    for put_back in _replaced.values():
+        put_back()
+    _replaced.clear()
 
 
 def _packed_attention(

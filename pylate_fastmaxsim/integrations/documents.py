@@ -40,6 +40,9 @@ class Documents:
         Positions ``row * L + column`` of the attended tokens, ``[T]``, int64, ascending.
     cu_seqlens
         First attended token of each document in ``token_index`` and their number, ``[N + 1]``, int32.
+    gaps
+        Whether a document has a token that is not attended to before one that is. Packed, the two sides of it would
+        be neighbours.
     """
 
     input_ids: Tensor
@@ -47,6 +50,7 @@ class Documents:
     token_type_ids: Tensor | None
     token_index: Tensor
     cu_seqlens: Tensor
+    gaps: bool = False
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -65,9 +69,12 @@ class Documents:
         are computed, which on a CUDA device waits for it once per column.
         """
         length = max(column["input_ids"].shape[1] for column in columns)
-        token_index, cu_seqlens, rows, tokens = [], [], 0, 0
+        token_index, cu_seqlens, gaps, rows, tokens = [], [], False, 0, 0
         for column in columns:
-            index, ends = _attended(column)
+            index, ends = _left_by_the_collator(column)
+            if index is None:
+                index, ends = attended_index(column["attention_mask"])
+                gaps = gaps or has_gaps(column["attention_mask"])
             count, width = column["input_ids"].shape
             if width != length:
                 index = index // width * length + index % width
@@ -82,6 +89,7 @@ class Documents:
             token_type_ids=_stack(columns, "token_type_ids", length) if has_types else None,
             token_index=torch.cat(token_index),
             cu_seqlens=torch.cat(cu_seqlens),
+            gaps=gaps,
         )
 
     def select(self, rows: Sequence[int]) -> Documents:
@@ -276,14 +284,26 @@ def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in features.items() if key not in (TOKEN_INDEX, CU_SEQLENS)}
 
 
-def _attended(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def has_gaps(attention_mask: Tensor) -> bool:
+    """Whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device.
+
+    Examples
+    --------
+    >>> has_gaps(torch.tensor([[1, 1, 0]])), has_gaps(torch.tensor([[1, 0, 1]]))
+    (False, True)
+    """
+    attended = attention_mask != 0
+    return bool((attended[:, 1:] & ~attended[:, :-1]).any())
+
+
+def _left_by_the_collator(column: dict[str, Tensor]) -> tuple[Tensor, Tensor] | tuple[None, None]:
     mask = column["attention_mask"]
     index, ends = column.get(TOKEN_INDEX), column.get(CU_SEQLENS)
     # Whoever cuts a batch by rows (a loss in mini-batches, accelerate when it dispatches) cuts these too, and wrongly.
     # The leading dimension of 1 makes every such cut show in the shapes, which are known without waiting for the device.
     if index is not None and ends is not None and len(index) == 1 and ends.shape == (1, len(mask) + 1):
         return index[0], ends[0]
-    return attended_index(mask)
+    return None, None
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:

@@ -113,6 +113,8 @@ def plan_documents(
     if mode == "padded":
         return padded_plan(document_features, skipped, mini_batch_size)
     documents = Documents.from_columns(document_features)
+    if mode == "packed" and documents.gaps:
+        mode = _mode_with_gaps(model)
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = partial(_most_of_all_ranks, device=documents.input_ids.device) if runs_in_step(model) else int
     if mode == "grouped":
@@ -193,6 +195,8 @@ def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         # accelerate replaces this attribute to switch mixed precision on.
         id(vars(core).get("forward")),
+        # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
+        0 if runs_in_step(model) else max(column["input_ids"].shape[1] for column in columns).bit_length(),
     )
     decided = _modes.setdefault(core, {})
     if situation not in decided:
@@ -207,15 +211,23 @@ def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     return decided[situation]
 
 
+def _mode_with_gaps(model: nn.Module) -> str:
+    """How to encode documents whose attention masks have gaps, with a model that is packed otherwise."""
+    if runs_in_step(model):
+        raise ValueError(
+            "A document of this batch has a gap in its attention_mask. It cannot be packed, and all processes must "
+            "encode alike: train with enable(padding_free=False), or without gaps."
+        )
+    return "grouped"
+
+
 def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     core = unwrap(model)
     reason = _reason_to_leave(model, columns)
     if reason is not None:
         log_once("Documents are encoded with padding, as stock PyLate does: %s.", reason)
         return "padded"
-    documents = Documents.from_columns(columns)
-    lengths = documents.cu_seqlens.diff().tolist()
-    pair = documents.select([lengths.index(min(lengths)), lengths.index(max(lengths))])
+    pair = _shortest_and_longest(core, Documents.from_columns(columns))
     try:
         _prepare(core)
         _verify(core, pair, packed_plan(*_positioned(core, pair), _nothing_skipped))
@@ -236,6 +248,32 @@ def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str
     except Exception as error:
         log_once("Documents are encoded with padding, as stock PyLate does: %s.", _said(error))
     return "padded"
+
+
+def _shortest_and_longest(core: nn.Module, documents: Documents) -> Documents:
+    """The shortest document of a batch, and the longest that fits it, made of tokens of the batch.
+
+    What an encoder does not pass on, as a window of its attention, may show in long documents only, and the first batch
+    need not have any.
+    """
+    lengths = documents.cu_seqlens.diff().tolist()
+    shortest = documents.select([lengths.index(min(lengths))])
+    table = _position_table(_encoder(core))
+    longest = documents.max_length if table is None else min(documents.max_length, _last_position(table))
+    tokens = documents.input_ids.reshape(-1)[documents.token_index]
+    if len(tokens) == 0:
+        return shortest
+    tokens = tokens.repeat(-(-longest // len(tokens)))[:longest]
+    behind = (0, documents.max_length - longest)
+    attended = F.pad(torch.ones_like(tokens), behind)
+    tokens = F.pad(tokens, behind, value=0 if table is None else table.padding_idx)
+    pair = {
+        "input_ids": torch.cat([shortest.input_ids, tokens.unsqueeze(0)]),
+        "attention_mask": torch.cat([shortest.attention_mask, attended.unsqueeze(0)]),
+    }
+    if documents.token_type_ids is not None:
+        pair["token_type_ids"] = torch.cat([shortest.token_type_ids, torch.zeros_like(shortest.token_type_ids)])
+    return Documents.from_columns([pair])
 
 
 def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
@@ -272,7 +310,8 @@ def _positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tenso
     encoder = _encoder(core)
     if encoder not in _counting:
         takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters
-        _counting[encoder] = (_padding_position(encoder), takes_types)
+        table = _position_table(encoder)
+        _counting[encoder] = (None if table is None else table.padding_idx, takes_types)
     padding, takes_types = _counting[encoder]
     input_ids = documents.input_ids
     if takes_types and documents.token_type_ids is None:
@@ -284,12 +323,18 @@ def _positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tenso
     return documents, counted.cumsum(dim=1) * counted + padding
 
 
-def _padding_position(encoder: nn.Module) -> int | None:
+def _position_table(encoder: nn.Module) -> nn.Embedding | None:
+    """Learned positions that are counted from behind that of the padding token, as RoBERTa's are."""
     for module in encoder.modules():
         table = getattr(module, "position_embeddings", None)
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
-            return table.padding_idx
+            return table
     return None
+
+
+def _last_position(table: nn.Embedding) -> int:
+    """How many tokens have a position."""
+    return table.num_embeddings - table.padding_idx - 1
 
 
 def _verify(core: nn.Module, documents: Documents, plan: EncodingPlan) -> None:

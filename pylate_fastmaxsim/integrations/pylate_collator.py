@@ -8,7 +8,7 @@ from pylate.utils import ColBERTCollator
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, attended_index
+from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, attended_index, has_gaps
 from pylate_fastmaxsim.integrations.patching import Patch
 
 _MASK = "_attention_mask"
@@ -29,7 +29,8 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
         return batch
     for key in [key for key in batch if key.endswith(_MASK)]:
         column = key.removesuffix(_MASK)
-        if "query" not in column and "anchor" not in column:
+        # What cannot be packed is left for packing to find.
+        if "query" not in column and "anchor" not in column and not has_gaps(batch[key]):
             token_index, cu_seqlens = attended_index(batch[key])
             batch[f"{column}_{TOKEN_INDEX}"] = token_index.unsqueeze(0)
             batch[f"{column}_{CU_SEQLENS}"] = cu_seqlens.unsqueeze(0)
