@@ -78,7 +78,7 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
             "fast=true",
             "fast must be a section with the keys enabled, padding_free, compile, stock_masking, grad_filter, ring, fused_head, got True.",
         ),
-        ("data.files=pairs.jsonl", "data.files must be a list of strings or null, got 'pairs.jsonl'."),
+        ("data.files=pairs.jsonl", "data.files must be a list of at least one string or null, got 'pairs.jsonl'."),
         ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
         ("data.files=[rows.csv]", "data.files must end in .jsonl or .parquet, got rows.csv."),
         ("data.source=web", "data.source must be one of docstrings, hub, files, distillation, got 'web'."),
