@@ -1,5 +1,6 @@
 """The command line: what it prints, what it returns, and that it works without its extra where it can."""
 
+import json
 import os
 import signal
 import subprocess
@@ -55,6 +56,34 @@ def test_train_prints_a_summary(tmp_path):
     done = CliRunner().invoke(app, ["train", str(file), "--set", "name=my-run", "--no-resume"])
     assert done.exit_code == 0, done.output
     assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
+    assert "off (fast.enabled is false)" in done.stdout
+
+
+def test_train_says_what_was_in_force_and_why(tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True})
+    for value, enabled, why_off, shown in (
+        ("0", False, "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
+        ("1", True, None, "on"),
+    ):
+        done = CliRunner().invoke(
+            app, ["train", str(write(tmp_path, recipe)), "--no-resume"], env={"PYLATE_FASTMAXSIM": value}
+        )
+        assert done.exit_code == 0, done.output
+        (row,) = [line for line in done.stdout.splitlines() if "plugin" in line]
+        assert row.strip("│ ").split("│")[1].strip() == shown
+        fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
+        assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
+
+
+@pytest.mark.parametrize("command", ["train", "warmup"])
+def test_a_nonsense_switch_is_one_sentence_before_anything_is_written(command, tmp_path):
+    file = write(tmp_path, tiny(tmp_path, fast={"enabled": True}))
+    done = CliRunner().invoke(app, [command, str(file)], env={"PYLATE_FASTMAXSIM": "maybe"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        "fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, on, yes, 0, false, off or no, got 'maybe'.\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):

@@ -95,6 +95,9 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
     assert comparison["summary"]["largest_loss_difference"] < 1e-4
     assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
     assert comparison["summary"]["speedup"] == stock["step_seconds"] / fast["step_seconds"]
+    wall = comparison["summary"]["wall_seconds"]
+    assert wall.keys() == {"stock", "fast", "whole"} and 0 < wall["stock"] + wall["fast"] < wall["whole"]
+    assert f"The whole comparison took {wall['whole']:.0f} s." in " ".join(done.stdout.split())
     assert comparison["recipe"]["name"] == "tiny"
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.width > 1000
@@ -110,6 +113,8 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
         "Recipe",
     ]
     assert len(page.images) == 4
+    assert f"{wall['stock']:.1f} s" in page.text and f"{wall['fast']:.1f} s" in page.text
+    assert f"The whole comparison took {wall['whole']:.0f} s." in page.text
     assert f"{fast['untrained']['ndcg@10']:.4f}" in page.text and f"{fast['ndcg@10']:.4f}" in page.text
     assert version("transformers") in page.text and "document_length: 64" in page.text
     assert not list((tmp_path / "out").glob("checkpoint-*"))

@@ -202,6 +202,79 @@ def test_an_argument_that_the_trainer_does_not_know(override, tmp_path):
     assert done.stderr.startswith(f"fastmaxsim: training: {override.partition('=')[2]} is not a valid ")
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("training.report_to=wandb", "training.report_to must be auto or none here, because wandb is not installed."),
+        (
+            "training.report_to=tensorboard",
+            "training.report_to must be auto or none here, because tensorboard is not installed.",
+        ),
+        ("training.optim=adamw_8bit", "training.optim adamw_8bit cannot be used here: You need to install"),
+        ("training.optim=galore_adamw", "training.optim galore_adamw cannot be used here: "),
+        (
+            "training.lr_scheduler_type=cosine_with_min_lr",
+            "training.lr_scheduler_type cosine_with_min_lr cannot be used here: One of min_lr or min_lr_rate",
+        ),
+        (
+            "training.lr_scheduler_type=warmup_stable_decay",
+            "training.lr_scheduler_type warmup_stable_decay cannot be used here: ",
+        ),
+        ("model.build.intermediate_size=99999999999999999999", "model cannot be built: "),
+        ("model.config_kwargs={attention_dropout: high}", "model cannot be built: "),
+        ("model.query_length=100000", "model.query_length must be at most 8192, as many positions as ModernBertModel"),
+    ],
+)
+def test_what_cannot_be_trained_here_is_said_before_anything_is_prepared(override, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(training, "REPORTERS", dict.fromkeys(training.REPORTERS, lambda: False))
+    file = write(tmp_path, tiny(tmp_path))
+    # A comparison reports to no tool.
+    for name in ["train"] if "report_to" in override else ["train", "compare"]:
+        done = command(name, file, override)
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"fastmaxsim: {sentence}")
+        assert not (tmp_path / "out").exists()
+
+
+# Tables of 64 positions, of which two of XLM-R stand before the first token.
+@pytest.mark.parametrize(("family", "positions"), [("bert", 64), ("xlm-roberta", 62)])
+def test_lengths_beyond_the_positions_of_the_encoder(family, positions, encoder, tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 1, "save_steps": None}, evaluation={"rows": 0})
+    recipe["model"] = {"name_or_path": encoder(family)}
+    file = write(tmp_path, recipe)
+    for key in ("query_length", "document_length"):
+        done = command("train", file, f"model.{key}={positions + 1}")
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"fastmaxsim: model.{key} must be at most {positions}, as many positions as ")
+    assert not (tmp_path / "out").exists()
+    done = command("train", file, f"model.query_length={positions}", f"model.document_length={positions}")
+    assert done.exit_code == 0, done.output
+
+
+def test_rotary_positions_do_not_limit_documents(encoder, tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 1, "save_steps": None}, evaluation={"rows": 0})
+    recipe["model"] = {"name_or_path": encoder("modernbert"), "query_length": 128, "document_length": 200}
+    file = write(tmp_path, recipe)
+    done = command("train", file)
+    assert done.exit_code == 0, done.output
+    done = command("train", file, "model.query_length=129")
+    assert done.exit_code == 2 and "model.query_length must be at most 128" in done.stderr
+
+
+def test_out_of_memory_in_training(tmp_path, monkeypatch):
+    def too_large(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(training, "build_trainer", too_large)
+    done = command("train", write(tmp_path, tiny(tmp_path)))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "\nfastmaxsim: out of memory; a smaller training.per_device_train_batch_size, model.query_length or "
+        "model.document_length needs less; there is no checkpoint yet, and the same command starts again.\n"
+    )
+
+
 # The model has 27 KB, the optimizer's state 42: the limits fall into a JSON file, the weights and the optimizer.
 @pytest.mark.parametrize("limit", [0, 20_000, 36_000])
 def test_a_full_disk_in_training_keeps_the_last_checkpoint(limit, tmp_path):

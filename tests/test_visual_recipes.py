@@ -209,7 +209,10 @@ def test_what_falls_back_is_said(recipe, caplog):
     [
         ("loss.name=contrastive", "loss.name must be one of colbert, colbert_pairwise_ce, .* got 'contrastive'"),
         ("loss.in_batch_term_weight=0.5", "loss.in_batch_term_weight does not apply to the colbert loss"),
-        ("loss={name: colbert_negative_ce, in_batch_term_weight: 2}", "in_batch_term_weight must be at most 1, got 2"),
+        (
+            "loss={name: colbert_negative_ce, in_batch_term_weight: 2}",
+            "in_batch_term_weight must be a number of at least 0 and at most 1 or null, got 2",
+        ),
         ("model.query_length=32", "model.query_length does not apply to model.kind colqwen2"),
         ("model.kind=colbert", "model.attn_implementation does not apply to model.kind colbert"),
         ("model.kind=colpali", "model.max_visual_tokens does not apply to model.kind colpali"),

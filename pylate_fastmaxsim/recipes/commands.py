@@ -104,6 +104,7 @@ def train(
     """Train the model of a recipe, with checkpoints, and save it."""
     with _one_sentence_for_a_bad_recipe():
         loaded = load_recipe(recipe, set_ or ())
+        from pylate_fastmaxsim.recipes.measure import is_out_of_memory
         from pylate_fastmaxsim.recipes.report import training_table
         from pylate_fastmaxsim.recipes.train import last_checkpoint
         from pylate_fastmaxsim.recipes.train import train as run
@@ -118,6 +119,17 @@ def train(
         try:
             with _one_sentence_for_a_full_disk(kept):
                 result = run(loaded, resume)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            errors.print(
+                "\nfastmaxsim: out of memory; a smaller training.per_device_train_batch_size, model.query_length or "
+                f"model.document_length needs less; {kept()}.",
+                style="red",
+                markup=False,
+                highlight=False,
+            )
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             errors.print(f"\nInterrupted: {kept()}.", markup=False)
             raise typer.Exit(INTERRUPTED) from None

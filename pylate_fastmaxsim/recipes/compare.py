@@ -23,6 +23,7 @@ from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.train import require_trainable, training_arguments
 
 MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"
@@ -70,7 +71,8 @@ def compare(
 
     Returns
     -------
-    The content of ``compare.json``.
+    The content of ``compare.json``. ``wall_seconds`` in its ``summary`` is how long each of the two runs took as a
+    process, from its start to its end, and the whole, with what is prepared and the sweep.
 
     Raises
     ------
@@ -79,8 +81,10 @@ def compare(
     RunFailed
         With the last line of error of the run. What was measured before is in ``compare.json``.
     """
+    begun = time.perf_counter()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
+    _require_trainable(recipe)
     prepared = prepare(recipe)
     # Both runs would fail on these: better here, before anything is written. It also downloads them once.
     load_data(prepared)
@@ -91,20 +95,30 @@ def compare(
     (directory / "compare").mkdir(parents=True, exist_ok=True)
     # Before training both have the same model, so one of them evaluates it.
     options = {"stock": (), "fast": ("--untrained",)}
-    runs = {
-        mode: summarize(*_run(prepared, directory / "compare", mode, on_progress, f"{mode} run", *options[mode]))
-        for mode in MODES
-    }
+    runs, wall = {}, {}
+    for mode in MODES:
+        run_begun = time.perf_counter()
+        measured = _run(prepared, directory / "compare", mode, on_progress, f"{mode} run", *options[mode])
+        runs[mode] = summarize(*measured)
+        wall[mode] = time.perf_counter() - run_begun
+    wall["whole"] = time.perf_counter() - begun
     comparison = {
         "recipe": yaml.safe_load(dump_recipe(recipe)),
         "runs": runs,
-        "summary": contrast(runs["stock"], runs["fast"]),
+        "summary": contrast(runs["stock"], runs["fast"]) | {"wall_seconds": wall},
     }
     _write_json(directory / RESULT_FILE, comparison)
     for points in _sweep(prepared, directory / "compare", sorted(set(batch_sizes)), on_progress):
         comparison["sweep"] = points
+        wall["whole"] = time.perf_counter() - begun
         _write_json(directory / RESULT_FILE, comparison)
     return comparison
+
+
+def _require_trainable(recipe: Recipe) -> None:
+    """Refuse what both runs would fail on, without a look at the GPU, which is theirs."""
+    training = replace(recipe.training, use_cpu=True, precision="fp32")
+    require_trainable(training_arguments(replace(recipe, training=training), report_to=[]))
 
 
 def parse_sweep(text: str) -> list[int]:

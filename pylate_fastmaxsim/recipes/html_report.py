@@ -50,7 +50,7 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
         _section(
             "Step time and memory",
             caption(comparison),
-            _time_rows(runs),
+            _time_rows(runs, comparison["summary"].get("wall_seconds")),
             figures.time_and_memory(runs),
             (8.5, 3.2),
         ),
@@ -91,7 +91,7 @@ def _row(title: str, values: list[float | None], pattern: str) -> tuple[str, ...
     return (title, *(form(pattern, value) for value in values))
 
 
-def _time_rows(runs: dict[str, Any]) -> Rows:
+def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float] | None) -> Rows:
     both = list(runs.values())
     return [
         ("", *runs),
@@ -102,6 +102,7 @@ def _time_rows(runs: dict[str, Any]) -> Rows:
         ("of it before training", *(memory(run, "before") for run in both)),
         _row("documents per second", [run.get("documents_per_second") for run in both], "{:,.0f}"),
         _row("last loss", [(run["losses"] or [None])[-1] for run in both], "{:.4f}"),
+        *([_row("whole run, wall clock", [wall_seconds[mode] for mode in runs], "{:.1f} s")] if wall_seconds else []),
     ]
 
 

@@ -58,9 +58,13 @@ _TYPE_NAMES = {
     int: "an integer",
     float: "a number",
     str: "a string",
-    list[str]: "a list of strings",
+    list[str]: "a list of at least one string",
     dict[str, Any]: "a mapping",
 }
+
+# The smallest and the largest value of a key.
+Limits = tuple[float | None, float | None]
+NO_LIMITS: Limits = (None, None)
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -170,9 +174,10 @@ def _build(section: type, values: Any, path: str) -> Any:
     for name, field in fields.items():
         dotted = f"{path}.{name}" if path else name
         if name in values:
-            arguments[name] = _convert(values[name], hints[name], field.metadata.get("minimum"), dotted)
+            limits = field.metadata.get("minimum"), field.metadata.get("maximum")
+            arguments[name] = _convert(values[name], hints[name], limits, dotted)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], None)}.")
+            raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")
     return section(**arguments)
 
 
@@ -183,7 +188,7 @@ def _unknown_key(name: Any, path: str, known: list[str]) -> str:
     return f"{dotted} is not a key of a recipe; {hint}"
 
 
-def _convert(value: Any, hint: Any, minimum: float | None, path: str) -> Any:
+def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
     """``value`` if it is of the type that ``hint`` allows; YAML's ``1e-5``, a string, becomes a float."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
@@ -194,9 +199,14 @@ def _convert(value: Any, hint: Any, minimum: float | None, path: str) -> Any:
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError):
             value = float(value)
-    if not _is_a(value, kind) or (minimum is not None and value < minimum):
-        raise RecipeError(f"{path} must be {_allowed(hint, minimum)}, got {value!r}.")
+    if not _is_a(value, kind) or not _is_within(value, limits):
+        raise RecipeError(f"{path} must be {_allowed(hint, limits)}, got {value!r}.")
     return value
+
+
+def _is_within(value: Any, limits: Limits) -> bool:
+    minimum, maximum = limits
+    return (minimum is None or value >= minimum) and (maximum is None or value <= maximum)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -211,7 +221,8 @@ def _is_a(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _allowed(hint: Any, minimum: float | None) -> str:
+def _allowed(hint: Any, limits: Limits) -> str:
+    minimum, maximum = limits
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     names = []
     for option in options:
@@ -222,7 +233,9 @@ def _allowed(hint: Any, minimum: float | None) -> str:
         elif dataclasses.is_dataclass(option):
             names.append("a section with the keys " + ", ".join(field.name for field in dataclasses.fields(option)))
         else:
-            names.append(_TYPE_NAMES[option] + (f" of at least {minimum}" if minimum is not None else ""))
+            bounds = f" of at least {minimum}" if minimum is not None else ""
+            bounds += f" and at most {maximum}" if maximum is not None else ""
+            names.append(_TYPE_NAMES[option] + bounds)
     return " or ".join(names)
 
 
@@ -256,10 +269,10 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
     if recipe.evaluation.rows and recipe.evaluation.beir is not None:
         raise RecipeError("evaluation must have at most one of rows and beir.")
-    if Path(recipe.output_dir).exists() and not Path(recipe.output_dir).is_dir():
-        raise RecipeError(
-            f"output_dir must be a directory or a path yet to be made, but {recipe.output_dir} is a file."
-        )
+    output = Path(recipe.output_dir)
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise RecipeError(f"output_dir must be a directory or a path yet to be made, but {there} is a file.")
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -312,8 +325,6 @@ def _check_visual(recipe: Recipe) -> None:
     }.items():
         if given:
             raise RecipeError(f"{key} does not apply to model.kind {kind}.")
-    if (recipe.loss.in_batch_term_weight or 0) > 1:
-        raise RecipeError(f"loss.in_batch_term_weight must be at most 1, got {recipe.loss.in_batch_term_weight}.")
 
 
 def _check_mining(mining: MiningSection) -> None:
@@ -349,6 +360,8 @@ def _check_data(data: DataSection, section: str) -> None:
             package_directory(package)
         except ModuleNotFoundError as error:
             raise RecipeError(f"{section}.packages: {error}") from None
+    if len(set(data.columns or ())) < len(data.columns or ()):
+        raise RecipeError(f"{section}.columns must name each column once, got {', '.join(data.columns)}.")
     if section == "mining.corpus":
         if data.columns is not None and len(data.columns) != 1:
             raise RecipeError(f"{section}.columns must name one column, got {', '.join(data.columns)}.")

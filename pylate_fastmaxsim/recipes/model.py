@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import string
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,8 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 NO_TOKENIZER = "model.name_or_path {} has no tokenizer that can be loaded; it must be saved beside the model."
+# What a size or an option that a model cannot have is met with, up to no memory for it.
+BAD_VALUE = (ValueError, TypeError, RuntimeError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
@@ -49,24 +52,15 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
     try:
         if visual is not None:
             return visual.load_retriever(section, device)
-        model = models.ColBERT(
-            model_name_or_path=section.name_or_path,
-            device=str(device),
-            embedding_size=section.embedding_size,
-            query_length=section.query_length,
-            document_length=section.document_length,
-            do_query_expansion=section.do_query_expansion,
-            attend_to_expansion_tokens=section.attend_to_expansion_tokens,
-            config_kwargs=dict(section.config_kwargs),
-            trust_remote_code=section.trust_remote_code,
-        )
-    except (OSError, ValueError, ImportError) as error:
+        model = _colbert(section, device)
+    except (OSError, ImportError, *BAD_VALUE) as error:
         if _lacks_tokenizer(section):
             raise RecipeError(NO_TOKENIZER.format(section.name_or_path)) from error
         reason = str(error).strip().split("\n")[0]
         raise RecipeError(f"model.name_or_path {section.name_or_path} cannot be loaded: {reason}") from error
     if _is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+    _check_lengths(section, model)
     config = model[0].auto_model.config
     # transformers drops them without a word.
     if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
@@ -74,6 +68,45 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
             "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
         )
     return model
+
+
+def _colbert(section: ModelSection, device: torch.device | str) -> models.ColBERT:
+    return models.ColBERT(
+        model_name_or_path=section.name_or_path,
+        device=str(device),
+        embedding_size=section.embedding_size,
+        query_length=section.query_length,
+        document_length=section.document_length,
+        do_query_expansion=section.do_query_expansion,
+        attend_to_expansion_tokens=section.attend_to_expansion_tokens,
+        config_kwargs=dict(section.config_kwargs),
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+def _check_lengths(section: ModelSection, model: models.ColBERT) -> None:
+    """Refuse lengths that the encoder has no positions for: PyLate pads to them, whatever the texts are.
+
+    A table of positions ends. Rotary positions do not, and documents longer than the encoder was made for are in use;
+    queries are not, and PyLate pads every query.
+    """
+    encoder = model[0].auto_model
+    # Of RoBERTa and its kin the positions of a text begin behind that of padding.
+    learned = [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for name, table in encoder.named_modules()
+        if name.endswith("position_embeddings") and isinstance(table, torch.nn.Embedding)
+    ]
+    made_for = getattr(encoder.config, "max_position_embeddings", None)
+    for key, limit in {
+        "query_length": min(learned, default=made_for),
+        "document_length": min(learned, default=None),
+    }.items():
+        length = getattr(section, key)
+        if length is not None and limit is not None and length > limit:
+            raise RecipeError(
+                f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
+            )
 
 
 def _lacks_tokenizer(section: ModelSection) -> bool:
@@ -114,14 +147,28 @@ def _visual(section: ModelSection) -> ModuleType:
     return visual
 
 
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except BAD_VALUE as error:
+        reason = str(error).strip().split("\n")[0]
+        raise RecipeError(f"model cannot be built: {reason}") from error
+
+
 def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT model in ``directory``."""
     tokenizer = train_tokenizer(texts, section.build.vocab_size)
     set_seed(seed)
-    with tempfile.TemporaryDirectory() as encoder:
-        tokenizer.save_pretrained(encoder)
-        ModernBertModel(_configuration(section.build, tokenizer)).save_pretrained(encoder)
-        model = load_model(replace(section, build=None, name_or_path=encoder), "cpu", seed)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        with _one_sentence():
+            encoder = ModernBertModel(_configuration(section.build, tokenizer))
+        encoder.save_pretrained(folder)
+        set_seed(seed)
+        with _one_sentence():
+            model = _colbert(replace(section, build=None, name_or_path=folder), "cpu")
+    _check_lengths(section, model)
     model.save(str(directory), create_model_card=False)
 
 

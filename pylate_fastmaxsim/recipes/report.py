@@ -44,6 +44,9 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         "peak memory", *(memory(run, "peak") for run in (stock, fast)), form("{:.0%}", summary["peak_memory"])
     )
     table.add_row("  before training", *(memory(run, "before") for run in (stock, fast)), "")
+    seconds = summary.get("wall_seconds", {})
+    if seconds:
+        table.add_row("whole run, wall clock", *(form("{:.1f} s", seconds[mode]) for mode in ("stock", "fast")), "")
     row("documents per second", "documents_per_second", "{:,.0f}")
     row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
     row("padding in documents encoded", "padding", "{:.0%}")
@@ -60,14 +63,16 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
 
 
 def caption(comparison: dict[str, Any]) -> str:
-    """What the numbers mean and how close the two runs stayed, in a sentence or two."""
+    """What the numbers mean, how close the two runs stayed and how long all took, in a few sentences."""
     steps = min(run["steps"] for run in comparison["runs"].values())
     difference = comparison["summary"]["largest_loss_difference"]
     curves = (
         "" if difference is None else f" Largest difference of the loss curves over {steps} steps: {difference:.2g}."
     )
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
-    return f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}"
+    seconds = comparison["summary"].get("wall_seconds")
+    whole = f" The whole comparison took {seconds['whole']:.0f} s." if seconds else ""
+    return f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}{whole}"
 
 
 def device(comparison: dict[str, Any]) -> str:
@@ -193,7 +198,7 @@ def training_table(result: dict[str, Any]) -> Table:
     for key, title in METRICS.items():
         if key in result:
             table.add_row(title, form("{:.4f}", result[key]))
-    table.add_row("plugin", "on" if result["fast"]["enabled"] else "off")
+    table.add_row("plugin", "on" if result["fast"]["enabled"] else f"off ({result['fast']['why_off']})")
     table.add_row("model", result["model"])
     return table
 

@@ -10,9 +10,16 @@ class RecipeError(ValueError):
     """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
 
 
-def key(default: Any, *, minimum: float | None = None) -> Any:
-    """A recipe key with a default and the smallest value that makes sense."""
-    return field(default=default, metadata={"minimum": minimum})
+# Of sizes that are handed to code which counts in 32 bits with a sign.
+INT32_MAX = 2**31 - 1
+
+# What NumPy takes, whose random numbers the trainer seeds as well.
+LARGEST_SEED = 2**32 - 1
+
+
+def key(default: Any, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A recipe key with a default, and the smallest and the largest value that make sense."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
 
 
 @dataclass(frozen=True)
@@ -22,14 +29,14 @@ class BuildSection:
     The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
     """
 
-    vocab_size: int = key(8192, minimum=512)
+    vocab_size: int = key(8192, minimum=512, maximum=INT32_MAX)
     hidden_size: int = key(128, minimum=2)
     num_hidden_layers: int = key(4, minimum=1)
     num_attention_heads: int = key(2, minimum=1)
     intermediate_size: int = key(256, minimum=1)
     local_attention: int = key(128, minimum=2)
     global_attn_every_n_layers: int = key(3, minimum=1)
-    dropout: float = key(0.0, minimum=0)
+    dropout: float = key(0.0, minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class LoraSection:
     target_modules: str
     r: int = key(32, minimum=1)
     lora_alpha: int = key(32, minimum=1)
-    lora_dropout: float = key(0.1, minimum=0)
+    lora_dropout: float = key(0.1, minimum=0, maximum=1)
     init_lora_weights: Literal["gaussian", "default"] = "gaussian"
 
 
@@ -60,7 +67,7 @@ class ModelSection:
     kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
     name_or_path: str | None = None
     build: BuildSection | None = None
-    embedding_size: int | None = key(None, minimum=1)
+    embedding_size: int | None = key(None, minimum=1, maximum=INT32_MAX)
     query_length: int | None = key(None, minimum=3)
     document_length: int | None = key(None, minimum=3)
     do_query_expansion: bool | None = None
@@ -171,7 +178,7 @@ class LossSection:
     pos_aware_negative_filtering: bool | None = None
     filter_threshold: float | None = None
     filter_factor: float | None = None
-    in_batch_term_weight: float | None = key(None, minimum=0)
+    in_batch_term_weight: float | None = key(None, minimum=0, maximum=1)
     norm_tol: float | None = key(None, minimum=0)
     max_batch_size: int | None = key(None, minimum=1)
 
@@ -196,7 +203,7 @@ class TrainingSection:
     adam_epsilon: float = key(1e-8, minimum=0)
     max_grad_norm: float = key(1.0, minimum=0)
     optim: str = "adamw_torch"
-    seed: int = key(42, minimum=0)
+    seed: int = key(42, minimum=0, maximum=LARGEST_SEED)
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     gradient_checkpointing: bool = False
     batch_sampler: Literal["batch_sampler", "no_duplicates"] = "batch_sampler"

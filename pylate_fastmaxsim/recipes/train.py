@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -14,10 +15,11 @@ import yaml
 from datasets import Dataset
 from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
-from transformers import ProgressCallback, Trainer, TrainerState
+from transformers import ProgressCallback, Trainer, TrainerState, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
@@ -36,6 +38,7 @@ LOSSES = {
     "cached_contrastive": losses.CachedContrastive,
     "distillation": losses.Distillation,
 }
+REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 RECIPE_FILE = "recipe.yaml"
 RESULT_FILE = "train.json"
 MODEL_DIRECTORY = "model"
@@ -77,16 +80,19 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Returns
     -------
-    The content of ``train.json``: steps, losses, metrics of the evaluation, where the model is.
+    The content of ``train.json``: steps, losses, metrics of the evaluation, where the model is. Its ``fast`` says what
+    was in force, and ``why_off`` in it why the plugin was not.
 
     Raises
     ------
     RecipeError
-        The recipe does not fit its data, or ``output_dir`` holds checkpoints of another recipe.
+        The recipe does not fit its data or this machine, or ``output_dir`` holds checkpoints of another recipe.
     KeyboardInterrupt
         The user interrupted the run; a checkpoint holds everything up to the last step.
     """
+    why_off = plugin_off(recipe.fast)
     arguments = training_arguments(recipe)
+    require_trainable(arguments)
     with arguments.main_process_first(local=False):
         prepared = prepare(recipe)
         data = load_data(prepared)
@@ -102,7 +108,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
             model = load_trained(prepared.model, checkpoint, arguments.device)
         result = {
             "recipe": recipe.name,
-            "fast": asdict(recipe.fast),
+            "fast": asdict(recipe.fast) | {"enabled": why_off is None, "why_off": why_off},
             "resumed_from": checkpoint and checkpoint.name,
             "steps": state.global_step,
             "losses": [[entry["step"], entry["loss"]] for entry in state.log_history if "loss" in entry],
@@ -157,8 +163,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
     precision = _precision(recipe, on_gpu)
     if options["report_to"] == "auto":
-        installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
-        options["report_to"] = [name for name, available in installed.items() if available]
+        options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
     if recipe.model.visual:
         # Images are turned into inputs by the collator; with adapters the inputs of a layer need no gradient.
         options["remove_unused_columns"] = False
@@ -183,7 +188,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
             }
         )
     except ValueError as error:  # a scheduler or an optimizer that it does not know, a device that cannot do this
-        raise RecipeError(f"training: {str(error).strip().splitlines()[0]}") from error
+        raise RecipeError(f"training: {_first_line(error)}") from error
     if arguments.n_gpu > 1:
         # More GPUs are for `accelerate launch`, one process each, not for threads of one process.
         arguments._n_gpu = 1
@@ -191,6 +196,37 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
         # accelerate numbers the CPU for several processes, and torch.load, which resuming needs, knows no such device.
         arguments._setup_devices = torch.device("cpu")
     return arguments
+
+
+def require_trainable(arguments: SentenceTransformerTrainingArguments) -> None:
+    """Refuse what the trainer itself refuses only when it has the model and begins to train.
+
+    Raises
+    ------
+    RecipeError
+        An optimizer, a schedule or a reporting tool needs a package that is not installed, or a value that a recipe
+        does not have.
+    """
+    for name in arguments.report_to:
+        if not REPORTERS[name]():
+            raise RecipeError(f"training.report_to must be auto or none here, because {name} is not installed.")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Identity())
+    except (ImportError, ValueError) as error:
+        raise RecipeError(
+            f"training.optim {arguments.optim.value} cannot be used here: {_first_line(error)}"
+        ) from error
+    weights = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
+    try:
+        get_scheduler(arguments.lr_scheduler_type, weights, arguments.warmup_steps, num_training_steps=1)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"training.lr_scheduler_type {arguments.lr_scheduler_type.value} cannot be used here: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _precision(recipe: Recipe, on_gpu: bool) -> str:
@@ -228,6 +264,23 @@ def build_trainer(
         loss=LOSSES[recipe.loss.name](model=model, **options),
         data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
     )
+
+
+def plugin_off(fast: FastSection) -> str | None:
+    """Why :func:`switched` leaves the plugin off, or None where it switches it on.
+
+    Raises
+    ------
+    RecipeError
+        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off.
+    """
+    if not fast.enabled:
+        return "fast.enabled is false"
+    try:
+        forbidden = switch.forbidden()
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}" if forbidden else None
 
 
 def switched(fast: FastSection) -> AbstractContextManager:

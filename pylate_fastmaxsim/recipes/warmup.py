@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import build_trainer, switched, training_arguments
+from pylate_fastmaxsim.recipes.train import build_trainer, plugin_off, require_trainable, switched, training_arguments
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,13 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
     Raises
     ------
     RecipeError
-        This is one of several processes of a launcher.
+        This is one of several processes of a launcher, or ``PYLATE_FASTMAXSIM`` says neither on nor off.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
     if not recipe.fast.enabled:
         return f"fast.enabled is false in {recipe.name}, so there is nothing to compile."
-    if switch.forbidden():
+    if plugin_off(recipe.fast):
         return "PYLATE_FASTMAXSIM switches the kernels off, so there is nothing to compile."
     if not torch.cuda.is_available() or recipe.training.use_cpu:
         return f"{recipe.name} trains on a CPU here, where there is nothing to compile."
@@ -78,6 +77,7 @@ def warm_up(recipe: Recipe) -> list[WarmStep]:
             report_to=[],
             disable_tqdm=True,
         )
+        require_trainable(arguments)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         for size in batch_sizes(len(rows), recipe):
             arguments.per_device_train_batch_size = size
