@@ -48,7 +48,10 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
     set_seed(seed)
     try:
         if visual is not None:
-            return visual.load_retriever(section, device)
+            retriever = visual.load_retriever(section, device)
+            if _is_empty(retriever.processor.tokenizer):
+                raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+            return retriever
         model = models.ColBERT(
             model_name_or_path=section.name_or_path,
             device=str(device),
@@ -60,6 +63,8 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
             config_kwargs=dict(section.config_kwargs),
             trust_remote_code=section.trust_remote_code,
         )
+    except RecipeError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         if _lacks_tokenizer(section):
             raise RecipeError(NO_TOKENIZER.format(section.name_or_path)) from error
@@ -93,6 +98,11 @@ def _lacks_tokenizer(section: ModelSection) -> bool:
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+
+
+def gpu_has_bf16() -> bool:
+    """Whether the GPU computes in bf16. An older one emulates it, slower than fp32, which PyTorch counts by default."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def load_trained(
