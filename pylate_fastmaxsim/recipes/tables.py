@@ -49,8 +49,6 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
         if len(table) > 1:
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
         table = next(iter(table.values()))
-    if not len(table):
-        raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.")
     return table
 
 
