@@ -23,6 +23,9 @@ from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
+NO_ROWS = (
+    "corresponds to no data"  # what datasets says of a table with columns; of a file without a line, StopIteration
+)
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
 
@@ -36,14 +39,14 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             path, subset, options = _files_of_folder(path, subset, options)
         with progress_shown():
             table = load_dataset(path, subset, **options)
-    except StopIteration:  # a file without a line
-        table = []
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if write_failure(error):
             raise
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # which says what, where datasets only says that
         reason = str(error).strip().split("\n")[0]
+        if isinstance(error, StopIteration) or NO_ROWS in reason:
+            raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
