@@ -23,9 +23,9 @@ from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
-NO_ROWS = (
-    "corresponds to no data"  # what datasets says of a table with columns; of a file without a line, StopIteration
-)
+# What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
+NO_ROWS = "corresponds to no data"
+
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
 
