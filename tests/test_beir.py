@@ -12,6 +12,7 @@ pytest.importorskip("pylate")
 pytest.importorskip("ranx")
 
 import models
+from datasets import Dataset
 from pylate import evaluation
 from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
@@ -101,6 +102,20 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(expansion, encoder, tmp_p
     metrics = beir.evaluate_collection(model, collection, batch_size=8)
     assert metrics == pytest.approx(expected, abs=1e-6)
     assert 0 < metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
+
+
+@pytest.mark.parametrize("table", ["corpus", "queries"])
+@pytest.mark.parametrize("layout", ["files", "parquet"])
+def test_an_empty_table_gets_one_sentence(layout, table, tmp_path):
+    folder = write_folder(tmp_path / "data", **{table: []})
+    file = folder / f"{table}.jsonl"
+    if layout == "parquet":
+        file.unlink()
+        file = file.with_suffix(".parquet")
+        Dataset.from_dict({"_id": [], "text": []}).to_parquet(file)
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert str(error.value) == f"evaluation.beir: there are no rows in {file}."
 
 
 @pytest.mark.skipif(not CRANFIELD.exists(), reason=f"the Cranfield collection is not at {CRANFIELD}")

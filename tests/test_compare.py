@@ -88,6 +88,12 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
         assert run["memory"]["peak"] >= run["memory"]["before"] > 50 * MEBIBYTE
         assert 0 < run["ndcg@10"] <= 1
         assert tuple(run["phases"]) == PHASES and all(seconds > 0 for seconds in run["phases"].values())
+    for name in ("stock", "fast"):
+        # Behind the bars of the evaluation, so that the terminal does not show those while phases are measured.
+        before, phases, _ = (
+            (tmp_path / "out" / "compare" / f"{name}.log").read_text().rpartition("Measuring phases: 100%")
+        )
+        assert phases and "Measuring phases:   0%|          | 0/7 [" in before
     # Stock and fast begin with the same model, which is evaluated once.
     assert 0 < fast["untrained"]["ndcg@10"] <= 1 and "untrained" not in stock
     # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.

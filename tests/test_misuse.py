@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,10 @@ pytest.importorskip("pylate")
 
 import torch
 import yaml
+from datasets import Dataset
 from safetensors.torch import load_file
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
+from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, text, tiny, write
 from typer.testing import CliRunner
 
@@ -25,6 +28,9 @@ from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.schema import RecipeError
+
+COLQWEN = Path(__file__).parents[1] / "recipes" / "colqwen_vidore.yaml"
 
 # From some moment on no file may grow beyond a limit: the system's own error, met in the middle of a write.
 FULL_DISK = """
@@ -53,10 +59,12 @@ if when.startswith("step"):
         return trainer
 
     train.build_trainer = build_trainer
-elif when == "teacher":
-    from pylate_fastmaxsim.recipes import mining
-    grade = mining._grade
-    mining._grade = lambda *args: (full(), grade(*args))[1]
+elif "." in when:
+    import importlib
+    name, _, function = when.partition(".")
+    module = importlib.import_module("pylate_fastmaxsim.recipes." + name)
+    called = getattr(module, function)
+    setattr(module, function, lambda *args: (full(), called(*args))[1])
 else:
     full()
 from pylate_fastmaxsim.cli import main
@@ -69,9 +77,9 @@ def command(name: str, recipe: Path, *overrides: str):
     return CliRunner().invoke(app, [name, str(recipe), *sets])
 
 
-def on_a_full_disk(limit: int, when: str, name: str, recipe: Path) -> subprocess.CompletedProcess:
+def on_a_full_disk(limit: int, when: str, name: str, recipe: Path, **variables: str) -> subprocess.CompletedProcess:
     arguments = [sys.executable, "-c", FULL_DISK, str(limit), when, name, str(recipe)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=os.environ | variables)
 
 
 def last_line(process: subprocess.CompletedProcess) -> str:
@@ -172,6 +180,149 @@ def test_teacher_scores_of_the_wrong_length(documents, scores, sentence, tmp_pat
         assert f"the row of query_id 5 has {documents} document_ids but {scores} scores" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"documents": ["a", None, "c"]}, "'documents' must hold texts, but some are missing."),
+        ({"documents": None, "scores": None}, "row 5 has 0 and 0 scores."),
+        ({"query": None}, "'query' must hold a text in every row, but some have none."),
+        ({"scores": [0.5, None, 0.1]}, "'scores' must hold finite numbers, but some are missing."),
+        ({"scores": [0.5, float("nan"), 0.1]}, "'scores' must hold finite numbers, but some are nan or infinite."),
+        ({"scores": [0.5, float("inf"), 0.1]}, "'scores' must hold finite numbers, but some are nan or infinite."),
+    ],
+)
+def test_distillation_rows_in_files_without_a_text_or_a_score(wrong, sentence, tmp_path):
+    rows = [{"query": text(row, 4), "documents": ["a", "b", "c"], "scores": [0.5, 0.2, 0.1]} for row in range(12)]
+    rows[5] |= wrong
+    assert refused_rows(rows, tmp_path).endswith(f" {sentence}\n")
+
+
+def test_distillation_rows_in_files_of_other_types(tmp_path):
+    rows = [{"query": text(row, 4), "documents": ["a", "b"], "scores": ["high", "low"]} for row in range(12)]
+    said = refused_rows(rows, tmp_path)
+    assert said.endswith(" 'scores' must hold lists of finite numbers, but it holds lists of string.\n")
+    said = refused_rows([row | {"documents": [1, 2]} for row in rows], tmp_path)
+    assert said.endswith(" 'documents' must hold lists of texts, but it holds lists of int64.\n")
+
+
+def refused_rows(rows: list[dict], tmp_path: Path) -> str:
+    Dataset.from_list(rows).to_parquet(tmp_path / "kd.parquet")
+    recipe = tiny(tmp_path, data={"files": [str(tmp_path / "kd.parquet")]}, loss={"name": "distillation"})
+    done = command("train", write(tmp_path, recipe), "evaluation.rows=0")
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert done.stderr.startswith("fastmaxsim: data.columns: ")
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+@pytest.mark.parametrize("built", [True, False])
+def test_an_output_folder_that_cannot_be_made(name, built, encoder, tmp_path):
+    recipe = tiny(tmp_path)
+    if not built:
+        recipe["model"] = {"name_or_path": encoder("modernbert")}
+    file = write(tmp_path, recipe)
+    (tmp_path / "file").write_text("kept")
+    reasons = {str(tmp_path / "file" / "below"): "Not a directory"}
+    if sys.platform == "linux":
+        reasons["/proc/x"] = "No such file or directory"
+    for output, reason in reasons.items():
+        done = command(name, file, f"output_dir={output}")
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"fastmaxsim: output_dir {output}")
+        assert done.stderr.endswith(f" cannot be made: {reason}.\n")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["training.save_steps=null"],
+            "set training.gradient_checkpointing to true, or lower training.per_device_train_batch_size or "
+            "model.document_length; there is no checkpoint yet",
+        ),
+        (
+            [],
+            "{out}/checkpoint-4 is kept: set training.gradient_checkpointing to true and go on from there, or lower "
+            "training.per_device_train_batch_size or model.document_length and start over, with --no-resume or "
+            "another output_dir",
+        ),
+        (
+            ["training.gradient_checkpointing=true"],
+            "{out}/checkpoint-4 is kept: lower training.per_device_train_batch_size or model.document_length and "
+            "start over, with --no-resume or another output_dir",
+        ),
+        (
+            ["loss={name: cached_contrastive, mini_batch_size: 4}"],
+            "{out}/checkpoint-4 is kept: set training.gradient_checkpointing to true or lower loss.mini_batch_size "
+            "and go on from there, or lower model.document_length and start over, with --no-resume or another "
+            "output_dir",
+        ),
+    ],
+)
+def test_too_little_memory_says_what_takes_less(overrides, sentence, tmp_path, monkeypatch):
+    file = write(tmp_path, tiny(tmp_path))
+    step = training.RecipeTrainer.training_step
+
+    def full(trainer, *args, **kwargs):
+        if trainer.state.global_step == 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nMore lines.")
+        return step(trainer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.RecipeTrainer, "training_step", full)
+        done = command("train", file, *overrides)
+    assert done.exit_code == 1 and "Traceback" not in done.stderr
+    said = sentence.format(out=tmp_path / "out")
+    assert done.stderr.splitlines()[-1] == f"fastmaxsim: out of memory; {said}."
+    if "and go on from there" in said:
+        changed = ["training.gradient_checkpointing=true"]
+        changed += [override.replace("4}", "2}") for override in overrides]
+        assert command("train", file, *changed).exit_code == 0
+        assert json.loads((tmp_path / "out" / "train.json").read_text())["resumed_from"] == "checkpoint-4"
+
+
+# Ctrl-C in both of two processes; none of them ends before both have said what they say, or the launcher would end one.
+BOTH_INTERRUPTED = """
+import os, signal, sys, time
+from pathlib import Path
+from pylate_fastmaxsim.recipes import train
+from transformers import TrainerCallback
+
+class Interrupt(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+build = train.build_trainer
+
+def build_trainer(*args, **kwargs):
+    trainer = build(*args, **kwargs)
+    trainer.add_callback(Interrupt())
+    return trainer
+
+train.build_trainer = build_trainer
+folder = Path(sys.argv.pop(1))
+from pylate_fastmaxsim.cli import main
+try:
+    main()
+except SystemExit as end:
+    (folder / f"ended-{os.environ['RANK']}").write_text(str(end.code))
+    while len(list(folder.glob("ended-*"))) < 2:
+        time.sleep(0.05)
+"""
+
+
+def test_ctrl_c_under_a_launcher_is_said_once(tmp_path):
+    (tmp_path / "run.py").write_text(BOTH_INTERRUPTED)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, str(tmp_path / "run.py"), str(tmp_path), "train", str(write(tmp_path, tiny(tmp_path)))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert [(tmp_path / f"ended-{rank}").read_text() for rank in (0, 1)] == ["130", "130"], done.stderr[-2000:]
+    assert done.stderr.count("Interrupted: ") == 1
+    assert f"Interrupted: {tmp_path}/out/checkpoint-4 is kept, and the same command goes on from there." in done.stderr
+
+
 @pytest.fixture
 def gpu_without_bf16(monkeypatch):
     """What PyTorch says of a GPU of compute capability 7.5, which emulates bf16."""
@@ -190,9 +341,25 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
     recipe = load_recipe(file, ["training.use_cpu=false"])
     assert training._precision(recipe, on_gpu=True) == "fp16"
+    pages = load_recipe(COLQWEN, ["model.dtype=bfloat16", "training.precision=fp16"])
+    with pytest.raises(RecipeError) as error:
+        training.training_arguments(pages)
+    assert str(error.value) == ("model.dtype must be auto or float32 here, because the GPU (Tesla T4) has no bf16.")
+    assert training._precision(pages, on_gpu=False) == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert training._precision(recipe, on_gpu=True) == "bf16"
     assert training._precision(recipe, on_gpu=False) == "fp32"
+    assert training._precision(pages, on_gpu=True) == "fp16"
+
+
+def test_adapters_on_a_gpu_without_bf16_go_over_float32_weights(gpu_without_bf16, monkeypatch):
+    pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
+    from pylate_fastmaxsim.recipes.visual import _dtype
+
+    section = load_recipe(COLQWEN).model
+    assert section.dtype == "auto" and _dtype(section, torch.device("cuda")) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert _dtype(section, torch.device("cuda")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("override", ["training.optim=adamv", "training.lr_scheduler_type=steps"])
@@ -262,19 +429,6 @@ def test_rotary_positions_do_not_limit_documents(encoder, tmp_path):
     assert done.exit_code == 2 and "model.query_length must be at most 128" in done.stderr
 
 
-def test_out_of_memory_in_training(tmp_path, monkeypatch):
-    def too_large(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(training, "build_trainer", too_large)
-    done = command("train", write(tmp_path, tiny(tmp_path)))
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == (
-        "\nfastmaxsim: out of memory; a smaller training.per_device_train_batch_size, model.query_length or "
-        "model.document_length needs less; there is no checkpoint yet, and the same command starts again.\n"
-    )
-
-
 # The model has 27 KB, the optimizer's state 42: the limits fall into a JSON file, the weights and the optimizer.
 @pytest.mark.parametrize("limit", [0, 20_000, 36_000])
 def test_a_full_disk_in_training_keeps_the_last_checkpoint(limit, tmp_path):
@@ -309,21 +463,36 @@ def test_a_full_disk_in_a_comparison(tmp_path):
     assert last_line(failed).startswith("fastmaxsim: ") and "cannot be written" in last_line(failed)
 
 
-@pytest.mark.parametrize("when", ["start", "teacher"])
-def test_a_full_disk_in_mining_keeps_what_is_mined(when, encoder, teacher, tmp_path):  # noqa: F811
+# The last two in the middle of what datasets writes, which fails once more when it closes its file.
+@pytest.mark.parametrize(
+    ("when", "limit"),
+    [("start", 100), ("mining._grade", 100), ("mining._write_data", 10), ("mining._write_data", 1000)],
+)
+def test_a_full_disk_in_mining_keeps_what_is_mined(when, limit, encoder, teacher, tmp_path):  # noqa: F811
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(asdict(recipe)))
-    failed = on_a_full_disk(100, when, "mine", file)
+    failed = on_a_full_disk(limit, when, "mine", file)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr
     assert "cannot be written: File too large" in last_line(failed)
     assert last_line(failed).endswith("; what is done is kept, and the same command goes on from there.")
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "mined.unfinished").glob("search-*")}
-    assert len(kept) == (3 if when == "teacher" else 0)
+    assert len(kept) == (0 if when == "start" else 3)
     done = command("mine", file)
     assert done.exit_code == 0 and (tmp_path / "mined" / "mining.json").exists()
     # The bar begins where the first run stopped.
-    assert ("100%|██████████| 40.0/40.0 [00:00<?" in done.stderr) == (when == "teacher")
+    assert ("100%|██████████| 40.0/40.0 [00:00<?" in done.stderr) == (when != "start")
+
+
+@pytest.mark.parametrize("limit", [10, 400])
+def test_a_full_disk_while_document_ids_are_looked_up(limit, tmp_path):
+    recipe = tiny(tmp_path, loss={"name": "distillation"}, evaluation={"rows": 0})
+    recipe["data"] = {"source": "distillation", "name": str(hub_dataset(tmp_path / "kd", **kd_subsets()))}
+    file = write(tmp_path, recipe)
+    cache = str(tmp_path / "cache")  # of its own, where no table of ids is yet
+    failed = on_a_full_disk(limit, "distillation._number_of_ways", "train", file, HF_DATASETS_CACHE=cache)
+    assert failed.returncode == 1 and "Traceback" not in failed.stderr
+    assert "cannot be written: File too large; there is no checkpoint yet" in last_line(failed)
 
 
 # Ctrl-C in the moment when the fifth part has been written, so that some of hundreds are done on any machine.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,6 @@ pytest.importorskip("pylate")
 
 import torch
 from datasets import Dataset, Features, Image, List, Value
-from peft import PeftModel
 from safetensors.torch import load_file
 from test_launched import KINDS, LAUNCHED, launch
 from tiny_recipe import text
@@ -29,10 +29,10 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.model import load_model, load_trained
 from pylate_fastmaxsim.recipes.schema import RecipeError
 from pylate_fastmaxsim.recipes.train import evaluate, train
-from pylate_fastmaxsim.recipes.visual import CLASSES, VisualRetriever, evaluate_pages
+from pylate_fastmaxsim.recipes.visual import CLASSES, evaluate_pages
 
 RECIPES = {"colqwen2": "colqwen_vidore", "colpali": "colpali_vidore"}
 RECIPE_FOLDER = Path(__file__).parents[1] / "recipes"
@@ -122,23 +122,64 @@ def test_the_shipped_recipe_trains_alike_both_ways(kind, recipe, tmp_path, monke
     assert "(colpali-engine 0.3." in card and RECIPES[kind] in card
 
 
+LOAD_WITHOUT_US = """
+import sys
+sys.modules["pylate_fastmaxsim"] = None  # importing it fails
+import torch
+from colpali_engine import models
+kind, base, folder, pages, encoded = sys.argv[1:]
+if base == folder:
+    model = getattr(models, kind).from_pretrained(folder)
+else:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(getattr(models, kind).from_pretrained(base), folder)
+processor = getattr(models, kind + "Processor").from_pretrained(folder)
+images, queries = torch.load(pages, weights_only=False)
+model.eval()
+with torch.no_grad():
+    batches = (processor.process_images(images), processor.process_queries(queries))
+    torch.save([model(**batch) for batch in batches], encoded)
+"""
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
 @pytest.mark.parametrize("kind", RECIPES)
-def test_the_saved_model_loads_without_this_package(kind, lora, recipe):
+def test_the_saved_model_loads_without_this_package(kind, lora, recipe, tmp_path):
     loaded = recipe(kind, *([] if lora else ["model.lora=null"]))
     result = train(loaded)
     folder = result["model"]
-    model_class, processor_class = CLASSES[kind]
-    if lora:
-        model = PeftModel.from_pretrained(model_class.from_pretrained(loaded.model.name_or_path), folder)
-    else:
-        model = model_class.from_pretrained(folder)
-    processor = processor_class.from_pretrained(folder)
-    assert evaluate(loaded, VisualRetriever(model, processor), load_data(loaded))["ndcg@10"] == result["ndcg@10"]
-    untrained = load_model(loaded.model, "cpu", loaded.training.seed).model.eval()
-    batch = processor.process_images([page(0), page(1)])
-    with torch.no_grad():
-        assert not torch.allclose(model(**batch), untrained(**batch), atol=1e-3)
+    base = loaded.model.name_or_path if lora else folder
+    images, queries = [page(0), page(1)], [text(1, 3), text(2, 5)]
+    torch.save((images, queries), tmp_path / "pages")
+    files = [base, folder, str(tmp_path / "pages"), str(tmp_path / "encoded")]
+    command = [sys.executable, "-c", LOAD_WITHOUT_US, CLASSES[kind][0].__name__, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    trained = load_trained(loaded.model, Path(folder), "cpu")
+    assert evaluate(loaded, trained, load_data(loaded))["ndcg@10"] == result["ndcg@10"]
+    untrained = load_model(loaded.model, "cpu", loaded.training.seed)
+    processor = trained.processor
+    batches = (processor.process_images(images), processor.process_queries(queries))
+    for batch, got in zip(batches, torch.load(tmp_path / "encoded"), strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(got, trained.model.eval()(**batch), rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(got, untrained.model.eval()(**batch), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_model_without_a_tokenizer(kind, visual_model, pages, tmp_path):
+    model = shutil.copytree(visual_model(kind), tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    overrides = few_steps(kind, str(model), pages, tmp_path / "out")
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    for name in ("train", "compare"):
+        done = CliRunner().invoke(app, [name, f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", *arguments])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.endswith(
+            f"fastmaxsim: model.name_or_path {model} has no tokenizer that can be loaded; it must be saved beside the model.\n"
+        )
+        assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_each_loss_with_negatives(recipe):

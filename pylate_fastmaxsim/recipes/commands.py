@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim import cli
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
 BAD_RECIPE = 2
 NO_GPU = 2
@@ -84,12 +85,55 @@ def _one_sentence_for_a_full_disk(kept: Callable[[], str]):
     """``kept`` says what an error in writing leaves."""
     try:
         yield
+    except RecipeError:
+        raise
     except Exception as error:
         reason = write_failure(error)
         if reason is None:
             raise
         errors.print(f"\nfastmaxsim: {reason}; {kept()}.", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def _one_sentence_for_too_little_memory(recipe: Recipe):
+    try:
+        yield
+    except Exception as error:
+        from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+        from pylate_fastmaxsim.recipes.train import last_checkpoint
+
+        if not is_out_of_memory(error):
+            raise
+        advice = _take_less_memory(recipe, last_checkpoint(recipe))
+        errors.print(f"\nfastmaxsim: out of memory; {advice}.", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+
+
+def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
+    """What lowers the memory of a step: what a run may change and go on, then what changes what is learned."""
+    free, changes = [], {"colbert": ["model.document_length"], "colqwen2": ["model.max_visual_tokens"], "colpali": []}
+    lower = changes[recipe.model.kind]
+    if not recipe.training.gradient_checkpointing:
+        free.append("set training.gradient_checkpointing to true")
+    if recipe.loss.name == "cached_contrastive":
+        free.append("lower loss.mini_batch_size")
+    else:
+        lower = ["training.per_device_train_batch_size", *lower]
+    options = [" or ".join(free)] if free else []
+    options.append(f"lower {' or '.join(lower)}")
+    if checkpoint is None:
+        return f"{', or '.join(options)}; there is no checkpoint yet"
+    if free:
+        options[0] += " and go on from there"
+    options[-1] += " and start over, with --no-resume or another output_dir"
+    return f"{checkpoint} is kept: {', or '.join(options)}"
+
+
+def _say_interrupted(kept: str) -> None:
+    # Ctrl-C reaches every process of a launcher.
+    if int(os.environ.get("RANK", "0")) == 0:
+        errors.print(f"\nInterrupted: {kept}.", markup=False)
 
 
 @app.command()
@@ -104,7 +148,6 @@ def train(
     """Train the model of a recipe, with checkpoints, and save it."""
     with _one_sentence_for_a_bad_recipe():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.measure import is_out_of_memory
         from pylate_fastmaxsim.recipes.report import training_table
         from pylate_fastmaxsim.recipes.train import last_checkpoint
         from pylate_fastmaxsim.recipes.train import train as run
@@ -117,21 +160,10 @@ def train(
 
         _quiet_libraries()
         try:
-            with _one_sentence_for_a_full_disk(kept):
+            with _one_sentence_for_a_full_disk(kept), _one_sentence_for_too_little_memory(loaded):
                 result = run(loaded, resume)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            errors.print(
-                "\nfastmaxsim: out of memory; a smaller training.per_device_train_batch_size, model.query_length or "
-                f"model.document_length needs less; {kept()}.",
-                style="red",
-                markup=False,
-                highlight=False,
-            )
-            raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            errors.print(f"\nInterrupted: {kept()}.", markup=False)
+            _say_interrupted(kept())
             raise typer.Exit(INTERRUPTED) from None
     if "ndcg@10" in result:  # the main process of a distributed run
         Console().print(training_table(result))
@@ -159,7 +191,7 @@ def mine(
             with _one_sentence_for_a_full_disk(lambda: kept):
                 result = run(loaded, resume)
         except KeyboardInterrupt:
-            errors.print(f"\nInterrupted: {kept}.")
+            _say_interrupted(kept)
             raise typer.Exit(INTERRUPTED) from None
     if PartialState().is_main_process:
         Console().print(mining_table(result))

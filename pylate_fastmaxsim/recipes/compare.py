@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.model import load_model
@@ -92,7 +93,7 @@ def compare(
         load_data(_of_size(prepared, max(batch_sizes)))
     load_model(prepared.model, "cpu", recipe.training.seed)
     directory = Path(recipe.output_dir)
-    (directory / "compare").mkdir(parents=True, exist_ok=True)
+    make_directory("output_dir", directory / "compare")
     # Before training both have the same model, so one of them evaluates it.
     options = {"stock": (), "fast": ("--untrained",)}
     runs, wall = {}, {}

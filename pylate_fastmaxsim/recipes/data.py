@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Image
 from pylate.evaluation import PyLateInformationRetrievalEvaluator
@@ -94,7 +96,10 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
 
 
 def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
-    """Refuse rows that do not have equally many documents and teacher scores, in each row and from row to row."""
+    """Refuse rows that do not have equally many documents and teacher scores, in each row and from row to row.
+
+    Every document must be a text and every score a finite number.
+    """
     ways, before = None, 0
     for table in dataset.select_columns([documents, scores]).with_format("arrow").iter(ROWS_AT_ONCE):
         lengths = [list_lengths(table, name, f"data.columns: {name!r}") for name in (documents, scores)]
@@ -106,7 +111,24 @@ def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None
                 f"data.columns: every row must have {ways} {documents}, as the first has, and a score for each, but "
                 f"row {before + wrong} has {found[0]} and {found[1]} {scores}."
             )
+        _require_values(
+            table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        )
+        _require_values(
+            table, scores, "finite numbers", lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        )
         before += table.num_rows
+
+
+def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable[[pa.DataType], bool]) -> None:
+    """Refuse lists of other values than ``wanted``, and those in which a value is missing, nan or infinite."""
+    values = pc.list_flatten(table[column])
+    if not allowed(values.type):
+        raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
+    if values.null_count:
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
+    if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are nan or infinite.")
 
 
 def _check_pages(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
@@ -131,10 +153,12 @@ def _check_pages(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
 
 
 def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
-    """Refuse columns that do not hold text."""
+    """Refuse columns that do not hold text in every row."""
     for column in columns:
         if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
             raise RecipeError(f"{section}.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
+        if dataset.data.column(column).null_count:
+            raise RecipeError(f"{section}.columns: {column!r} must hold a text in every row, but some have none.")
 
 
 def retrieval_evaluator(recipe: Recipe, held_out: Dataset, query_length: int, document_length: int):

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.memory import PeakMemory
+from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
@@ -200,11 +200,6 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch ran out of memory: on a CPU it says so only in the text of a RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

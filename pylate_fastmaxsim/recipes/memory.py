@@ -51,3 +51,8 @@ def _resident(key: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch ran out of memory: on a CPU it says so only in the text of a RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -51,8 +51,13 @@ def load_model(section: ModelSection, device: torch.device | str, seed: int) -> 
     set_seed(seed)
     try:
         if visual is not None:
-            return visual.load_retriever(section, device)
+            retriever = visual.load_retriever(section, device)
+            if _is_empty(retriever.processor.tokenizer):
+                raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+            return retriever
         model = _colbert(section, device)
+    except RecipeError:
+        raise
     except (OSError, ImportError, *BAD_VALUE) as error:
         if _lacks_tokenizer(section):
             raise RecipeError(NO_TOKENIZER.format(section.name_or_path)) from error
@@ -126,6 +131,11 @@ def _lacks_tokenizer(section: ModelSection) -> bool:
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+
+
+def gpu_has_bf16() -> bool:
+    """Whether the GPU computes in bf16. An older one emulates it, slower than fp32, which PyTorch counts by default."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def load_trained(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformerTrainer
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 PHASES = ("tokenise", "encode", "score", "backward", "optimise")
@@ -118,13 +119,20 @@ class PhaseTrainer(Phases, SentenceTransformerTrainer):
 class _Laps(TrainerCallback):
     def __init__(self, trainer: Phases) -> None:
         self.trainer = trainer
+        self.bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
+        # The parent of a measured run shows the newest bar of its log, which would be that of the evaluation before.
+        self.bar = tqdm(total=state.max_steps, desc="Measuring phases", unit=" steps")
         self.trainer.watch.start("tokenise")
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self.trainer.laps.append(self.trainer.watch.lap())
+        self.bar.update()
         self.trainer.watch.start("tokenise")
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.bar.close()
 
 
 def median_phases(laps: list[dict[str, float]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.model import build_model, load_model
 from pylate_fastmaxsim.recipes.schema import Recipe
@@ -61,7 +62,7 @@ def _make(recipe: Recipe, root: Path, directory: Path) -> None:
     if recipe.model.build is None:
         load_model(recipe.model, "cpu", recipe.training.seed)  # fails here, before anything is written
     made = [path for path in (root, *root.parents) if not path.exists()]
-    root.mkdir(parents=True, exist_ok=True)
+    make_directory("output_dir", root)
     scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
     try:
         if recipe.data.source == "docstrings":

@@ -23,6 +23,9 @@ from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
+# What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
+NO_ROWS = "corresponds to no data"
+
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
 
@@ -37,17 +40,28 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
         with progress_shown():
             table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        if write_failure(error):
+            raise
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # which says what, where datasets only says that
-        if write_failure(error):
-            raise error from None
         reason = str(error).strip().split("\n")[0]
+        if isinstance(error, StopIteration) or NO_ROWS in reason:
+            raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
-    if not isinstance(table, DatasetDict):
-        return table
-    if len(table) > 1:
-        raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
-    return next(iter(table.values()))
+    if isinstance(table, DatasetDict):
+        if len(table) > 1:
+            raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
+        table = next(iter(table.values()))
+    return table
+
+
+def _place(path: str, subset: str | None, options: dict[str, Any]) -> str:
+    files = options.get("data_files")
+    if isinstance(files, dict):
+        files = [file for parts in files.values() for file in parts]
+    if files:
+        return files if isinstance(files, str) else ", ".join(files)
+    return f"the subset {subset} of {path}" if subset else path
 
 
 @contextmanager

@@ -23,8 +23,9 @@ from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.load import dump_recipe
-from pylate_fastmaxsim.recipes.model import load_model, load_trained
+from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
@@ -53,10 +54,12 @@ FREE_TO_CHANGE = {
     "training.save_steps",
     "training.save_total_limit",
     "training.report_to",
+    "training.gradient_checkpointing",
     "training.dataloader_num_workers",
     "evaluation.batch_size",
     "evaluation.beir",
     "evaluation.split",
+    "loss.mini_batch_size",
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
@@ -231,8 +234,11 @@ def _first_line(error: Exception) -> str:
 
 def _precision(recipe: Recipe, on_gpu: bool) -> str:
     """What ``training.precision`` means on this machine."""
-    # An older GPU emulates bf16, slower than fp32, and PyTorch counts that as support unless told otherwise.
-    has_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = on_gpu and gpu_has_bf16()
+    if recipe.model.dtype == "bfloat16" and on_gpu and not has_bf16:
+        raise RecipeError(
+            f"model.dtype must be auto or float32 here, because the GPU ({torch.cuda.get_device_name()}) has no bf16."
+        )
     wanted = recipe.training.precision
     if wanted == "auto":
         return ("bf16" if has_bf16 else "fp16") if on_gpu else "fp32"
@@ -325,7 +331,7 @@ def _open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
     if checkpoint is not None and (directory / RECIPE_FILE).exists():
         _require_same_run(recipe, yaml.safe_load((directory / RECIPE_FILE).read_text(encoding="utf-8")))
     if writes:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory("output_dir", directory)
         if not resume:
             for path in directory.glob("checkpoint-*"):
                 shutil.rmtree(path)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainingArguments
 
+from pylate_fastmaxsim.recipes.model import gpu_has_bf16
 from pylate_fastmaxsim.recipes.phases import Phases
 from pylate_fastmaxsim.recipes.schema import LoraSection, ModelSection
 
@@ -90,7 +91,7 @@ def load_retriever(
 def _dtype(section: ModelSection, device: torch.device) -> torch.dtype:
     if section.dtype != "auto":
         return getattr(torch, section.dtype)
-    small = section.lora is not None and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    small = section.lora is not None and device.type == "cuda" and gpu_has_bf16()
     return torch.bfloat16 if small else torch.float32
 
 
