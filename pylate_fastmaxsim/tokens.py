@@ -240,20 +240,17 @@ class TokenBatch:
             raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
         for sequence in sequences:
             require_tensor("TokenBatch.from_list", "each of sequences", sequence, "[L, d]")
-        first = sequences[0]
-        for sequence in sequences:
-            if (
-                sequence.dim() != 2
-                or sequence.shape[1:] != first.shape[1:]
-                or sequence.dtype != first.dtype
-                or sequence.device != first.device
-            ):
+        kinds = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
+        first_shape, first_dtype, first_device = kinds[0]
+        for shape, dtype, device in kinds:
+            if len(shape) != 2 or shape[1] != first_shape[1] or dtype != first_dtype or device != first_device:
                 raise ValueError(
                     "TokenBatch.from_list: each of sequences must be [L, d], of the d, dtype and device of the first, "
-                    f"got {_said(first)} first and then {_said(sequence)}."
+                    f"got {first_dtype} {tuple(first_shape)} on {first_device} "
+                    f"and {dtype} {tuple(shape)} on {device}."
                 )
-        sizes = [len(sequence) for sequence in sequences]
-        lengths = torch.tensor(sizes, dtype=torch.int64, device=first.device)
+        sizes = [shape[0] for shape, _, _ in kinds]
+        lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
         return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
@@ -287,10 +284,6 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
-
-
-def _said(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:
