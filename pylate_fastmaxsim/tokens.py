@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
-    """Raise TypeError unless ``value``, the argument ``name`` of ``where``, is a tensor; ``allowed`` is its dtype and shape."""
+    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` says of which dtype and shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
 
@@ -179,8 +179,8 @@ class TokenBatch:
         Raises
         ------
         ValueError
-            A shape or dtype does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer than
-            ``max_length``. The numbers of a ``cu_seqlens`` on a GPU are not looked at where ``max_length`` is given.
+            A shape or dtype does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer
+            than ``max_length``. The numbers of a ``cu_seqlens`` on a GPU are not looked at where ``max_length`` is given.
         TypeError
             An argument is not a tensor.
 
@@ -195,7 +195,7 @@ class TokenBatch:
         require_tensor("TokenBatch.from_packed", "cu_seqlens", cu_seqlens, "int32 or int64 [N + 1]")
         if values.dim() != 2:
             raise ValueError(f"TokenBatch.from_packed: values must be [T, d], got shape {tuple(values.shape)}.")
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 "TokenBatch.from_packed: cu_seqlens must be int32 or int64 [N + 1] and start with 0, "
                 f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
