@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 
+def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
+    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` says of which dtype and shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
+
+
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """N sequences of d-dimensional token vectors, stored back to back in one matrix.
@@ -35,6 +41,14 @@ class TokenBatch:
         Whether every row of ``values`` is known to belong to a sequence, so that no gradient has to be filled with
         zeros first. ``False`` where it is not known.
 
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device is not the one above, or a sequence is longer than ``max_length`` or lies outside of
+        ``values``. The numbers in ``starts`` and ``lengths`` are looked at on a CPU only.
+    TypeError
+        An argument is not a tensor.
+
     Examples
     --------
     >>> import torch
@@ -52,6 +66,9 @@ class TokenBatch:
     gapless: bool = False
 
     def __post_init__(self) -> None:
+        require_tensor("TokenBatch", "values", self.values, "[T, d]")
+        require_tensor("TokenBatch", "starts", self.starts, "int64 [N]")
+        require_tensor("TokenBatch", "lengths", self.lengths, "int64 [N]")
         if self.values.dim() != 2:
             raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
         if self.starts.dim() != 1 or self.starts.shape != self.lengths.shape:
@@ -59,9 +76,40 @@ class TokenBatch:
                 "TokenBatch: starts and lengths must both be [N], "
                 f"got shapes {tuple(self.starts.shape)} and {tuple(self.lengths.shape)}."
             )
-        if self.keep is not None and self.keep.shape != self.values.shape[:1]:
+        if self.starts.dtype != torch.int64 or self.lengths.dtype != torch.int64:
             raise ValueError(
-                f"TokenBatch: keep must be [T] = [{self.values.shape[0]}], got shape {tuple(self.keep.shape)}."
+                f"TokenBatch: starts and lengths must be int64, got {self.starts.dtype} and {self.lengths.dtype}."
+            )
+        device = self.values.device
+        if self.starts.device != device or self.lengths.device != device:
+            raise ValueError(
+                f"TokenBatch: starts and lengths must be on {device}, as values, "
+                f"got {self.starts.device} and {self.lengths.device}."
+            )
+        if self.keep is not None:
+            require_tensor("TokenBatch", "keep", self.keep, "bool [T]")
+            if self.keep.dtype != torch.bool or self.keep.shape != self.values.shape[:1]:
+                raise ValueError(
+                    f"TokenBatch: keep must be bool [T] with T = {self.values.shape[0]}, "
+                    f"got {self.keep.dtype} of shape {tuple(self.keep.shape)}."
+                )
+            if self.keep.device != device:
+                raise ValueError(f"TokenBatch: keep must be on {device}, as values, got {self.keep.device}.")
+        # Elsewhere this would wait for the device, and in a graph or a fake tensor there is nothing to look at.
+        if device.type == "cpu" and not torch.compiler.is_compiling() and type(self.lengths) is Tensor and len(self):
+            self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        shortest, longest = map(int, torch.aminmax(self.lengths))
+        if shortest < 0 or longest > self.max_length:
+            raise ValueError(
+                f"TokenBatch: lengths must be from 0 to max_length = {self.max_length}, got {shortest} to {longest}."
+            )
+        first, end = int(self.starts.min()), int((self.starts + self.lengths).max())
+        if first < 0 or end > self.values.shape[0]:
+            raise ValueError(
+                f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
+                f"got {first} to {end}."
             )
 
     def __len__(self) -> int:
@@ -97,6 +145,7 @@ class TokenBatch:
         >>> TokenBatch.from_padded(torch.ones(2, 3, 4), mask).lengths.tolist()
         [2, 3]
         """
+        require_tensor("TokenBatch.from_padded", "values", values, "[N, L, d]")
         if values.dim() != 3:
             raise ValueError(f"TokenBatch.from_padded: values must be [N, L, d], got shape {tuple(values.shape)}.")
         count, length, dim = values.shape
@@ -105,6 +154,7 @@ class TokenBatch:
         if mask is None:
             lengths = torch.full_like(starts, length)
             return cls(values.reshape(count * length, dim), starts, lengths, length, gapless=True)
+        require_tensor("TokenBatch.from_padded", "mask", mask, "[N, L]")
         if mask.shape != values.shape[:2]:
             raise ValueError(
                 f"TokenBatch.from_padded: mask must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
@@ -122,14 +172,17 @@ class TokenBatch:
     ) -> TokenBatch:
         """View packed token vectors ``[T, d]`` with ``cu_seqlens [N + 1]`` as a ragged batch, without a copy.
 
+        ``cu_seqlens`` is int32 or int64, and ``keep [T]`` bool or 0/1 of any dtype.
         ``max_length`` defaults to the longest sequence, which waits for the device once; pass the
         document length of the tokenizer to avoid that.
 
         Raises
         ------
         ValueError
-            A shape does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer than
-            ``max_length``. The numbers of a ``cu_seqlens`` on a GPU are not looked at where ``max_length`` is given.
+            A shape or dtype does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer
+            than ``max_length``. The numbers of a ``cu_seqlens`` on a GPU are not looked at where ``max_length`` is given.
+        TypeError
+            An argument is not a tensor.
 
         Examples
         --------
@@ -138,10 +191,19 @@ class TokenBatch:
         >>> TokenBatch.from_packed(torch.ones(5, 4), torch.tensor([0, 2, 5])).lengths.tolist()
         [2, 3]
         """
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        require_tensor("TokenBatch.from_packed", "values", values, "[T, d]")
+        require_tensor("TokenBatch.from_packed", "cu_seqlens", cu_seqlens, "int32 or int64 [N + 1]")
+        if values.dim() != 2:
+            raise ValueError(f"TokenBatch.from_packed: values must be [T, d], got shape {tuple(values.shape)}.")
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"TokenBatch.from_packed: cu_seqlens must be [N + 1] and start with 0, got shape {tuple(cu_seqlens.shape)}."
+                "TokenBatch.from_packed: cu_seqlens must be int32 or int64 [N + 1] and start with 0, "
+                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
             )
+        if keep is not None:
+            require_tensor("TokenBatch.from_packed", "keep", keep, "[T]")
+            keep = keep.to(device=values.device)
+            keep = keep if keep.dtype == torch.bool else keep != 0
         # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
         if (max_length is None or cu_seqlens.device.type == "cpu") and not torch.compiler.is_compiling():
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
@@ -156,6 +218,13 @@ class TokenBatch:
     def from_list(cls, sequences: Sequence[Tensor]) -> TokenBatch:
         """Pack matrices ``[L_i, d]`` (one copy), all of one d, dtype and device.
 
+        Raises
+        ------
+        ValueError
+            There is none, or one is not a matrix or differs from the first in d, dtype or device.
+        TypeError
+            ``sequences`` is not a sequence of tensors.
+
         Examples
         --------
         >>> import torch
@@ -163,10 +232,25 @@ class TokenBatch:
         >>> TokenBatch.from_list([torch.ones(1, 2), torch.ones(0, 2)]).lengths.tolist()
         [1, 0]
         """
+        if not isinstance(sequences, Sequence):
+            raise TypeError(
+                f"TokenBatch.from_list: sequences must be a list of tensors [L, d], got {type(sequences).__name__}."
+            )
         if not sequences:
             raise ValueError("TokenBatch.from_list: an empty list has no token dimension; pass at least one [L, d].")
-        sizes = [len(sequence) for sequence in sequences]
-        lengths = torch.tensor(sizes, dtype=torch.int64, device=sequences[0].device)
+        for sequence in sequences:
+            require_tensor("TokenBatch.from_list", "each of sequences", sequence, "[L, d]")
+        kinds = [(sequence.shape, sequence.dtype, sequence.device) for sequence in sequences]
+        first_shape, first_dtype, first_device = kinds[0]
+        for shape, dtype, device in kinds:
+            if len(shape) != 2 or shape[1] != first_shape[1] or dtype != first_dtype or device != first_device:
+                raise ValueError(
+                    "TokenBatch.from_list: each of sequences must be [L, d], of the d, dtype and device of the first, "
+                    f"got {first_dtype} {tuple(first_shape)} on {first_device} "
+                    f"and {dtype} {tuple(shape)} on {device}."
+                )
+        sizes = [shape[0] for shape, _, _ in kinds]
+        lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
         return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:

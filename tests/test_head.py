@@ -172,11 +172,31 @@ def test_second_derivatives_are_refused():
         ((torch.ones(2, 3).int(), torch.ones(4, 3).int()), "hidden states must be bfloat16"),
         ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), r"bias must be torch.float32 \[d\] with d = 4"),
         ((torch.ones(2, 3), torch.ones(4, 3, device="meta")), "all must be on one"),
+        ((torch.ones(2, 3, device="meta"), torch.ones(4, 3, device="meta")), "hidden states are on the meta device"),
     ],
 )
 def test_what_does_not_fit_gets_one_sentence(arguments, message):
     with pytest.raises(ValueError, match=message):
         project_normalize(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([[[1.0, 2.0]]], torch.ones(1, 1, 2), torch.ones(2, 2)), "queries must be a TokenBatch or a tensor"),
+        (
+            (torch.ones(1, 1, 2), torch.ones(1, 1, 2).numpy(), torch.ones(2, 2)),
+            "documents must be a TokenBatch or a tensor",
+        ),
+        ((torch.ones(1, 1, 2), torch.ones(1, 1, 2), [[1.0, 0.0], [0.0, 1.0]]), "weight must be a tensor .* got list"),
+        ((torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.ones(2, 2), [0.0, 0.0]), "bias must be a tensor .* got list"),
+    ],
+)
+def test_what_is_not_a_tensor_is_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        maxsim_from_hidden(*arguments)
+    with pytest.raises(TypeError, match="hidden states must be a tensor .* got list"):
+        project_normalize([[1.0, 2.0]], torch.ones(2, 2))
 
 
 def test_an_unknown_side_gets_one_sentence():

@@ -312,6 +312,12 @@ Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
             ValueError,
             "zero_floor must be on cpu",
         ),
+        ((Q.numpy(), D), {}, TypeError, "queries must be a TokenBatch or a tensor .* got ndarray"),
+        ((Q, D, [[0], [1]]), {}, TypeError, r"candidates must be a tensor int64 \[Nq, K\], got list"),
+        ((Q, D), {"queries_mask": [[1] * 3] * 2}, TypeError, r"queries_mask must be a tensor \[N, L\], got list"),
+        ((Q, D), {"documents_mask": torch.ones(5, 6).numpy()}, TypeError, "documents_mask .* got ndarray"),
+        ((Q, D), {"zero_floor": [False] * 5}, TypeError, r"zero_floor must be a tensor bool \[Nd\], got list"),
+        ((Q.to("meta"), D.to("meta")), {}, ValueError, "queries are on the meta device"),
     ],
 )
 def test_errors_say_what_is_allowed(arguments, options, error, message):

@@ -134,6 +134,20 @@ def _different_counts(folder: str) -> None:
         ring_maxsim(_queries(rank, torch.float32)[0], _documents(rank, 6 + rank, 7, torch.float32))
 
 
+@pytest.mark.parametrize(
+    "queries, documents, options, name",
+    [
+        (_documents(0, 2, 7, torch.float32), _documents(0, 2, 7, torch.float32), {}, "queries"),
+        (torch.ones(1, 1, DIM), [torch.ones(1, DIM)], {}, "documents"),
+        (torch.ones(1, 1, DIM), _documents(0, 2, 7, torch.float32), {"queries_mask": [[1]]}, "queries_mask"),
+        (torch.ones(1, 1, DIM), _documents(0, 2, 7, torch.float32), {"zero_floor": [True, False]}, "zero_floor"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(queries, documents, options, name):
+    with pytest.raises(TypeError, match=f"ring_maxsim: {name} must be a .* got (TokenBatch|list)"):
+        ring_maxsim(queries, documents, **options)
+
+
 class _Alive(TorchDispatchMode):
     """The most bytes that tensors made by this process held at a time."""
 

@@ -163,6 +163,16 @@ def test_nonsense_in_the_environment_is_an_error(monkeypatch):
         pylate_fastmaxsim.enable()
 
 
+@pytest.mark.parametrize("name", ["padding_free", "compile", "stock_masking", "ring", "fused_head"])
+@pytest.mark.parametrize("value", ["no", None, 1])
+def test_an_option_that_is_not_a_bool_is_an_error(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):
+        pylate_fastmaxsim.enable(**{name: value})
+    with pytest.raises(TypeError, match=f"{name} must be True or False"), pylate_fastmaxsim.enabled(**{name: value}):
+        pass
+    assert switch.options() is None
+
+
 def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "pylate", None)
     monkeypatch.setitem(sys.modules, "colpali_engine", None)

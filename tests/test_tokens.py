@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
-from pylate_fastmaxsim import TokenBatch
+from pylate_fastmaxsim import TokenBatch, maxsim
 
 
 def rows(batch: TokenBatch) -> list[list[list[float]]]:
@@ -41,6 +42,16 @@ def test_from_packed_shares_memory_and_finds_the_longest():
     assert TokenBatch.from_packed(values, torch.tensor([0, 6]), max_length=32).max_length == 32
     keep = torch.tensor([True, False, True, True, False, True])
     assert rows(TokenBatch.from_packed(values, torch.tensor([0, 6]), keep)) == [values[keep].tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16])
+def test_from_packed_takes_any_keep(dtype):
+    values, keep = torch.randn(6, 2), torch.tensor([True, False, True, True, False, True])
+    batch = TokenBatch.from_packed(values, torch.tensor([0, 2, 6]), keep.to(dtype))
+    assert rows(batch) == [values[[0]].tolist(), values[[2, 3, 5]].tolist()]
+    queries = torch.randn(1, 3, 2)
+    expected = maxsim(queries, TokenBatch.from_list([values[[0]], values[[2, 3, 5]]]))
+    torch.testing.assert_close(maxsim(queries, batch), expected)
 
 
 def test_from_list_packs_in_order():
@@ -87,25 +98,85 @@ def packed(*cu_seqlens: int, max_length: int | None = None) -> TokenBatch:
     return TokenBatch.from_packed(torch.randn(2, 3), torch.tensor(cu_seqlens), max_length=max_length)
 
 
+BOUNDS, ONE = torch.tensor([0, 2]), torch.ones(1, dtype=torch.int64)
+
+
+def direct(**arguments) -> TokenBatch:
+    return TokenBatch(**{"values": torch.randn(2, 3), "starts": ONE, "lengths": ONE, "max_length": 2, **arguments})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: TokenBatch.from_packed(torch.randn(1, 2, 3), BOUNDS),
+            r"values must be \[T, d\], got shape \(1, 2, 3\)",
+        ),
+        (
+            lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.tensor([0.0, 1.6, 2.0])),
+            r"cu_seqlens must be int32 or int64 \[N \+ 1\] .* got torch.float32",
+        ),
+        (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.tensor([False, True])), "got torch.bool"),
+        (
+            lambda: TokenBatch.from_packed(torch.randn(2, 3), BOUNDS, torch.ones(3)),
+            r"keep must be bool \[T\] with T = 2",
+        ),
+        (
+            lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 3)]),
+            r"each of sequences .* \(1, 2\) on cpu and",
+        ),
+        (lambda: TokenBatch.from_list([torch.ones(1, 2, 3)]), r"each of sequences must be \[L, d\]"),
+        (lambda: TokenBatch.from_list([torch.ones(()), torch.ones(2)]), r"each of sequences must be \[L, d\]"),
+        (lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 2).double()]), "and torch.float64"),
+        (lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 2, device="meta")]), "on meta"),
+        (lambda: direct(starts=torch.zeros(1)), "starts and lengths must be int64, got torch.float32 and torch.int64"),
+        (lambda: direct(lengths=torch.ones(1, dtype=torch.int32)), "got torch.int64 and torch.int32"),
+        (lambda: direct(starts=ONE.to("meta")), "must be on cpu, as values, got meta and cpu"),
+        (lambda: direct(lengths=3 * ONE), "lengths must be from 0 to max_length = 2, got 3 to 3"),
+        (lambda: direct(lengths=-ONE), "lengths must be from 0"),
+        (lambda: direct(starts=-ONE), "must lie in the rows 0 to T = 2 of values, got -1 to 0"),
+        (lambda: direct(starts=2 * ONE), "got 2 to 3"),
+        (lambda: direct(keep=torch.ones(2, dtype=torch.int64)), r"keep must be bool \[T\] .* got torch.int64"),
+        (
+            lambda: direct(keep=torch.ones(2, dtype=torch.bool, device="meta")),
+            "keep must be on cpu, as values, got meta",
+        ),
         (lambda: TokenBatch.from_padded(torch.randn(2, 3)), r"values must be \[N, L, d\]"),
         (lambda: TokenBatch.from_padded(torch.randn(2, 3, 4), torch.ones(3, 2)), r"mask must be \[N, L\] = \[2, 3\]"),
-        (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.ones(1, 2)), r"cu_seqlens must be \[N \+ 1\]"),
+        (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.ones(1, 2)), "cu_seqlens must be int32 or int64"),
         (lambda: packed(1, 2), "must go from 0 to at most T = 2 in steps from 0, got 1 to 2 in steps from 1 to 1."),
         (lambda: packed(0, 3), "must go from 0 to at most T = 2 in steps from 0, got 0 to 3 in steps from 3 to 3."),
         (lambda: packed(0, 2, 1), "in steps from 0, got 0 to 1 in steps from -1 to 2."),
         (lambda: packed(0, 2, max_length=1), "in steps from 0 to max_length = 1, got 0 to 2 in steps from 2 to 2."),
         (lambda: TokenBatch.from_list([]), "empty list"),
-        (lambda: TokenBatch(torch.randn(2), torch.zeros(1), torch.zeros(1), 1), r"values must be \[T, d\]"),
-        (lambda: TokenBatch(torch.randn(2, 3), torch.zeros(1), torch.zeros(2), 1), r"must both be \[N\]"),
-        (
-            lambda: TokenBatch(torch.randn(2, 3), torch.zeros(1), torch.zeros(1), 1, torch.ones(3, dtype=torch.bool)),
-            r"keep must be \[T\] = \[2\]",
-        ),
+        (lambda: direct(values=torch.randn(2)), r"values must be \[T, d\]"),
+        (lambda: direct(lengths=torch.zeros(2, dtype=torch.int64)), r"must both be \[N\]"),
+        (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
     ],
 )
 def test_errors_say_what_is_allowed(make, message):
     with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenBatch.from_padded([[[1.0]]]), r"from_padded: values must be a tensor \[N, L, d\], got list"),
+        (lambda: TokenBatch.from_padded(torch.ones(1, 1, 1), [[True]]), "from_padded: mask .* got list"),
+        (lambda: TokenBatch.from_packed(np.ones((2, 3)), BOUNDS), "from_packed: values .* got ndarray"),
+        (lambda: TokenBatch.from_packed(torch.ones(2, 3), [0, 2]), "from_packed: cu_seqlens must be a tensor int32 or"),
+        (lambda: TokenBatch.from_packed(torch.ones(2, 3), BOUNDS, [True, True]), "from_packed: keep .* got list"),
+        (lambda: TokenBatch.from_list(torch.ones(2, 3, 4)), "sequences must be a list of tensors .* got Tensor"),
+        (lambda: TokenBatch.from_list(iter([torch.ones(2, 3)])), "sequences must be a list of tensors"),
+        (lambda: TokenBatch.from_list([torch.ones(2, 3), np.ones((2, 3))]), "each of sequences .* got ndarray"),
+        (lambda: direct(values=[[1.0]]), r"TokenBatch: values must be a tensor \[T, d\], got list"),
+        (lambda: direct(starts=[0]), "TokenBatch: starts .* got list"),
+        (lambda: direct(lengths=[1]), "TokenBatch: lengths .* got list"),
+        (lambda: direct(keep=[True, False]), "TokenBatch: keep .* got list"),
+        (lambda: direct().with_values(np.ones((2, 3))), "TokenBatch: values .* got ndarray"),
+    ],
+)
+def test_what_is_not_a_tensor_is_named(make, message):
+    with pytest.raises(TypeError, match=message):
         make()

@@ -190,6 +190,10 @@ def test_errors():
         xtr_scores(queries, documents, 1, torch.tensor([[4], [0]]))
     with pytest.raises(ValueError, match="grad_filter"):
         xtr_scores(queries, documents, 1, grad_filter="all")
+    with pytest.raises(TypeError, match="xtr_scores: candidates must be a tensor .* got list"):
+        xtr_scores(queries, documents, 1, [[0], [0]])
+    with pytest.raises(TypeError, match="xtr_scores: documents_mask must be a tensor .* got list"):
+        xtr_scores(queries, documents, 1, documents_mask=[[1] * 5] * 4)
 
 
 @pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1]])])

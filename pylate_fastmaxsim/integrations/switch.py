@@ -134,6 +134,8 @@ def enable(
     ValueError
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
         ``"auto"`` nor ``None``.
+    TypeError
+        Another option is neither True nor False.
 
     Notes
     -----
@@ -149,10 +151,13 @@ def enable(
     >>> pylate_fastmaxsim.disable()
     """
     grad_filters.check(grad_filter)
+    new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head)
+    for name, value in asdict(new).items():
+        if name != "grad_filter" and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
     if forbidden():
         _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
-    new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head)
     _switch_to(new)
     hosts, _ = _hosts()
     _logger.info(

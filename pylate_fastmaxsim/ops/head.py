@@ -13,7 +13,7 @@ from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 
 Projected = Literal["documents", "queries", "both"]
 
@@ -116,6 +116,8 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     ------
     ValueError
         Shapes, dtypes or devices do not fit together.
+    TypeError
+        An argument is not a tensor.
 
     Notes
     -----
@@ -127,7 +129,13 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     >>> project_normalize(torch.tensor([[1.5, 2.0]]), 2 * torch.eye(2))
     tensor([[0.6000, 0.8000]])
     """
+    require_tensor("project_normalize", "hidden states", hidden, "[..., d_model]")
+    require_tensor("project_normalize", "weight", weight, "[d, d_model]")
+    if bias is not None:
+        require_tensor("project_normalize", "bias", bias, "[d]")
     device = hidden.device.type
+    if device == "meta":
+        raise ValueError("project_normalize: hidden states are on the meta device, which holds no numbers to project.")
     autocast = torch.is_autocast_enabled(device) and hidden.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES
     if autocast:
         hidden = hidden.to(torch.get_autocast_dtype(device))

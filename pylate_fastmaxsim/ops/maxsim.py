@@ -12,7 +12,7 @@ from torch import Tensor
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.winners import winner_dtype
 
 logger = logging.getLogger("pylate_fastmaxsim")
@@ -132,6 +132,8 @@ def prepared(
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
     device = q_values.device.type
+    if device == "meta":
+        raise ValueError(f"{operator}: queries are on the meta device, which holds no numbers to score.")
     if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
@@ -148,10 +150,12 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
         raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
     if tokens.dim() != 3:
         raise ValueError(f"{operator}: padded {name} must be [N, L, d], got shape {tuple(tokens.shape)}.")
-    if mask is not None and mask.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"{operator}: {name}_mask must be [N, L] = {list(tokens.shape[:2])}, got shape {tuple(mask.shape)}."
-        )
+    if mask is not None:
+        require_tensor(operator, f"{name}_mask", mask, "[N, L]")
+        if mask.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{operator}: {name}_mask must be [N, L] = {list(tokens.shape[:2])}, got shape {tuple(mask.shape)}."
+            )
     return TokenBatch.from_padded(tokens, mask)
 
 
@@ -181,6 +185,7 @@ def _check(
             f"{operator}: queries have d = {q_values.shape[1]} and documents d = {d_values.shape[1]}; both must have one d."
         )
     if candidates is not None:
+        require_tensor(operator, "candidates", candidates, "int64 [Nq, K]")
         if candidates.dim() != 2 or candidates.shape[0] != num_queries or candidates.dtype != torch.int64:
             raise ValueError(
                 f"{operator}: candidates must be int64 [Nq, K] with Nq = {num_queries}, "
@@ -198,6 +203,7 @@ def _check(
                     f"{operator}: candidates must be from 0 to Nd - 1 = {num_documents - 1}, got {int(low)} to {int(high)}."
                 )
     if zero_floor is not None:
+        require_tensor(operator, "zero_floor", zero_floor, "bool [Nd]")
         if zero_floor.shape != (num_documents,) or zero_floor.dtype != torch.bool:
             raise ValueError(
                 f"{operator}: zero_floor must be bool [Nd] with Nd = {num_documents}, "

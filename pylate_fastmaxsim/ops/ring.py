@@ -18,7 +18,7 @@ from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import prepared
 from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.winners import queries_at_once, winner_dtype
 
 # Winners that are kept for the backward, of all shards together. Those of further shards are found again there, so that
@@ -63,6 +63,8 @@ def ring_maxsim(
     ------
     ValueError
         Shapes, dtypes or devices do not fit together, or the ranks have different numbers of documents.
+    TypeError
+        An argument is of the wrong type.
 
     Examples
     --------
@@ -74,6 +76,7 @@ def ring_maxsim(
     tensor([[2., 2.]])
     """
     grad_filters.check(grad_filter)
+    require_tensor("ring_maxsim", "queries", queries, "[Nq, Lq, d]")
     query_batch, documents, q_values, d_values = prepared(
         "ring_maxsim", queries, documents, None, queries_mask, None, zero_floor
     )
