@@ -12,6 +12,8 @@ MODULES = (
     "ops.head",
     "ops.xtr",
     "cpu.maxsim",
+    "integrations.patching",
+    "integrations.redirection",
     "search",
     "corpus",
     "tuning.search",

@@ -350,20 +350,16 @@ def test_the_collator_is_stock_where_padding_stays(model):
     assert added == {f"document_{TOKEN_INDEX}", f"document_{CU_SEQLENS}"}
 
 
-def _tokenize(texts, is_query, pad, task):
-    ids = torch.tensor([[1, 2, 3]] * len(texts))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_collator_in_workers(method):
+def test_collator_in_workers(method, model):
     pylate_fastmaxsim.enable()
+    encode(model, batch_of(model))
     rows = [{"query": "a", "document": "b"}] * 4
     loader = torch.utils.data.DataLoader(
         rows,
         batch_size=2,
         num_workers=1,
-        collate_fn=ColBERTCollator(tokenize_fn=_tokenize),
+        collate_fn=ColBERTCollator(tokenize_fn=model.tokenize),
         multiprocessing_context=multiprocessing.get_context(method),
     )
     keys = [set(batch) for batch in loader]

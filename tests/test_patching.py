@@ -1,5 +1,6 @@
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -22,7 +23,14 @@ def fast():
 
 @pytest.fixture
 def host(monkeypatch):
-    return module(monkeypatch, "host", score=lambda: "stock")
+    """Its function has a free variable, so that the attribute is replaced."""
+    result = "stock"
+    return module(monkeypatch, "host", score=lambda: result)
+
+
+@pytest.fixture
+def plain_host(monkeypatch):
+    return module(monkeypatch, "plain_host", score=lambda: "stock")
 
 
 def test_a_module_patch_reaches_every_capture_under_any_name(monkeypatch, host, fast):
@@ -98,6 +106,58 @@ def test_somebody_elses_later_patch_is_left_alone(host, fast, caplog):
     patches.undo()
     assert host.score is theirs
     assert "host.score" in caplog.text
+
+
+def test_a_plain_function_stays_and_all_that_hold_it_follow(plain_host, fast):
+    score = plain_host.score
+
+    class Holder:
+        method = staticmethod(score)
+
+    def default(function=score):
+        return function()
+
+    holders = [score, plain_host.score, Holder.method, default, partial(score), lambda: score(), {"key": score}["key"]]
+    patches = PatchSet()
+    for _ in range(2):
+        patches.apply([Patch(plain_host, "score", fast)])
+        patches.apply([Patch(plain_host, "score", fast)])
+        assert patches.targets == ["plain_host.score"]
+        assert plain_host.score is score
+        assert [holder() for holder in holders] == ["fast"] * len(holders)
+        patches.undo()
+        patches.undo()
+        assert patches.targets == []
+        assert [holder() for holder in holders] == ["stock"] * len(holders)
+        assert not vars(score)
+
+
+def test_a_plain_function_stays_where_another_name_is_missing(plain_host, fast):
+    patches = PatchSet()
+    with pytest.raises(AttributeError, match="plain_host.absent"):
+        patches.apply([Patch(plain_host, "score", fast), Patch(plain_host, "absent", fast)])
+    assert plain_host.score() == "stock"
+
+
+def test_somebody_elses_later_wrapper_of_a_plain_function_goes_on(plain_host, fast, caplog):
+    found = plain_host.score
+    patches = PatchSet()
+    patches.apply([Patch(plain_host, "score", fast)])
+    plain_host.score = theirs = lambda: f"theirs, {found()}"
+    assert plain_host.score() == "theirs, fast"
+    patches.undo()
+    assert plain_host.score is theirs
+    assert plain_host.score() == "theirs, stock"
+    assert not caplog.messages
+
+
+def test_somebody_elses_later_code_is_left_alone(plain_host, fast, caplog):
+    patches = PatchSet()
+    patches.apply([Patch(plain_host, "score", fast)])
+    plain_host.score.__code__ = (lambda: "theirs").__code__
+    patches.undo()
+    assert plain_host.score() == "theirs"
+    assert "plain_host.score" in caplog.text
 
 
 def test_lazy_modules_are_not_loaded_by_the_search(monkeypatch, tmp_path, host, fast):

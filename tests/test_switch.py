@@ -1,11 +1,13 @@
+import functools
 import inspect
 import logging
 import pickle
+import pydoc
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
+import torch
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
@@ -13,7 +15,10 @@ from pylate_fastmaxsim.integrations import switch
 pytest.importorskip("pylate")
 
 import pylate  # noqa: E402
+from models import load_model  # noqa: E402
 from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
+
+from pylate_fastmaxsim.integrations import pylate_scores  # noqa: E402
 
 WHERE = [
     (scores, "colbert_scores"),
@@ -34,13 +39,13 @@ WHERE = [
     (losses.Distillation, "forward"),
     (utils.ColBERTCollator, "__call__"),
     (models.Dense, "forward"),
-    (models.ColBERT, "similarity"),
-    (models.ColBERT, "similarity_pairwise"),
 ]
 
 
 def found():
-    return [inspect.getattr_static(owner, name) for owner, name in WHERE]
+    """What stands there and, of a function, what it runs."""
+    values = [inspect.getattr_static(owner, name) for owner, name in WHERE]
+    return [(value, getattr(value, "__code__", None)) for value in values]
 
 
 @pytest.fixture(autouse=True)
@@ -49,47 +54,147 @@ def off(monkeypatch):
     before = found()
     yield
     pylate_fastmaxsim.disable()
-    assert all(now is then for now, then in zip(found(), before, strict=True))
-    assert "similarity" not in vars(models.ColBERT)
+    assert found() == before
 
 
-def user_module(monkeypatch):
-    module = ModuleType("user_script")
-    exec("from pylate.scores import colbert_scores as score\nfrom pylate.rank import rerank", vars(module))
-    monkeypatch.setitem(sys.modules, "user_script", module)
-    return module
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the operator was called."""
+    made = []
+    operator = pylate_scores.maxsim
+
+    def counted(*args, **kwargs):
+        made.append(None)
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(pylate_scores, "maxsim", counted)
+    return made
 
 
 def test_everything_is_replaced_and_put_back():
     before = found()
     pylate_fastmaxsim.enable()
-    assert all(now is not then for now, then in zip(found(), before, strict=True))
+    assert all(now != then for now, then in zip(found(), before, strict=True))
     pylate_fastmaxsim.disable()
-    assert all(now is then for now, then in zip(found(), before, strict=True))
+    assert found() == before
     pylate_fastmaxsim.disable()
 
 
-def test_symbols_captured_before_and_after_are_covered(monkeypatch):
-    before = user_module(monkeypatch)
-    stock = before.score, before.rerank
-    pylate_fastmaxsim.enable()
-    assert before.score is scores.colbert_scores is not stock[0]
-    after = user_module(monkeypatch)
-    monkeypatch.setitem(sys.modules, "user_script_before", before)
-    assert after.rerank is before.rerank is not stock[1]
-    pylate_fastmaxsim.disable()
-    assert (before.score, before.rerank) == (after.score, after.rerank) == stock
+def holders():
+    """All the ways to hold a function that are no attribute of a module."""
+    score = scores.colbert_scores
+
+    def default(queries, documents, function=score):
+        return function(queries, documents)
+
+    class Holder:
+        method = staticmethod(score)
+
+    model = models.ColBERT.__new__(models.ColBERT)
+    torch.nn.Module.__init__(model)
+    model.similarity_fn_name = "MaxSim"
+    return [
+        *(score, default, functools.partial(score, backend="auto"), lambda *embeddings: score(*embeddings)),
+        *({"MaxSim": score}["MaxSim"], Holder.method, model.similarity, model._similarity),
+    ]
 
 
-def test_replacements_keep_name_signature_docstring_and_pickle():
-    functions = [scores.colbert_scores, scores.colbert_scores_pairwise, scores.colbert_kd_scores, rank.rerank]
+def test_whoever_holds_a_function_follows_from_before_and_from_while_it_was_enabled(calls):
+    embeddings = [[[1.0, 0.0]]], [[[0.5, 0.5], [1.0, 0.0]]]
+    held = holders()
+    for _ in range(2):
+        with pylate_fastmaxsim.enabled():
+            held += holders()
+            assert all(score(*embeddings).item() == 1 for score in held)
+            assert len(calls) == len(held)
+            calls.clear()
+        assert all(score(*embeddings).item() == 1 for score in held)
+        assert not calls
+
+
+def test_an_evaluator_that_was_used_before_follows(encoder, calls):
+    model = load_model(encoder("bert")).eval()
+    evaluator = evaluation.PyLateInformationRetrievalEvaluator(
+        queries={"q": "sand"}, corpus={"a": "waves sort sand", "b": "the sky"}, relevant_docs={"q": {"a"}}
+    )
+    stock = evaluator(model)
+    assert not calls
     with pylate_fastmaxsim.enabled():
-        replacements = [scores.colbert_scores, scores.colbert_scores_pairwise, scores.colbert_kd_scores, rank.rerank]
-        for stock, replacement in zip(functions, replacements, strict=True):
-            assert replacement.__wrapped__ is stock
-            assert inspect.signature(replacement) == inspect.signature(stock)
-            assert (replacement.__name__, replacement.__doc__) == (stock.__name__, stock.__doc__)
-            assert pickle.loads(pickle.dumps(replacement)) is replacement
+        assert evaluator(model) == stock
+        assert len(calls) == 1
+    assert evaluator(model) == stock
+    assert len(calls) == 1
+
+
+def test_functions_keep_name_signature_help_and_pickle():
+    functions = [scores.colbert_scores, scores.colbert_scores_pairwise, scores.colbert_kd_scores, rank.rerank]
+
+    def look(function):
+        help_text = pydoc.plain(pydoc.render_doc(function))
+        return function.__name__, inspect.signature(function), inspect.getsource(function), help_text
+
+    before = list(map(look, functions))
+    with pylate_fastmaxsim.enabled():
+        assert list(map(look, functions)) == before
+        assert pickle.loads(pickle.dumps(functions)) == functions
+    assert list(map(look, functions)) == before
+
+
+FRESH = """
+import pickle, sys
+from pylate.scores import colbert_kd_scores, colbert_scores
+for name in sys.argv[1:]:
+    with open(name, "rb") as file:
+        model, loss = pickle.load(file)
+    assert model.similarity is colbert_scores and loss.score_metric is colbert_kd_scores
+    assert loss.model is model
+assert not any(name.startswith("pylate_fastmaxsim") for name in sys.modules)
+"""
+
+
+def test_models_and_losses_pickle_built_before_and_while_enabled(encoder, tmp_path):
+    def build():
+        model = load_model(encoder("bert"))
+        return model, losses.Distillation(model)
+
+    def loads(pickled):
+        for data in pickled:
+            model, loss = pickle.loads(data)
+            assert model.similarity is scores.colbert_scores and loss.score_metric is scores.colbert_kd_scores
+
+    built = [build()]
+    pickled = [pickle.dumps(built[0])]
+    with pylate_fastmaxsim.enabled():
+        built.append(build())
+        pickled += map(pickle.dumps, built)
+        loads(pickled)
+    pickled += map(pickle.dumps, built)
+    loads(pickled)
+    files = [tmp_path / str(index) for index in range(len(pickled))]
+    for file, data in zip(files, pickled, strict=True):
+        file.write_bytes(data)
+    subprocess.run([sys.executable, "-c", FRESH, *map(str, files)], check=True)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_functions_follow_and_are_compiled_once_for_each(fullgraph):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=fullgraph)
+    def double(queries, documents):
+        return 2 * scores.colbert_scores(queries, documents_embeddings=documents)
+
+    embeddings = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    stock = double(*embeddings)
+    for _ in range(3):
+        with pylate_fastmaxsim.enabled():
+            torch.testing.assert_close(double(*embeddings), stock)
+        torch.testing.assert_close(double(*embeddings), stock)
+    assert ["maxsim_forward" in str(graph.graph) for graph in graphs] == [False, True]
 
 
 def test_enabling_again_changes_the_options_only():
@@ -103,14 +208,14 @@ def test_enabling_again_changes_the_options_only():
 
 
 def test_nested_blocks_restore_what_was_in_force():
-    stock = scores.colbert_scores
+    stock = scores.colbert_scores.__code__
     with pylate_fastmaxsim.enabled():
         with pylate_fastmaxsim.enabled(stock_masking=True):
             assert switch.options().stock_masking
         assert switch.options() == switch.Options()
-        assert scores.colbert_scores is not stock
+        assert scores.colbert_scores.__code__ is not stock
     assert switch.options() is None
-    assert scores.colbert_scores is stock
+    assert scores.colbert_scores.__code__ is stock
     pylate_fastmaxsim.enable(compile=True)
     with pytest.raises(KeyError), pylate_fastmaxsim.enabled():
         raise KeyError
@@ -143,9 +248,9 @@ def test_enable_says_what_it_switched_on_in_one_line(caplog):
 def test_the_environment_forbids_it(value, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
-    stock = scores.colbert_scores
+    stock = scores.colbert_scores.__code__
     with pylate_fastmaxsim.enabled():
-        assert scores.colbert_scores is stock
+        assert scores.colbert_scores.__code__ is stock
         assert switch.options() is None
     assert f"PYLATE_FASTMAXSIM={value}" in caplog.text
 

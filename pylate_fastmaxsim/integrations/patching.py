@@ -1,4 +1,4 @@
-"""Reversible patches: replace a function wherever it was imported to, and put every place back."""
+"""Reversible patches: replace a function for whoever holds it, and put everything back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
+
+from pylate_fastmaxsim.integrations.redirection import Redirection, can_redirect
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _PACKAGE = __name__.partition(".")[0]
@@ -22,13 +24,16 @@ class Patch:
     Parameters
     ----------
     owner
-        The module or the class that defines the name. What a module defines is also replaced in
-        every loaded module that holds the same object, under whatever name it was imported;
-        ``__main__`` included. What a class defines or inherits is replaced on that class only.
+        The module or the class that defines the name. A plain function of a module stays the object it is and
+        runs the replacement, so that whoever holds it follows, in whatever form, and it pickles as ever. Anything
+        else that a module defines is replaced there and in every loaded module that holds the same object, under
+        whatever name it was imported; ``__main__`` included. What a class defines or inherits is replaced on that
+        class only.
     name
         The attribute of ``owner`` to replace.
     replacement
-        What stands there while the patch is applied.
+        What stands there, or is run, while the patch is applied. Where it calls what it replaces, that must be a
+        copy that was :func:`~pylate_fastmaxsim.integrations.redirection.detached` before.
     """
 
     owner: ModuleType | type
@@ -60,12 +65,13 @@ class PatchSet:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._applied: dict[str, tuple[Patch, object]] = {}
+        self._redirected: dict[str, Redirection] = {}
+        self._replaced: dict[str, tuple[Patch, object]] = {}
 
     @property
     def targets(self) -> list[str]:
         """Dotted names of what is replaced now."""
-        return list(self._applied)
+        return [*self._redirected, *self._replaced]
 
     def apply(self, patches: Iterable[Patch]) -> None:
         """Apply the patches that are not applied yet; all of them or, where a name is missing, none.
@@ -76,16 +82,25 @@ class PatchSet:
             An owner has no attribute of that name.
         """
         with self._lock:
-            fresh = {patch.target: (patch, _original(patch)) for patch in patches if patch.target not in self._applied}
-            for patch, _ in fresh.values():
-                setattr(patch.owner, patch.name, patch.replacement)
-            self._applied |= fresh
-            _swap({id(original): patch.replacement for patch, original in _of_modules(fresh)})
+            applied = self.targets
+            fresh = {patch.target: (patch, _original(patch)) for patch in patches if patch.target not in applied}
+            replaced = {}
+            for target, (patch, original) in fresh.items():
+                if isinstance(patch.owner, ModuleType) and can_redirect(original):
+                    self._redirected[target] = Redirection(original, patch.replacement)
+                else:
+                    setattr(patch.owner, patch.name, patch.replacement)
+                    replaced[target] = patch, original
+            self._replaced |= replaced
+            _swap({id(original): patch.replacement for patch, original in _of_modules(replaced)})
 
     def undo(self) -> None:
         """Put back every original, also in modules that imported a replacement in the meantime."""
         with self._lock:
-            for patch, original in self._applied.values():
+            for target, redirection in self._redirected.items():
+                if not redirection.undo():
+                    _logger.warning("%s was given other code by someone else since; left as it is.", target)
+            for patch, original in self._replaced.values():
                 if vars(patch.owner).get(patch.name) is not patch.replacement:
                     # Whoever patched after us wraps our replacement; to overwrite that would undo theirs.
                     _logger.warning("%s was replaced by someone else since; left as it is.", patch.target)
@@ -93,8 +108,8 @@ class PatchSet:
                     delattr(patch.owner, patch.name)
                 else:
                     setattr(patch.owner, patch.name, original)
-            _swap({id(patch.replacement): original for patch, original in _of_modules(self._applied)})
-            self._applied = {}
+            _swap({id(patch.replacement): original for patch, original in _of_modules(self._replaced)})
+            self._redirected, self._replaced = {}, {}
 
 
 def _original(patch: Patch) -> object:
@@ -103,8 +118,8 @@ def _original(patch: Patch) -> object:
     return vars(patch.owner).get(patch.name, _INHERITED)
 
 
-def _of_modules(applied: Mapping[str, tuple[Patch, object]]) -> Iterable[tuple[Patch, object]]:
-    return (entry for entry in applied.values() if isinstance(entry[0].owner, ModuleType))
+def _of_modules(replaced: Mapping[str, tuple[Patch, object]]) -> Iterable[tuple[Patch, object]]:
+    return (entry for entry in replaced.values() if isinstance(entry[0].owner, ModuleType))
 
 
 def _swap(objects: Mapping[int, object]) -> None:

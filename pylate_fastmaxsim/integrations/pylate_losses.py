@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from inspect import unwrap as undecorated
 
 import torch
 import torch.distributed as dist
@@ -66,8 +65,7 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
     metric = loss.score_metric
     xtr = passing_tokens(loss) is not None
     if isinstance(loss, Distillation):
-        # Built while enabled, a loss holds the replacement of the function; both unwrap to the original.
-        default = undecorated(metric) is undecorated(stock_scores.colbert_kd_scores)
+        default = metric is stock_scores.colbert_kd_scores
     else:
         default = type(metric) is stock_scores.ColBERTScores
     if not default and not xtr:

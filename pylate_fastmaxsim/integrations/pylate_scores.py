@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from itertools import accumulate
 
 import numpy as np
 import torch
-from pylate.models import ColBERT
 from pylate.rank import rank as stock_rank
 from pylate.scores import colbert as stock_scores
 from pylate.utils import convert_to_tensor
@@ -30,7 +28,7 @@ def patches() -> list[Patch]:
 
     Evaluators and retrievers score through these: the triplet evaluator pairwise, the distillation
     evaluator with ``colbert_kd_scores``, the information retrieval evaluators with the model's
-    ``similarity``, ``retrieve.ColBERT`` with ``rerank``.
+    ``similarity``, which is ``colbert_scores``, ``retrieve.ColBERT`` with ``rerank``.
     """
     return [
         Patch(stock_scores, "colbert_scores", colbert_scores),
@@ -38,8 +36,6 @@ def patches() -> list[Patch]:
         Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
         Patch(stock_scores.ColBERTScores, "__call__", score_groups),
         Patch(stock_rank, "rerank", rerank),
-        Patch(ColBERT, "similarity", property(similarity)),
-        Patch(ColBERT, "similarity_pairwise", property(similarity_pairwise)),
     ]
 
 
@@ -112,21 +108,6 @@ def rerank(documents_ids, queries_embeddings, documents_embeddings, device=None)
             ]
         )
     return results
-
-
-@functools.wraps(ColBERT.similarity.fget)
-def similarity(self: ColBERT) -> Callable:
-    # A model keeps the function that it found when it was built.
-    return _replacement_of(similarity.__wrapped__(self), colbert_scores)
-
-
-@functools.wraps(ColBERT.similarity_pairwise.fget)
-def similarity_pairwise(self: ColBERT) -> Callable:
-    return _replacement_of(similarity_pairwise.__wrapped__(self), colbert_scores_pairwise)
-
-
-def _replacement_of(function: Callable, replacement: Callable) -> Callable:
-    return replacement if function is replacement.__wrapped__ else function
 
 
 def _check_backend(backend: str | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.switch import options
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -21,9 +22,10 @@ class LeftToStock(Exception):
 def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
     """Decorator: stand in for ``stock`` of ``host``, and call it where the fast function leaves the input to it.
 
-    A reference to a replacement may outlive ``disable()``, say in a loss that was built with it;
-    it then calls stock.
+    A call may outlive ``disable()``, in another thread or by a reference to a method that was taken before; it then
+    calls stock.
     """
+    stock = detached(stock)
 
     def decorate(fast: Callable) -> Callable:
         @functools.wraps(stock)

@@ -98,7 +98,10 @@ def enable(
 
     PyLate's documents are encoded without padding as well. Whichever of the two is installed is
     patched. Call it before or after the model and the loss are built, and whether their functions were
-    imported before or will be. Calling it again changes the options. :func:`disable` takes it back.
+    imported before or will be: functions stay the objects they are, so that whoever holds one follows, as a default
+    argument, in a ``partial`` or a closure, and models and losses pickle as they did, for processes without this
+    package too. Only a method that was taken off its class before (``step = Contrastive.forward``) stays as it was.
+    Calling it again changes the options. :func:`disable` takes it back.
 
     Scores keep their meaning with two differences that show: they are float32 for bfloat16 and
     float16 input (stock sums in the input's dtype), and with PyLate a masked document token never wins

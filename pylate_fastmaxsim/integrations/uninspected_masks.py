@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import masking_utils
 
 from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.redirection import detached
 
 _NAME = "_ignore_bidirectional_mask_sdpa"
-_stock = getattr(masking_utils, _NAME, None)
+_stock = detached(getattr(masking_utils, _NAME, None))
 _uninspected: ContextVar[bool] = ContextVar("uninspected", default=False)
 
 

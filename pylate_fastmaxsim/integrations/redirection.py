@@ -1,0 +1,93 @@
+"""Redirect a function in place: the object stays what everybody holds and pickles by name, what it runs changes.
+
+Only ``__code__`` is exchanged, in one step, for code with the same parameters: whoever inspects the function sees what
+was there before, and so does ``torch.compile``, which remembers the parameters of a function but guards its code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from inspect import Parameter
+from itertools import count
+from types import CodeType, FunctionType
+from weakref import WeakKeyDictionary
+
+# Where each redirected function goes. Nothing is taken out: a thread may have entered a function that is restored now.
+targets: dict[int, Callable] = {}
+
+# Made once for each function, so that what torch.compile made of it is found again when it is redirected again.
+_code: WeakKeyDictionary[FunctionType, tuple[int, CodeType]] = WeakKeyDictionary()
+_numbers = count()
+
+
+def can_redirect(function: object) -> bool:
+    """Whether it is a plain Python function: undecorated, without free variables, no generator or coroutine."""
+    return (
+        isinstance(function, FunctionType)
+        and not function.__code__.co_freevars
+        and not function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR)
+        and not {"__wrapped__", "__signature__"} & vars(function).keys()
+    )
+
+
+def detached(function: Callable) -> Callable:
+    """A copy that goes on to do what the function does now; the function itself where it cannot be redirected.
+
+    Examples
+    --------
+    >>> def score():
+    ...     return "stock"
+    >>> stock = detached(score)
+    >>> redirection = Redirection(score, lambda: f"faster than {stock()}")
+    >>> score()
+    'faster than stock'
+    >>> redirection.undo(), score()
+    (True, 'stock')
+    """
+    if not can_redirect(function):
+        return function
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__
+    return copy
+
+
+class Redirection:
+    """Lets a function run ``target`` from now on, with the arguments of the call and its own defaults.
+
+    ``target`` must not call the function, which would lead back to it, but a copy that was :func:`detached` before.
+    While it lasts, ``function.__wrapped__`` is such a copy.
+    """
+
+    def __init__(self, function: FunctionType, target: Callable) -> None:
+        number, self._redirected = _code.get(function) or _code.setdefault(function, _redirecting(function))
+        self._function, self._stock = function, function.__code__
+        targets[number] = target
+        function.__wrapped__ = detached(function)
+        function.__code__ = self._redirected
+
+    def undo(self) -> bool:
+        """Let the function run its own code again; False where somebody else has exchanged it, which then stays."""
+        ours = self._function.__code__ is self._redirected
+        if ours:
+            self._function.__code__ = self._stock
+        vars(self._function).pop("__wrapped__", None)
+        return ours
+
+
+def _redirecting(function: FunctionType) -> tuple[int, CodeType]:
+    """A number for the function, and code with its parameters that calls the target of that number."""
+    number = next(_numbers)
+    parameters = inspect.signature(function).parameters.values()
+    # Defaults are the function's and stay there.
+    bare = inspect.Signature([Parameter(parameter.name, parameter.kind) for parameter in parameters])
+    passed = {Parameter.VAR_POSITIONAL: "*{0}", Parameter.KEYWORD_ONLY: "{0}={0}", Parameter.VAR_KEYWORD: "**{0}"}
+    arguments = ", ".join(passed.get(parameter.kind, "{0}").format(parameter.name) for parameter in parameters)
+    # Not by a name in the function's module, which would be one more thing to put there and take away.
+    source = f"def redirected{bare}:\n from {__name__} import targets as _t\n return _t[{number}]({arguments})\n"
+    namespace: dict[str, FunctionType] = {}
+    exec(compile(source, f"<{function.__module__}.{function.__qualname__}, redirected>", "exec"), namespace)
+    return number, namespace["redirected"].__code__.replace(co_name=function.__name__)
