@@ -233,6 +233,14 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
     changed = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.range_min=0")
     with pytest.raises(RecipeError, match="was mined with other settings; keep them, choose another folder, or "):
         mining.mine(changed)
+    # How the work is cut into pieces decides about nothing.
+    pieces = ["mining.batch_size=3", "mining.documents_per_part=7", "mining.rows_per_part=50"]
+    assert mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *pieces))["rows"]
+    # A recipe that cannot be mined removes nothing, nor is anything left of it.
+    wrong = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.teacher=/no/such/model")
+    with pytest.raises(RecipeError, match="mining.teacher /no/such/model cannot be loaded: "):
+        mining.mine(wrong, resume=False)
+    assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
     assert mining.mine(changed, resume=False)["rows"]
     with pytest.raises(RecipeError, match="data.name must be a folder for mining to write, but .* something else"):
         mining.mine(
