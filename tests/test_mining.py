@@ -254,6 +254,7 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
     [
         ("mining.range_max=3", "mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3."),
         ("mining.pairs.source=docstrings", "mining.pairs."),
+        ("model={build: {}}", "model.build does not apply to fastmaxsim mine, which searches with model.name_or_path."),
         ("mining.pairs.columns=[query, positive]", "mining.pairs.columns: no column 'positive'"),
         ("mining.corpus={source: docstrings, packages: [numpy]}", "mining.corpus.source must be hub or files, got"),
         (

@@ -16,6 +16,7 @@ pytest.importorskip("pylate")
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from test_mining import RECIPE, recipe_for, teacher  # noqa: F401  (a fixture)
 from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
@@ -121,6 +122,20 @@ def test_other_texts_under_the_same_name_are_mined_anew(encoder, teacher, tmp_pa
     assert parts_written(recipe, monkeypatch) == [*SEARCH, *POSITIVES, *TEACHER]
 
 
+def test_other_weights_in_the_same_folder_are_mined_anew(encoder, teacher, other_teacher, tmp_path, monkeypatch):
+    model, grader = (
+        str(shutil.copytree(folder, tmp_path / name))
+        for name, folder in {"model": encoder("modernbert"), "grader": teacher}.items()
+    )
+    mine_but_stop(recipe_for(tmp_path, model, grader), "teacher", 2, monkeypatch)
+    shutil.copytree(other_teacher, grader, dirs_exist_ok=True)
+    mine_but_stop(recipe_for(tmp_path, model, grader), "teacher", 3, monkeypatch)
+    assert len(list((tmp_path / "mined.unfinished").glob("teacher-*"))) == 3
+    weights = Path(model, "model.safetensors")
+    save_file({name: value * 1.5 for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    assert parts_written(recipe_for(tmp_path, model, grader), monkeypatch) == [*SEARCH, *POSITIVES, *TEACHER]
+
+
 def test_the_way_out_that_an_error_names_keeps_the_search(encoder, teacher, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="lower it or loosen the margins, for which the search is kept, or raise"):
         mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.max_score=-100"))
@@ -202,14 +217,14 @@ def test_out_of_memory_names_the_batch_size_and_a_smaller_one_goes_on(
 
 
 def test_training_does_not_go_on_with_data_mined_anew(encoder, teacher, other_teacher, tmp_path):
-    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, "training.save_steps=1")
+    grader = shutil.copytree(teacher, tmp_path / "grader")
+    recipe = recipe_for(tmp_path, encoder("modernbert"), str(grader), "training.save_steps=1")
     mining.mine(recipe)
     assert train(recipe)["resumed_from"] is None
     mining.mine(recipe, resume=False)  # which gives the same
     assert train(recipe)["resumed_from"] == "checkpoint-2"
     # Other weights in the same place, which no key of the recipe tells.
-    for file in Path(other_teacher).iterdir():
-        shutil.copy(file, teacher)
+    shutil.copytree(other_teacher, grader, dirs_exist_ok=True)
     mining.mine(recipe, resume=False)
     with pytest.raises(RecipeError) as error:
         train(recipe)

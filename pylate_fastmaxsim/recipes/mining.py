@@ -77,6 +77,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
         raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
+    if recipe.model.name_or_path is None:
+        raise RecipeError("model.build does not apply to fastmaxsim mine, which searches with model.name_or_path.")
     device = training_arguments(recipe).device
     processes = PartialState()
     output = Path(recipe.data.name)
@@ -117,7 +119,7 @@ def _mine(
     work = Work(unfinished, processes)
     common = {
         "mining.pairs or mining.corpus": pairs.digest,
-        "model": settings["model"],
+        "model": settings["model"] | {"files": _files_digest(recipe.model.name_or_path)},
         "training.seed": settings["seed"],
     }
     scores, found = _search(model, pairs, section, work, common)
@@ -216,6 +218,7 @@ class Work:
         items, and says to the bar how many are done.
         """
         if self.processes.is_main_process:
+            # As JSON, where a tuple is a list.
             self._keep_only(stage, json.loads(json.dumps(settings)))
         self.processes.wait_for_everyone()
         parts = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
@@ -415,7 +418,7 @@ def _grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Minin
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
     compute = functools.partial(_scored, teacher, pairs, candidates, at_once)
     settings = {
-        "mining.teacher": section.teacher,
+        "mining.teacher": [section.teacher, _files_digest(section.teacher)],
         "mining.teacher_type": section.teacher_type,
         "mining.rows_per_part": section.rows_per_part,
         "the negatives": _digest(pairs, candidates),
@@ -423,6 +426,18 @@ def _grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Minin
     step = section.rows_per_part
     files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
     return np.concatenate(list(map(np.load, files)))
+
+
+def _files_digest(model: str) -> str | None:
+    """Of a model in a folder, which may have been trained again since; None of one on the Hub."""
+    if not Path(model).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(model).rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _digest(pairs: Pairs, candidates: Candidates) -> str:
