@@ -233,6 +233,14 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
     changed = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.range_min=0")
     with pytest.raises(RecipeError, match="was mined with other settings; keep them, choose another folder, or "):
         mining.mine(changed)
+    # How the work is cut into pieces decides about nothing.
+    pieces = ["mining.batch_size=3", "mining.documents_per_part=7", "mining.rows_per_part=50"]
+    assert mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *pieces))["rows"]
+    # A recipe that cannot be mined removes nothing, nor is anything left of it.
+    wrong = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.teacher=/no/such/model")
+    with pytest.raises(RecipeError, match="mining.teacher /no/such/model cannot be loaded: "):
+        mining.mine(wrong, resume=False)
+    assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
     assert mining.mine(changed, resume=False)["rows"]
     with pytest.raises(RecipeError, match="data.name must be a folder for mining to write, but .* something else"):
         mining.mine(
@@ -246,6 +254,7 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
     [
         ("mining.range_max=3", "mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3."),
         ("mining.pairs.source=docstrings", "mining.pairs."),
+        ("model={build: {}}", "model.build does not apply to fastmaxsim mine, which searches with model.name_or_path."),
         ("mining.pairs.columns=[query, positive]", "mining.pairs.columns: no column 'positive'"),
         ("mining.corpus={source: docstrings, packages: [numpy]}", "mining.corpus.source must be hub or files, got"),
         (

@@ -56,6 +56,11 @@ def assert_same(folder: Path) -> None:
     assert not (folder / "mined.unfinished").exists()
 
 
+def stages(written: list[str]) -> list[str]:
+    """Of which stages the parts are that were written."""
+    return [name.partition("-")[0] for name in written if not name.startswith("settings")]
+
+
 def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
     write = mining._write
 
@@ -73,13 +78,22 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same(tmp_path)
     ours, theirs = (json.loads((tmp_path / f"written-{rank}.json").read_text()) for rank in (0, 1))
-    # Two parts of the search, one of the positives and five of the teacher are left.
-    assert [name.partition("-")[0] for name in ours] == ["settings.json", "search", "positives", *["teacher"] * 3]
-    assert [name.partition("-")[0] for name in theirs] == ["search", "teacher", "teacher"]
+    # Two parts of the search, five of the positives and five of the teacher are left.
+    assert stages(ours) == ["search", *["positives"] * 3, *["teacher"] * 3]
+    assert stages(theirs) == ["search", *["positives"] * 2, *["teacher"] * 2]
     assert not set(ours) & set(theirs) and first.name not in ours + theirs
     assert done.stdout.count("pairs without enough negatives") == 1
     assert "Searching (process 1 of 2)" in done.stderr and "(process 2 of 2)" not in done.stderr
     assert done.stderr.count("Asking the teacher (process 1 of 2): 100%") >= 1
+
+
+def test_two_processes_are_refused_while_another_command_mines(recipe, tmp_path):
+    unfinished = tmp_path / "mined.unfinished"
+    with mining._only_launch(tmp_path / "mined", unfinished):
+        refused = two_processes(tmp_path, "nothing")
+        assert [path.name for path in unfinished.iterdir()] == ["lock"]
+    assert refused.returncode != 0 and refused.stderr.count("mined is being mined by another command; wait until") == 1
+    assert not unfinished.exists() and not (tmp_path / "mined").exists()
 
 
 def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_path):
@@ -87,7 +101,7 @@ def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_p
     assert done.returncode != 0 and "the second process is broken" in done.stderr, done.stderr[-3000:]
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "mined.unfinished").glob("[spt]*-*.np[yz]")}
     written = json.loads((tmp_path / "written-1.json").read_text())
-    assert [name.partition("-")[0] for name in written] == ["search", "teacher"]
+    assert stages(written) == ["search", "positives", "positives", "teacher"]
     assert set(written) <= {file.name for file in kept} and len(kept) >= 5
     seen = {}
     write_data = mining._write_data

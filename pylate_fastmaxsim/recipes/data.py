@@ -14,6 +14,7 @@ from pylate.evaluation import PyLateInformationRetrievalEvaluator
 from pylate_fastmaxsim.recipes.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.distillation import list_lengths, load_distillation
 from pylate_fastmaxsim.recipes.load import FILE_TYPES, LOSSES_WITH_NEGATIVES
+from pylate_fastmaxsim.recipes.mined import is_to_be_mined
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table
 
@@ -38,7 +39,7 @@ def load_data(recipe: Recipe) -> RecipeData:
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
-    dataset = load_distillation(recipe.data) if recipe.data.source == "distillation" else _load_checked(recipe)
+    dataset = _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
     held_out = recipe.evaluation.rows
     dataset = dataset.shuffle(seed=recipe.data.seed)
     if recipe.data.max_rows is not None:
@@ -53,6 +54,17 @@ def load_data(recipe: Recipe) -> RecipeData:
     if not held_out:
         return RecipeData(dataset)
     return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
+
+
+def _load_mined(recipe: Recipe) -> Dataset:
+    try:
+        return load_distillation(recipe.data)
+    except RecipeError as error:
+        if is_to_be_mined(recipe):  # and was not found on the Hub either
+            raise RecipeError(
+                f"data.name: {recipe.data.name} is not there yet; run `fastmaxsim mine` with this recipe first, which writes it."
+            ) from error
+        raise
 
 
 def _load_checked(recipe: Recipe) -> Dataset:

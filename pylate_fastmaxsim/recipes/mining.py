@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,16 @@ import torch
 import yaml
 from accelerate import PartialState
 from datasets import Dataset
+from filelock import FileLock, Timeout
 from pylate.models import ColBERT
 from sentence_transformers import CrossEncoder
 from tqdm import tqdm
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.measure import is_out_of_memory
+from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE
+from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, lacks_tokenizer, load_model
 from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import progress_shown
@@ -30,8 +36,9 @@ from pylate_fastmaxsim.recipes.train import training_arguments
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
-SUMMARY_FILE = "mining.json"
-SETTINGS_FILE = "settings.json"
+LOCK_FILE = "lock"
+
+logger = logging.getLogger(__name__)
 
 # What is kept of each stage, part by part.
 PART_TYPES = {"search": ".npz", "positives": ".npy", "teacher": ".npy"}
@@ -42,7 +49,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Each row holds the positive of a pair and its hardest negatives among all positives of the data and the documents of
     ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` +
-    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there.
+    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there. Settings may change
+    in between: what they do not concern is kept, as the search is for other margins or another teacher.
 
     Under a distributed launcher every process calls this, and each computes a share of what is missing, in a folder
     that all must see; only the main process writes the data set. The result does not depend on the number of
@@ -63,38 +71,68 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not mine, its pairs or models cannot be loaded, or earlier results are of other settings.
+        The recipe does not mine, its pairs or models cannot be loaded, the data set is complete and of other settings,
+        another command mines it at this moment, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
         raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
+    if recipe.model.name_or_path is None:
+        raise RecipeError("model.build does not apply to fastmaxsim mine, which searches with model.name_or_path.")
     device = training_arguments(recipe).device
     processes = PartialState()
     output = Path(recipe.data.name)
     unfinished = output.with_name(output.name + ".unfinished")
+    with _only_launch(output, unfinished) if processes.is_main_process else nullcontext():
+        try:
+            return _mine(recipe, resume, device, processes, output, unfinished)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RecipeError(
+                f"mining.batch_size of {section.batch_size} is more than fits into memory; what is done is kept, and "
+                "the same command with a smaller one goes on from there."
+            ) from error
+
+
+def _mine(
+    recipe: Recipe, resume: bool, device: torch.device, processes: PartialState, output: Path, unfinished: Path
+) -> dict[str, Any]:
+    section = recipe.mining
     options = {name: value for name, value in asdict(section).items() if name != "corpus" or value is not None}
     settings = {"mining": options, "model": asdict(recipe.model), "seed": recipe.training.seed}
-    with processes.main_process_first():
-        # What is in the way the main process has removed when the others look.
-        finished = _open(output, unfinished, settings, resume or not processes.is_main_process)
+    finished = _finished(output, settings, resume)
     if finished is not None:
         return finished
+    # All that a recipe can have wrong is found before hours of search, and before anything is removed.
     with processes.main_process_first():
         pairs = load_pairs(section)
     model = load_model(recipe.model, device, recipe.training.seed)
-    if processes.is_main_process:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        _write(unfinished / SETTINGS_FILE, lambda file: Path(file).write_text(json.dumps(settings)))
+    teacher = _teacher(section, device)
+    if processes.is_main_process and not resume:
+        shutil.rmtree(output, ignore_errors=True)
+        for path in unfinished.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK_FILE:
+                path.unlink()
     work = Work(unfinished, processes)
-    scores, found = _search(model, pairs, section, work)
-    chosen = _hard_negatives(pairs, section, scores, found, _lowest_positive_scores(model, pairs, section, work))
+    common = {
+        "mining.pairs or mining.corpus": pairs.digest,
+        "model": settings["model"] | {"files": _files_digest(recipe.model.name_or_path)},
+        "training.seed": settings["seed"],
+    }
+    scores, found = _search(model, pairs, section, work, common)
+    lowest = _lowest_positive_scores(model, pairs, section, work, common)
+    chosen = _hard_negatives(pairs, section, scores, found, lowest)
     del model
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
     if not candidates:
         raise RecipeError(
-            "mining: no query has as many negatives as mining.num_negatives; lower it, raise mining.range_max, or loosen the margins."
+            "mining: no query has as many negatives as mining.num_negatives; lower it or loosen the margins, for which "
+            "the search is kept, or raise mining.range_max, for which it begins anew."
         )
-    graded = _grade(_teacher(section, device), pairs, candidates, section, work)
+    graded = _grade(teacher, pairs, candidates, section, work)
     summary = {
         "queries": len(pairs.queries),
         "documents": len(pairs.documents),
@@ -103,33 +141,58 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         "data": str(output),
     }
     if processes.is_main_process:
+        digest = hashlib.sha256(_digest(pairs, candidates).encode() + graded.tobytes()).hexdigest()
         with progress_shown():
-            _write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+            record = summary | {"digest": digest, "settings": settings}
+            _write_data(unfinished / "data", pairs, candidates, graded, record)
         os.replace(unfinished / "data", output)
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()
     return summary
 
 
-def _open(output: Path, unfinished: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:
-    """The summary where mining is done already, else None with nothing in the way of these settings."""
-    if output.exists() and not (output / SUMMARY_FILE).exists():
+@contextmanager
+def _only_launch(output: Path, unfinished: Path) -> Iterator[None]:
+    """Refuse to mine what another command is mining at this moment."""
+    unfinished.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(unfinished / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RecipeError(
+            f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
+        ) from None
+    try:
+        yield
+    finally:
+        # While it is held, so that whoever holds it holds the file that others find; nothing is left of nothing.
+        Path(lock.lock_file).unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.rmdir()
+        lock.release()
+
+
+def _finished(output: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """The summary where mining is done already, else None."""
+    if not output.exists():
+        return None
+    if not (output / SUMMARY_FILE).exists():
         raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")
-    for file in (output / SUMMARY_FILE, unfinished / SETTINGS_FILE):
-        if not file.exists():
-            continue
-        if not resume:
-            shutil.rmtree(file.parent)
-            continue
-        earlier = json.loads(file.read_text())
-        # As JSON, where a tuple is a list.
-        if earlier.get("settings", earlier) != json.loads(json.dumps(settings)):
-            raise RecipeError(
-                f"data.name: {file.parent} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
-            )
-        if file.parent == output:
-            return {key: value for key, value in earlier.items() if key != "settings"}
-    return None
+    if not resume:
+        return None
+    earlier = json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
+    # As JSON, where a tuple is a list.
+    if _deciding(earlier["settings"]) != _deciding(json.loads(json.dumps(settings))):
+        raise RecipeError(
+            f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
+        )
+    return {key: value for key, value in earlier.items() if key not in ("digest", "settings")}
+
+
+def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that say only how the work is cut into pieces."""
+    pieces = ("batch_size", "documents_per_part", "rows_per_part")
+    return settings | {"mining": {key: value for key, value in settings["mining"].items() if key not in pieces}}
 
 
 @dataclass(frozen=True)
@@ -142,6 +205,7 @@ class Work:
     def parts(
         self,
         stage: str,
+        settings: dict[str, Any],
         title: str,
         unit: str,
         total: int,
@@ -150,8 +214,13 @@ class Work:
     ) -> list[Path]:
         """The files of a stage for ``total`` items, ``step`` in each, once all are there.
 
-        ``compute`` makes what a file holds from its items, and says to the bar how many are done.
+        ``settings`` are what they depend on; files of others are removed. ``compute`` makes what a file holds from its
+        items, and says to the bar how many are done.
         """
+        if self.processes.is_main_process:
+            # As JSON, where a tuple is a list.
+            self._keep_only(stage, json.loads(json.dumps(settings)))
+        self.processes.wait_for_everyone()
         parts = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
         files = [self.folder / f"{stage}-{part.start:010d}{PART_TYPES[stage]}" for part in parts]
         missing = [number for number, file in enumerate(files) if not file.exists()]
@@ -176,6 +245,25 @@ class Work:
         self.processes.wait_for_everyone()
         return files
 
+    def _keep_only(self, stage: str, settings: dict[str, Any]) -> None:
+        """Remove the files of a stage that are of other settings."""
+        record = self.folder / f"settings-{stage}.json"
+        earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        if earlier == settings:
+            return
+        stale = list(self.folder.glob(f"{stage}-*{PART_TYPES[stage]}"))
+        for file in stale:
+            file.unlink()
+        if stale:
+            changed = [name for name in settings if earlier.get(name) != settings[name]]
+            logger.warning(
+                "mining: %d finished parts of the stage %s are removed and computed anew, since these have changed: %s.",
+                len(stale),
+                stage,
+                ", ".join(changed),
+            )
+        _write(record, lambda file: Path(file).write_text(json.dumps(settings), encoding="utf-8"))
+
 
 def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:
     if isinstance(arrays, dict):
@@ -184,7 +272,9 @@ def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:
         np.save(file, arrays)
 
 
-def _search(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(
+    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and numbers of the best documents of each query, ``[Nq, K]``, found part by part of the documents."""
     # So many that all positives of a query can be taken out and range_max are left.
     k = section.range_max + max(map(len, pairs.positives()))
@@ -201,7 +291,8 @@ def _search(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) ->
 
     best = None
     step = section.documents_per_part
-    for file in work.parts("search", "Searching", " documents", len(pairs.documents), step, compute):
+    settings = common | {"mining.range_max": section.range_max, "mining.documents_per_part": step}
+    for file in work.parts("search", settings, "Searching", " documents", len(pairs.documents), step, compute):
         with np.load(file) as arrays:
             scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
         if best is not None:
@@ -225,7 +316,7 @@ def _hard_negatives(
     chosen = {}
     for query, (ranked, documents) in enumerate(zip(scores.tolist(), found.tolist(), strict=True)):
         others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
-        allowed = [d for s, d in others[: section.range_max] if is_negative(section, s, lowest[query])]
+        allowed = [d for s, d in others if is_negative(section, s, lowest[query])][: section.range_max]
         negatives = allowed[section.range_min : section.range_min + section.num_negatives]
         if len(negatives) == section.num_negatives:
             chosen[query] = negatives
@@ -245,23 +336,35 @@ def is_negative(section: MiningSection, score: float, positive: float) -> bool:
     )
 
 
-def _lowest_positive_scores(model: ColBERT, pairs: Pairs, section: MiningSection, work: Work) -> list[float]:
-    def compute(part: slice, bar: tqdm) -> np.ndarray:
-        rows = pairs.rows[part]
-        scores = _colbert_scores(model, pairs, [(query, [document]) for query, document in rows], section.batch_size)
-        bar.update(len(rows))
-        return scores[:, 0]
+def _lowest_positive_scores(
+    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+) -> list[float]:
+    def score(pairs: Pairs, candidates: Candidates) -> np.ndarray:
+        return _colbert_scores(model, pairs, candidates, section.batch_size)
 
+    candidates = [(query, [document]) for query, document in pairs.rows]
+    compute = functools.partial(_scored, score, pairs, candidates, BATCHES_AT_ONCE * section.batch_size)
     lowest = [float("inf")] * len(pairs.queries)
-    step = BATCHES_AT_ONCE * section.batch_size
-    files = work.parts("positives", "Scoring positives", " pairs", len(pairs.rows), step, compute)
-    for (query, _), score in zip(pairs.rows, np.concatenate(list(map(np.load, files))), strict=True):
+    step = section.rows_per_part
+    settings = common | {"mining.rows_per_part": step}
+    files = work.parts("positives", settings, "Scoring positives", " pairs", len(candidates), step, compute)
+    for (query, _), score in zip(pairs.rows, np.concatenate(list(map(np.load, files)))[:, 0], strict=True):
         lowest[query] = min(lowest[query], score.item())
     return lowest
 
 
+def _scored(score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm) -> np.ndarray:
+    """The scores of a part of the candidates, ``at_once`` rows of which are scored together."""
+    scores = []
+    for first in range(part.start, part.stop, at_once):
+        rows = candidates[first : min(first + at_once, part.stop)]
+        scores.append(score(pairs, rows).astype(np.float32))
+        bar.update(len(rows))
+    return np.concatenate(scores)
+
+
 Candidates = list[tuple[int, list[int]]]
-Teacher = Callable[[Pairs, Candidates], np.ndarray]
+Scorer = Callable[[Pairs, Candidates], np.ndarray]
 
 
 def _colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
@@ -274,50 +377,73 @@ def _colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_
         return maxsim(queries, documents, places).cpu().numpy()
 
 
-def _teacher(section: MiningSection, device: torch.device) -> Teacher:
+def _teacher(section: MiningSection, device: torch.device) -> Scorer:
+    """Loaded, in main memory until it is asked: until then the device is for the search."""
+    name = section.teacher
     if section.teacher_type == "colbert":
-        model = load_model(ModelSection(name_or_path=section.teacher), device, seed=0)
+        model = load_model(ModelSection(name_or_path=name), "cpu", seed=0, key="mining.teacher")
 
         def by_colbert(pairs: Pairs, candidates: Candidates) -> np.ndarray:
-            scores = _colbert_scores(model, pairs, candidates, section.batch_size)
+            scores = _colbert_scores(model.to(device), pairs, candidates, section.batch_size)
             lowest, highest = scores.min(1, keepdims=True), scores.max(1, keepdims=True)
             return (scores - lowest) / (highest - lowest + 1e-8)  # as PyLate's Distillation scales the student's
 
         return by_colbert
     try:
-        encoder = CrossEncoder(section.teacher, device=str(device))
-    except (OSError, ValueError) as error:
+        encoder = CrossEncoder(name, device="cpu")
+    except (OSError, ValueError, ImportError) as error:
+        if lacks_tokenizer(ModelSection(name_or_path=name)):
+            raise RecipeError(NO_TOKENIZER.format("mining.teacher", name)) from error
         reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"mining.teacher {section.teacher} cannot be loaded: {reason}") from error
+        raise RecipeError(f"mining.teacher {name} cannot be loaded: {reason}") from error
+    if is_empty(encoder.tokenizer):
+        raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
+    if encoder.config.num_labels != 1:
+        raise RecipeError(
+            f"mining.teacher {name} must give one score a pair, but it gives {encoder.config.num_labels}."
+        )
 
     def by_cross_encoder(pairs: Pairs, candidates: Candidates) -> np.ndarray:
         queries = pairs.queries[[query for query, row in candidates for _ in row]]["text"]
         documents = pairs.documents[[document for _, row in candidates for document in row]]["text"]
         texts = list(zip(queries, documents, strict=True))
-        scores = encoder.predict(texts, batch_size=section.batch_size, show_progress_bar=False)
-        if np.ndim(scores) != 1:
-            raise RecipeError(
-                f"mining.teacher {section.teacher} must give one score a pair, but it gives {np.shape(scores)[1]}."
-            )
+        scores = encoder.to(device).predict(texts, batch_size=section.batch_size, show_progress_bar=False)
         return scores.reshape(len(candidates), -1)
 
     return by_cross_encoder
 
 
-def _grade(teacher: Teacher, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
+def _grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
-    step = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
-
-    def compute(part: slice, bar: tqdm) -> np.ndarray:
-        scores = []
-        for first in range(part.start, part.stop, step):
-            rows = candidates[first : min(first + step, part.stop)]
-            scores.append(teacher(pairs, rows).astype(np.float32))
-            bar.update(len(rows))
-        return np.concatenate(scores)
-
-    files = work.parts("teacher", "Asking the teacher", " queries", len(candidates), section.rows_per_part, compute)
+    at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
+    compute = functools.partial(_scored, teacher, pairs, candidates, at_once)
+    settings = {
+        "mining.teacher": [section.teacher, _files_digest(section.teacher)],
+        "mining.teacher_type": section.teacher_type,
+        "mining.rows_per_part": section.rows_per_part,
+        "the negatives": _digest(pairs, candidates),
+    }
+    step = section.rows_per_part
+    files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
     return np.concatenate(list(map(np.load, files)))
+
+
+def _files_digest(model: str) -> str | None:
+    """Of a model in a folder, which may have been trained again since; None of one on the Hub."""
+    if not Path(model).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in Path(model).rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest(pairs: Pairs, candidates: Candidates) -> str:
+    """The same for the same texts in the same rows."""
+    rows = np.array([[query, *documents] for query, documents in candidates])
+    return hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest()
 
 
 def _write(file: Path, write: Callable[[str], Any]) -> None:

@@ -39,32 +39,37 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-NO_TOKENIZER = "model.name_or_path {} has no tokenizer that can be loaded; it must be saved beside the model."
+NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 # What a size or an option that a model cannot have is met with, up to no memory for it.
 BAD_VALUE = (ValueError, TypeError, RuntimeError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
-def load_model(section: ModelSection, device: torch.device | str, seed: int) -> models.ColBERT | VisualRetriever:
-    """A ColBERT model or one of pages; a projection or adapters that the checkpoint lacks are drawn from ``seed``."""
+def load_model(
+    section: ModelSection, device: torch.device | str, seed: int, key: str = "model.name_or_path"
+) -> models.ColBERT | VisualRetriever:
+    """A ColBERT model or one of pages; a projection or adapters that the checkpoint lacks are drawn from ``seed``.
+
+    ``key`` is what an error says of the recipe.
+    """
     visual = _visual(section) if section.visual else None
     set_seed(seed)
     try:
         if visual is not None:
             retriever = visual.load_retriever(section, device)
-            if _is_empty(retriever.processor.tokenizer):
-                raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+            if is_empty(retriever.processor.tokenizer):
+                raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
             return retriever
         model = _colbert(section, device)
     except RecipeError:
         raise
     except (OSError, ImportError, *BAD_VALUE) as error:
-        if _lacks_tokenizer(section):
-            raise RecipeError(NO_TOKENIZER.format(section.name_or_path)) from error
+        if lacks_tokenizer(section):
+            raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path)) from error
         reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"model.name_or_path {section.name_or_path} cannot be loaded: {reason}") from error
-    if _is_empty(model.tokenizer):
-        raise RecipeError(NO_TOKENIZER.format(section.name_or_path))
+        raise RecipeError(f"{key} {section.name_or_path} cannot be loaded: {reason}") from error
+    if is_empty(model.tokenizer):
+        raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
     _check_lengths(section, model)
     config = model[0].auto_model.config
     # transformers drops them without a word.
@@ -114,7 +119,7 @@ def _check_lengths(section: ModelSection, model: models.ColBERT) -> None:
             )
 
 
-def _lacks_tokenizer(section: ModelSection) -> bool:
+def lacks_tokenizer(section: ModelSection) -> bool:
     """Whether the model is there and its tokenizer is not: transformers says so in many ways, none of them plain."""
     options = {"trust_remote_code": section.trust_remote_code}
     try:
@@ -128,7 +133,7 @@ def _lacks_tokenizer(section: ModelSection) -> bool:
     return False
 
 
-def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 

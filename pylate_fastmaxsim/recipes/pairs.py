@@ -26,11 +26,14 @@ class Pairs:
         Likewise: the positives, then what else is in the corpus.
     rows
         Query and positive of each distinct pair, by their numbers.
+    digest
+        Of all of this: the same for the same texts in the same order, wherever they were loaded from.
     """
 
     queries: Dataset
     documents: Dataset
     rows: list[tuple[int, int]]
+    digest: str
 
     def positives(self) -> list[set[int]]:
         """The documents that are relevant to each query."""
@@ -54,10 +57,11 @@ def load_pairs(section: MiningSection) -> Pairs:
     documents = [positives]
     if section.corpus is not None:
         documents += _load_texts(section.corpus, "mining.corpus", "the text of a document")
-    queries, of_query = _distinct(queries)
-    documents, of_document = _distinct(concatenate_datasets(documents))
-    rows = dict.fromkeys(zip(of_query.tolist(), of_document[: len(positives)].tolist(), strict=True))
-    return Pairs(queries, documents, list(rows))
+    queries, of_query, query_digest = _distinct(queries)
+    documents, of_document, document_digest = _distinct(concatenate_datasets(documents))
+    rows = list(dict.fromkeys(zip(of_query.tolist(), of_document[: len(positives)].tolist(), strict=True)))
+    digest = hashlib.blake2b(query_digest + document_digest + np.array(rows).tobytes(), digest_size=16)
+    return Pairs(queries, documents, rows, digest.hexdigest())
 
 
 def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
@@ -81,16 +85,16 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     return columns
 
 
-def _distinct(texts: Dataset) -> tuple[Dataset, np.ndarray]:
-    """Each text once, in the order of first occurrence, and for each row which of these it has."""
+def _distinct(texts: Dataset) -> tuple[Dataset, np.ndarray, bytes]:
+    """Each text once, in the order of first occurrence, for each row which of these it has, and their digest."""
     # Of 16 bytes each: no two texts in the world have the same, and those of millions fit into memory.
     digests = b"".join(
         hashlib.blake2b(text.encode(), digest_size=16).digest()
         for batch in texts.iter(TEXTS_AT_ONCE)
         for text in batch["text"]
     )
-    _, first, inverse = np.unique(np.frombuffer(digests, dtype="S16"), return_index=True, return_inverse=True)
+    unique, first, inverse = np.unique(np.frombuffer(digests, dtype="S16"), return_index=True, return_inverse=True)
     order = first.argsort()
     number = np.empty_like(order)
     number[order] = np.arange(len(order))
-    return texts.select(first[order]), number[inverse]
+    return texts.select(first[order]), number[inverse], hashlib.blake2b(unique[order].tobytes()).digest()

@@ -123,10 +123,11 @@ class MiningSection:
     ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``). Negatives are found among all positives
     and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that no
     positive of a query is taken for its negative. Texts are read from disk as they are needed.
-    The model of the recipe searches them. Of each query's ``range_max`` best documents that are not its positives
-    those are dropped that the margins and limits rule out, as in ``sentence_transformers.util.mine_hard_negatives``
-    (likely false negatives), then the first ``range_min``; the next ``num_negatives`` are taken, and a pair that has
-    fewer is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
+    The model of the recipe searches them, and negatives are chosen as ``sentence_transformers.util.mine_hard_negatives``
+    does: of each query's best documents, ``range_max`` plus the largest number of positives of a query, its positives
+    are dropped and those that the margins and limits rule out (likely false negatives); of the first ``range_max``
+    that are left the first ``range_min`` are skipped and the next ``num_negatives`` are taken. A pair that has fewer is
+    left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
     ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
 
     ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what

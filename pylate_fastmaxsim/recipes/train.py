@@ -25,6 +25,7 @@ from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
 from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.prepare import prepare
@@ -41,6 +42,7 @@ LOSSES = {
 }
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 RECIPE_FILE = "recipe.yaml"
+MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
 RESULT_FILE = "train.json"
 MODEL_DIRECTORY = "model"
 
@@ -64,6 +66,9 @@ FREE_TO_CHANGE = {
     "fast.padding_free",
     "fast.compile",
     "fast.ring",
+    "mining.batch_size",
+    "mining.documents_per_part",
+    "mining.rows_per_part",
 }
 
 
@@ -330,12 +335,21 @@ def _open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
     checkpoint = last_checkpoint(recipe) if resume else None
     if checkpoint is not None and (directory / RECIPE_FILE).exists():
         _require_same_run(recipe, yaml.safe_load((directory / RECIPE_FILE).read_text(encoding="utf-8")))
+    digest, mined = mined_digest(recipe.data), directory / MINED_FILE
+    if checkpoint is not None and mined.exists() and json.loads(mined.read_text())["digest"] != digest:
+        raise RecipeError(
+            f"data.name: {recipe.data.name} was mined anew after the checkpoints in {recipe.output_dir} were made; "
+            "choose another output_dir, or start over with --no-resume."
+        )
     if writes:
         make_directory("output_dir", directory)
         if not resume:
             for path in directory.glob("checkpoint-*"):
                 shutil.rmtree(path)
         (directory / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
+        mined.unlink(missing_ok=True)
+        if digest is not None:
+            mined.write_text(json.dumps({"digest": digest}) + "\n", encoding="utf-8")
     return checkpoint
 
 

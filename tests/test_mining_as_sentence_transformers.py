@@ -1,0 +1,80 @@
+"""The negatives are those of sentence_transformers.util.mine_hard_negatives, called with the same vectors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("pylate")
+
+import numpy as np
+import torch
+from datasets import Dataset
+from sentence_transformers.util import mine_hard_negatives
+
+from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes.pairs import Pairs
+from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection
+
+QUERIES, DOCUMENTS = 6, 40
+
+
+class Vectors:
+    """What mine_hard_negatives needs of a model, with a given vector for each text."""
+
+    device = torch.device("cpu")
+    model_card_data = SimpleNamespace(base_model="")
+
+    def __init__(self, vectors: dict[str, np.ndarray]):
+        self.vectors = vectors
+
+    def encode_query(self, texts, **_):
+        return np.stack([self.vectors[text] for text in texts])
+
+    encode_document = encode_query
+
+    def similarity(self, queries, documents):
+        return torch.from_numpy(queries @ documents.T)
+
+    def similarity_pairwise(self, queries, documents):
+        return torch.from_numpy((queries * documents).sum(1))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_negatives_are_those_of_mine_hard_negatives(several):
+    short, skipping = 0, 0
+    for seed in range(40):
+        rng = np.random.default_rng([seed, several])
+        names = [f"q{i}" for i in range(QUERIES)] + [f"d{i}" for i in range(DOCUMENTS)]
+        vectors = rng.normal(size=(len(names), 8)).astype(np.float32)
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        of_query = [query for query in range(QUERIES) for _ in range(rng.integers(1, 4) if several else 1)]
+        rows = list(zip(of_query, range(len(of_query)), strict=True))
+        rules = {
+            "range_min": int(rng.integers(0, 3)),
+            "range_max": int(rng.integers(5, 14)),
+            "num_negatives": 3,
+            "relative_margin": rng.choice([None, 0.05, -0.5]),
+            "absolute_margin": rng.choice([None, 0.05, -0.3]),
+            "max_score": rng.choice([None, None, 0.5]),
+            "min_score": rng.choice([None, None, -0.1]),
+        }
+        data = Dataset.from_dict({"query": [f"q{q}" for q, _ in rows], "answer": [f"d{d}" for _, d in rows]})
+        model = Vectors(dict(zip(names, vectors, strict=True)))
+        options = {"corpus": names[QUERIES:], "output_format": "n-tuple", "verbose": False}
+        expected = {}
+        try:
+            for row in mine_hard_negatives(data, model, **options, **rules):
+                expected[int(row["query"][1:])] = [int(row[f"negative_{place}"][1:]) for place in (1, 2, 3)]
+        except ZeroDivisionError:
+            pass  # its shares of what is left, where the margins leave nothing
+        section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
+        pairs = Pairs(Dataset.from_dict({"text": names[:QUERIES]}), None, rows, "")
+        similarities = torch.from_numpy(vectors[:QUERIES] @ vectors[QUERIES:].T)
+        k = section.range_max + max(map(len, pairs.positives()))
+        lowest = [min(similarities[q, d].item() for q, d in rows if q == query) for query in range(QUERIES)]
+        assert mining._hard_negatives(pairs, section, *similarities.topk(k), lowest) == expected, (seed, rules)
+        short += len(expected) < QUERIES
+        skipping += bool(expected) and rules["range_min"] > 0
+    assert short > 10 and skipping > 10

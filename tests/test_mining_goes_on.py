@@ -1,0 +1,273 @@
+"""Mining with changed settings, too little memory, a wrong teacher or a second command beside it loses nothing."""
+
+# ruff: noqa: F811  (fixtures of another file)
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from test_mining import RECIPE, recipe_for, teacher  # noqa: F401  (a fixture)
+from transformers import AutoConfig, BertForSequenceClassification
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.train import train
+
+
+@pytest.fixture(scope="module")
+def other_teacher(teacher, tmp_path_factory) -> str:
+    folder = shutil.copytree(teacher, tmp_path_factory.mktemp("other") / "teacher")
+    torch.manual_seed(1)
+    BertForSequenceClassification(AutoConfig.from_pretrained(teacher)).save_pretrained(folder)
+    return str(folder)
+
+
+def written_to(folder: Path, recipe) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(asdict(recipe)))
+    return file
+
+
+def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> None:
+    """Mine until so many parts of a stage are written."""
+    write, seen = mining._write, []
+
+    def interrupting(file, writer):
+        if file.name.startswith(stage):
+            if len(seen) == after:
+                raise KeyboardInterrupt
+            seen.append(file.name)
+        write(file, writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "_write", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            mining.mine(recipe)
+
+
+def parts_written(recipe, monkeypatch) -> list[str]:
+    """The stages of the parts that mining computes."""
+    write, written = mining._write, []
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "_write", lambda file, writer: (written.append(file.name), write(file, writer)))
+        mining.mine(recipe)
+    return [name.partition("-")[0] for name in written if not name.startswith("settings")]
+
+
+# Of 40 documents in parts of 15, and of 40 rows in parts of 9, of which two had a teacher's scores.
+SEARCH, POSITIVES, TEACHER = ["search"] * 3, ["positives"] * 5, ["teacher"] * 5
+
+
+@pytest.mark.parametrize(
+    ("override", "anew", "said"),
+    [
+        ("mining.batch_size=2", TEACHER[2:], None),
+        ("mining.teacher=OTHER", TEACHER, "2 finished parts of the stage teacher .* have changed: mining.teacher."),
+        ("mining.num_negatives=2", TEACHER, "2 finished parts of the stage teacher .* have changed: the negatives."),
+        ("mining.range_max=14", [*SEARCH, *TEACHER[2:]], "3 finished parts of the stage search .*: mining.range_max."),
+        (
+            "model.query_length=10",
+            [*SEARCH, *POSITIVES, *TEACHER],
+            "5 finished parts of the stage positives .*: model.",
+        ),
+    ],
+)
+def test_changed_settings_keep_what_they_do_not_concern(
+    override,
+    anew,
+    said,
+    encoder,
+    teacher,
+    other_teacher,
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
+    mine_but_stop(recipe_for(tmp_path, encoder("modernbert"), teacher), "teacher", 2, monkeypatch)
+    caplog.clear()
+    override = override.replace("OTHER", other_teacher)
+    changed = recipe_for(tmp_path, encoder("modernbert"), teacher, override)
+    assert parts_written(changed, monkeypatch) == anew
+    messages = "\n".join(message for message in caplog.messages if message.startswith("mining: "))
+    assert re.search(said, messages) if said else not messages
+    whole = recipe_for(tmp_path, encoder("modernbert"), teacher, override, f"data.name={tmp_path / 'whole'}")
+    mining.mine(whole)
+    if "batch_size" not in override:  # other batches round otherwise
+        for name in ("train", "queries", "documents"):
+            ours, expected = (tmp_path / folder / f"{name}.parquet" for folder in ("mined", "whole"))
+            assert ours.read_bytes() == expected.read_bytes()
+
+
+def test_other_texts_under_the_same_name_are_mined_anew(encoder, teacher, tmp_path, monkeypatch):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    mine_but_stop(recipe, "teacher", 2, monkeypatch)
+    for written in ("pairs", "mined"):
+        shutil.rmtree(tmp_path / written, ignore_errors=True)
+    monkeypatch.setattr("test_mining.answers", lambda: [f"another answer {i}" for i in range(40)])
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    assert parts_written(recipe, monkeypatch) == [*SEARCH, *POSITIVES, *TEACHER]
+
+
+def test_other_weights_in_the_same_folder_are_mined_anew(encoder, teacher, other_teacher, tmp_path, monkeypatch):
+    model, grader = (
+        str(shutil.copytree(folder, tmp_path / name))
+        for name, folder in {"model": encoder("modernbert"), "grader": teacher}.items()
+    )
+    mine_but_stop(recipe_for(tmp_path, model, grader), "teacher", 2, monkeypatch)
+    shutil.copytree(other_teacher, grader, dirs_exist_ok=True)
+    mine_but_stop(recipe_for(tmp_path, model, grader), "teacher", 3, monkeypatch)
+    assert len(list((tmp_path / "mined.unfinished").glob("teacher-*"))) == 3
+    weights = Path(model, "model.safetensors")
+    save_file({name: value * 1.5 for name, value in load_file(weights).items()}, weights, {"format": "pt"})
+    assert parts_written(recipe_for(tmp_path, model, grader), monkeypatch) == [*SEARCH, *POSITIVES, *TEACHER]
+
+
+def test_the_way_out_that_an_error_names_keeps_the_search(encoder, teacher, tmp_path, monkeypatch):
+    with pytest.raises(RecipeError, match="lower it or loosen the margins, for which the search is kept, or raise"):
+        mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.max_score=-100"))
+    loosened = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    assert parts_written(loosened, monkeypatch) == TEACHER
+
+
+@pytest.mark.parametrize("kind", ["missing", "missing colbert", "no tokenizer", "three scores"])
+def test_a_teacher_that_cannot_teach_is_found_before_the_search(
+    kind,
+    encoder,
+    teacher,
+    tmp_path,
+    monkeypatch,
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tmp_path / "wrong"
+    overrides, sentence = [f"mining.teacher={folder}"], f"mining.teacher {folder} cannot be loaded: "
+    if kind == "missing colbert":
+        overrides.append("mining.teacher_type=colbert")
+    elif kind == "no tokenizer":
+        shutil.copytree(teacher, folder, ignore=shutil.ignore_patterns("tokenizer*", "vocab*"))
+        sentence = f"mining.teacher {folder} has no tokenizer that can be loaded; it must be saved beside the model."
+    elif kind == "three scores":
+        shutil.copytree(teacher, folder)
+        BertForSequenceClassification(AutoConfig.from_pretrained(teacher, num_labels=3)).save_pretrained(folder)
+        sentence = f"mining.teacher {folder} must give one score a pair, but it gives 3."
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides)
+    done = CliRunner().invoke(app, ["mine", str(written_to(tmp_path, recipe))])
+    assert done.exit_code == 2 and done.stderr.startswith(f"fastmaxsim: {sentence}") and done.stderr.count("\n") == 1
+    assert "Searching" not in done.stderr and not (tmp_path / "mined.unfinished").exists()
+
+
+def test_the_same_command_twice_at_the_same_time(encoder, teacher, tmp_path, monkeypatch):
+    file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
+    write, refused = mining._write, []
+
+    def once_more(file_to_write, content):
+        monkeypatch.setattr(mining, "_write", write)
+        refused.extend(CliRunner().invoke(app, ["mine", str(file), *options]) for options in ([], ["--no-resume"]))
+        write(file_to_write, content)
+
+    monkeypatch.setattr(mining, "_write", once_more)
+    first = CliRunner().invoke(app, ["mine", str(file)])
+    assert first.exit_code == 0, first.output
+    assert [done.exit_code for done in refused] == [2, 2]
+    assert {done.stderr for done in refused} == {
+        f"fastmaxsim: data.name: {tmp_path / 'mined'} is being mined by another command; wait until it ends, or choose "
+        "another folder.\n"
+    }
+    assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
+
+
+def test_out_of_memory_names_the_batch_size_and_a_smaller_one_goes_on(
+    encoder,
+    teacher,
+    tmp_path,
+    monkeypatch,
+):
+    file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
+    search, seen = mining.search, []
+
+    def third_is_too_much(*args):
+        seen.append(args)
+        if len(seen) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation")
+        return search(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "search", third_is_too_much)
+        failed = CliRunner().invoke(app, ["mine", str(file)])
+    assert failed.exit_code == 2
+    assert failed.stderr.splitlines()[-1] == (
+        "fastmaxsim: mining.batch_size of 4 is more than fits into memory; what is done is kept, and the same command "
+        "with a smaller one goes on from there."
+    )
+    smaller = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.batch_size=2")
+    assert parts_written(smaller, monkeypatch) == [*SEARCH[2:], *POSITIVES, *TEACHER]
+
+
+def test_training_does_not_go_on_with_data_mined_anew(encoder, teacher, other_teacher, tmp_path):
+    grader = shutil.copytree(teacher, tmp_path / "grader")
+    recipe = recipe_for(tmp_path, encoder("modernbert"), str(grader), "training.save_steps=1")
+    mining.mine(recipe)
+    assert train(recipe)["resumed_from"] is None
+    mining.mine(recipe, resume=False)  # which gives the same
+    assert train(recipe)["resumed_from"] == "checkpoint-2"
+    # Other weights in the same place, which no key of the recipe tells.
+    shutil.copytree(other_teacher, grader, dirs_exist_ok=True)
+    mining.mine(recipe, resume=False)
+    with pytest.raises(RecipeError) as error:
+        train(recipe)
+    assert str(error.value) == (
+        f"data.name: {tmp_path / 'mined'} was mined anew after the checkpoints in {tmp_path / 'out'} were made; choose "
+        "another output_dir, or start over with --no-resume."
+    )
+    assert train(recipe, resume=False)["resumed_from"] is None
+    assert train(recipe)["resumed_from"] == "checkpoint-2"
+
+
+def test_the_second_round_that_the_recipe_names_is_a_run_of_its_own():
+    lines = [line.removeprefix("#   fastmaxsim ") for line in RECIPE.read_text().splitlines() if "--set model" in line]
+    commands = [shlex.split(line) for line in lines]
+    assert [command[:2] for command in commands] == [
+        [name, "recipes/colbert_kd_mine.yaml"] for name in ("mine", "train")
+    ]
+    first = load_recipe(RECIPE)
+    mined, trained = (load_recipe(RECIPE, [part for part in command[2:] if part != "--set"]) for command in commands)
+    assert mined.data.name == trained.data.name != first.data.name
+    assert mined.model == trained.model and mined.model.name_or_path == f"{first.output_dir}/model"
+    assert trained.output_dir != first.output_dir
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_before_mining_the_recipe_says_that_it_comes_first(command, encoder, teacher, tmp_path):
+    file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
+    done = CliRunner().invoke(app, [command, str(file)])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"fastmaxsim: data.name: {tmp_path / 'mined'} is not there yet; run `fastmaxsim mine` with this recipe first, "
+        "which writes it.\n",
+    )
+
+
+def test_what_was_mined_is_compared_both_ways(encoder, teacher, tmp_path):
+    options = ["fast.stock_masking=true", "training.max_steps=3"]
+    file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher, *options))
+    for command in ("mine", "compare"):
+        done = CliRunner().invoke(app, [command, str(file)])
+        assert done.exit_code == 0, done.output
+    comparison = yaml.safe_load((tmp_path / "out" / "compare.json").read_text())
+    stock, fast = (comparison["runs"][mode] for mode in ("stock", "fast"))
+    assert len(stock["losses"]) == 3 and fast["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+    assert fast["ndcg@10"] == pytest.approx(stock["ndcg@10"])
+    assert (tmp_path / "out" / "compare.html").exists()
