@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
-    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` says of which dtype and shape."""
+    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
 
@@ -180,7 +180,7 @@ class TokenBatch:
         ------
         ValueError
             A shape or dtype does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer
-            than ``max_length``. The numbers of a ``cu_seqlens`` on a GPU are not looked at where ``max_length`` is given.
+            than ``max_length``. The numbers in ``cu_seqlens`` on a GPU are not looked at where that is given.
         TypeError
             An argument is not a tensor.
 
