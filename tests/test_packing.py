@@ -369,6 +369,7 @@ def test_collator_in_workers(method, model):
 
 
 def test_release_puts_everything_back(model, packed):
+    gc.collect()  # masks of other tests
     before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
     with pylate_fastmaxsim.enabled():
         encode(model, batch_of(model))
@@ -383,6 +384,7 @@ def test_release_puts_everything_back(model, packed):
     ids=["cached", "checked"],
 )
 def test_a_backward_after_release_still_attends_inside_documents(model, packed, loss_class, checkpointing):
+    gc.collect()  # masks of other tests
     before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

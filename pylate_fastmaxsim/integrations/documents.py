@@ -92,17 +92,6 @@ class Documents:
             gaps=gaps,
         )
 
-    def select(self, rows: Sequence[int]) -> Documents:
-        """The documents of some rows, in that order."""
-        index = torch.tensor(rows, device=self.input_ids.device)
-        kept = {
-            "input_ids": self.input_ids[index],
-            "attention_mask": self.attention_mask[index],
-        }
-        if self.token_type_ids is not None:
-            kept["token_type_ids"] = self.token_type_ids[index]
-        return Documents.from_columns([kept])
-
 
 @dataclass(frozen=True)
 class EncodingPlan:

@@ -256,24 +256,26 @@ def _shortest_and_longest(core: nn.Module, documents: Documents) -> Documents:
     What an encoder does not pass on, as a window of its attention, may show in long documents only, and the first batch
     need not have any.
     """
-    lengths = documents.cu_seqlens.diff().tolist()
-    shortest = documents.select([lengths.index(min(lengths))])
-    table = _position_table(_encoder(core))
-    longest = documents.max_length if table is None else min(documents.max_length, _last_position(table))
-    tokens = documents.input_ids.reshape(-1)[documents.token_index]
-    if len(tokens) == 0:
-        return shortest
-    tokens = tokens.repeat(-(-longest // len(tokens)))[:longest]
-    behind = (0, documents.max_length - longest)
-    attended = F.pad(torch.ones_like(tokens), behind)
-    tokens = F.pad(tokens, behind, value=0 if table is None else table.padding_idx)
-    pair = {
-        "input_ids": torch.cat([shortest.input_ids, tokens.unsqueeze(0)]),
-        "attention_mask": torch.cat([shortest.attention_mask, attended.unsqueeze(0)]),
+    shortest = int(documents.cu_seqlens.diff().argmin())
+    rows = {
+        "input_ids": documents.input_ids[shortest : shortest + 1],
+        "attention_mask": documents.attention_mask[shortest : shortest + 1],
     }
     if documents.token_type_ids is not None:
-        pair["token_type_ids"] = torch.cat([shortest.token_type_ids, torch.zeros_like(shortest.token_type_ids)])
-    return Documents.from_columns([pair])
+        rows["token_type_ids"] = documents.token_type_ids[shortest : shortest + 1]
+    tokens = documents.input_ids.reshape(-1)[documents.token_index]
+    if len(tokens):
+        table = _position_table(_encoder(core))
+        longest = documents.max_length if table is None else min(documents.max_length, _last_position(table))
+        tokens = tokens.repeat(-(-longest // len(tokens)))[:longest]
+        behind = (0, documents.max_length - longest)
+        long = {
+            "input_ids": F.pad(tokens, behind, value=0 if table is None else table.padding_idx),
+            "attention_mask": F.pad(torch.ones_like(tokens), behind),
+            "token_type_ids": torch.zeros_like(documents.input_ids[0]),
+        }
+        rows = {key: torch.cat([row, long[key].unsqueeze(0)]) for key, row in rows.items()}
+    return Documents.from_columns([rows])
 
 
 def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
