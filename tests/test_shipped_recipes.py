@@ -27,7 +27,7 @@ def losses_both_ways(name: str, tmp_path: Path, *overrides: str) -> list[float]:
         options = few_steps(tmp_path / fast, *overrides, f"fast.enabled={fast}", f"fast.stock_masking={fast}")
         results.append(train(load_recipe(RECIPES / f"{name}.yaml", options)))
     stock, fast = ([loss for _, loss in result["losses"]] for result in results)
-    assert len(stock) == 2 and fast == pytest.approx(stock, rel=1e-4)
+    assert len(stock) == 2 and fast == pytest.approx(stock, rel=1e-3)
     assert all(0 <= result["ndcg@10"] <= 1 for result in results)
     return stock
 
@@ -58,7 +58,9 @@ def test_gradcache(family, encoder, tmp_path):
     overrides += ["data.config=gooaq", "data.split=train"]
     cached = losses_both_ways("colbert_gradcache", tmp_path / "cached", *overrides, "loss.mini_batch_size=3")
     plain = ["loss={name: contrastive, temperature: 0.02}"]
-    assert losses_both_ways("colbert_gradcache", tmp_path / "plain", *overrides, *plain) == pytest.approx(cached)
+    assert losses_both_ways("colbert_gradcache", tmp_path / "plain", *overrides, *plain) == pytest.approx(
+        cached, rel=1e-3
+    )
 
 
 def test_long_documents(encoder, tmp_path):
