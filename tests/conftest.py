@@ -56,6 +56,22 @@ def _nothing_left_behind():
         integrations._said.clear()
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each time that PyLate's scores came to the operator."""
+    from pylate_fastmaxsim.integrations import pylate_scores
+
+    made: list[None] = []
+    operator = pylate_scores.maxsim
+
+    def counted(*args, **kwargs):
+        made.append(None)
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(pylate_scores, "maxsim", counted)
+    return made
+
+
 @pytest.fixture(params=["grouped", "packed"])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to encode without padding, the packed one with an attention that runs anywhere."""

@@ -32,8 +32,7 @@ from pylate_fastmaxsim.recipes import commands, figures
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.compare import Progress, _last_bar, contrast, read_steps, summarize
 from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
-from pylate_fastmaxsim.recipes.measure import is_out_of_memory
-from pylate_fastmaxsim.recipes.memory import PeakMemory, peak_resident
+from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
 from pylate_fastmaxsim.recipes.phases import PHASES
 from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison, sweep_table
 

@@ -7,7 +7,6 @@ import torch
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import integrations
-from pylate_fastmaxsim.integrations import pylate_scores
 
 pytest.importorskip("pylate")
 
@@ -41,20 +40,6 @@ def masks(name, kind):
         return queries, documents
     dtype = {"bool": torch.bool, "int": torch.int64, "float": torch.float32}[kind]
     return (queries != 0).to(dtype), (documents != 0).to(dtype)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """How often the operator was called."""
-    made = []
-    operator = pylate_scores.maxsim
-
-    def counted(*args, **kwargs):
-        made.append(None)
-        return operator(*args, **kwargs)
-
-    monkeypatch.setattr(pylate_scores, "maxsim", counted)
-    return made
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ import pylate  # noqa: E402
 from models import load_model  # noqa: E402
 from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
 
-from pylate_fastmaxsim.integrations import pylate_scores  # noqa: E402
-
 WHERE = [
     (scores, "colbert_scores"),
     (sys.modules["pylate.scores.colbert"], "colbert_scores"),
@@ -55,20 +53,6 @@ def off(monkeypatch):
     yield
     pylate_fastmaxsim.disable()
     assert found() == before
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """How often the operator was called."""
-    made = []
-    operator = pylate_scores.maxsim
-
-    def counted(*args, **kwargs):
-        made.append(None)
-        return operator(*args, **kwargs)
-
-    monkeypatch.setattr(pylate_scores, "maxsim", counted)
-    return made
 
 
 def test_everything_is_replaced_and_put_back():

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.measure import is_out_of_memory
+from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE
 from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, lacks_tokenizer, load_model
 from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
