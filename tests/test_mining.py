@@ -78,6 +78,24 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str):
     return load_recipe(RECIPE, few_steps(tmp_path / "out", *options))
 
 
+def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> list[str]:
+    """Mine until so many parts of a stage are written; their names."""
+    write, seen = mining._write, []
+
+    def interrupting(file, writer):
+        if file.name.startswith(stage):
+            if len(seen) == after:
+                raise KeyboardInterrupt
+            seen.append(file.name)
+        write(file, writer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mining, "_write", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            mining.mine(recipe)
+    return seen
+
+
 @pytest.mark.parametrize("rules", [{}, {"absolute_margin": -0.5, "relative_margin": -0.3, "min_score": 6.0}])
 @pytest.mark.parametrize("with_corpus", [False, True])
 def test_negatives_are_those_of_brute_force(rules, with_corpus, encoder, teacher, tmp_path):
@@ -177,23 +195,11 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, t
     whole = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}")
     mining.mine(whole)
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
-    write, seen = mining._write, []
-
-    def interrupting(file, writer):
-        if file.name.startswith(stage):
-            if len(seen) == 2:
-                raise KeyboardInterrupt
-            seen.append(file.name)
-        write(file, writer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mining, "_write", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            mining.mine(recipe)
+    seen = mine_but_stop(recipe, stage, 2, monkeypatch)
     assert not (tmp_path / "mined").exists()
 
     capsys.readouterr()
-    written = []
+    write, written = mining._write, []
     monkeypatch.setattr(mining, "_write", lambda file, writer: (written.append(file.name), write(file, writer)))
     mining.mine(recipe)
     assert len(seen) == 2 and not set(seen) & set(written)

@@ -17,7 +17,7 @@ pytest.importorskip("pylate")
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from test_mining import RECIPE, recipe_for, teacher  # noqa: F401  (a fixture)
+from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401  (a fixture)
 from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
@@ -40,23 +40,6 @@ def written_to(folder: Path, recipe) -> Path:
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump(asdict(recipe)))
     return file
-
-
-def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> None:
-    """Mine until so many parts of a stage are written."""
-    write, seen = mining._write, []
-
-    def interrupting(file, writer):
-        if file.name.startswith(stage):
-            if len(seen) == after:
-                raise KeyboardInterrupt
-            seen.append(file.name)
-        write(file, writer)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mining, "_write", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            mining.mine(recipe)
 
 
 def parts_written(recipe, monkeypatch) -> list[str]:
