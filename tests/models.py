@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,21 +149,32 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
     raise ValueError(f"build_model: unknown family {family!r}.")
 
 
+def _word_pieces(special: list[str]) -> dict[str, int]:
+    """A vocabulary for WordPiece. Its trainer numbers the pieces in another order each time."""
+    words = [word for word, _ in pre_tokenizers.BertPreTokenizer().pre_tokenize_str(TEXT.lower())]
+    pieces = Counter(piece for word in words for piece in (word[:4], "##" + word[4:]) if piece != "##")
+    letters = sorted(set("".join(words)))
+    common = sorted(pieces, key=lambda piece: (-pieces[piece], piece))
+    vocabulary = dict.fromkeys([*special, *letters, *("##" + letter for letter in letters), *common])
+    return {piece: number for number, piece in enumerate(list(vocabulary)[:300])}
+
+
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     roberta = family in ("xlm-roberta", "mpnet")
     begin, padding, end, unknown, mask = (
         ("<s>", "<pad>", "</s>", "<unk>", "<mask>") if roberta else ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
     )
     special = [begin, padding, end, unknown, mask] if roberta else [padding, begin, end, unknown, mask]
-    if family == "modernbert":
-        tokenizer = Tokenizer(models.BPE(unk_token=unknown))
-        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
-    else:
-        tokenizer = Tokenizer(models.WordPiece(unk_token=unknown))
-        trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    bpe = family == "modernbert"
+    model = models.BPE(unk_token=unknown) if bpe else models.WordPiece(_word_pieces(special), unk_token=unknown)
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator([TEXT], trainer)
+    if bpe:
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+        tokenizer.train_from_iterator([TEXT], trainer)
+    else:
+        tokenizer.add_special_tokens(special)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{begin} $A {end}",
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end)],

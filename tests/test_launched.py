@@ -124,6 +124,11 @@ def test_an_interrupted_run_that_goes_on_is_equal_to_an_uninterrupted_one(name, 
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+def test_nothing_falls_back(folder):
+    words = " ".join((folder / "said").read_text().split())
+    assert not any(reason in words for reason in ("with padding", "not fused", "as PyLate has it"))
+
+
 def test_no_two_processes_write_the_same_file(folder, said):
     files = [folder / f"written-{rank}.json" for rank in (0, 1)]
     assert all(file.exists() for file in files), said()

@@ -12,7 +12,8 @@ from functools import wraps
 import torch
 from pylate.models import Dense
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
@@ -52,7 +53,7 @@ def patches() -> list[Patch]:
 @wraps(Dense.forward)
 def project(self: Dense, features: dict[str, Tensor]) -> dict[str, Tensor]:
     """PyLate's own, and unit embeddings for whoever asks for them."""
-    if torch.compiler.is_compiling() or features.get(_ASKED) != id(self):
+    if torch.compiler.is_compiling() or features.get(_ASKED) != id(self) or isinstance(self.linear.weight, DTensor):
         return project.__wrapped__(self, features)
     embeddings = project_normalize(features["token_embeddings"], self.linear.weight, self.linear.bias)
     features["token_embeddings"] = embeddings
@@ -80,7 +81,10 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     if made is not None:
         return made.values
     if head is not None:
-        log_once("The head is not fused: the last Dense module of the model does not see what its first is given.")
+        log_once(
+            "The head is not fused: the last Dense module of the model does not see what its first is given, "
+            "or has only a part of its weight."
+        )
     return unit(output["token_embeddings"])
 
 
@@ -116,7 +120,9 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
     if last.use_residual:
         return "Dense adds a residual"
     linear = last.linear
-    if type(linear) is not nn.Linear or type(linear.weight) not in (nn.Parameter, Tensor):
+    # FSDP 2 has made the weight whole by the time the module runs.
+    whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
+    if type(linear) is not nn.Linear or type(linear.weight) not in whole:
         return f"the linear layer of Dense is a {type(linear).__name__} with a {type(linear.weight).__name__}"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "the linear layer of Dense has hooks, which would not be called"

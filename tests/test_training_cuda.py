@@ -1,0 +1,86 @@
+"""Recipes trained on GPUs by the commands of the README, the stock way and the fast way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import torch
+from pylate import models
+from tiny_recipe import tiny, write
+
+pytestmark = pytest.mark.cuda
+
+FSDP = ["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP += ["--fsdp_transformer_layer_cls_to_wrap", "ModernBertEncoderLayer", "--num_machines", "1"]
+LAUNCHERS = {
+    "one GPU": [],
+    "ddp": ["--multi_gpu", "--num_machines", "1"],
+    "fsdp 1": [*FSDP, "--fsdp_version", "1"],
+    "fsdp 2": [*FSDP, "--fsdp_version", "2"],
+}
+# Of losses from step to step: the paths round differently, and AdamW carries that on.
+TOLERANCES = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 1e-2}
+
+
+def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **loss) -> dict:
+    """What ``fastmaxsim train`` wrote, of an encoder without dropout whose attention a GPU can pack."""
+    name = "fast" if enabled else "stock"
+    recipe = tiny(
+        folder,
+        name,
+        model={"embedding_size": 32},
+        loss={"name": "contrastive", "temperature": 0.5, **loss},
+        training={"use_cpu": False, "precision": precision, "per_device_train_batch_size": 8, "max_steps": 8},
+        fast={"enabled": enabled, "stock_masking": True},
+    )
+    recipe["model"]["build"] |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "dropout": 0.0}
+    command = [sys.executable, "-m"]
+    if launcher:
+        command += ["accelerate.commands.launch", *launcher, "--num_processes", "2", "--main_process_port", "0"]
+        command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
+    command += ["pylate_fastmaxsim.cli", "train", str(write(folder, recipe, name))]
+    environment = os.environ | ({} if launcher else {"CUDA_VISIBLE_DEVICES": "0"})
+    if not enabled:  # Where a fused-kernel package is installed PyLate would score with that.
+        environment["PYLATE_SCORES_BACKEND"] = "torch"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    fell_back = ("with padding", "not fused", "as PyLate has it")
+    assert not any(words in " ".join((done.stdout + done.stderr).split()) for words in fell_back)
+    return json.loads((folder / name / "train.json").read_text())
+
+
+def assert_alike(stock: dict, fast: dict, tolerance: float) -> None:
+    assert (stock["fast"]["enabled"], fast["fast"]["enabled"]) == (False, True)
+    assert [step for step, _ in fast["losses"]] == list(range(1, 9))
+    ours, theirs = (torch.tensor([loss for _, loss in result["losses"]]) for result in (fast, stock))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0, msg=lambda said: f"{said}\n{ours}\n{theirs}")
+    assert fast["ndcg@10"] == pytest.approx(stock["ndcg@10"], abs=0.1)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("loss", ["contrastive", "cached_contrastive"])
+def test_one_gpu(loss, precision, tmp_path):
+    options = {"name": loss, "mini_batch_size": 3} if loss == "cached_contrastive" else {}
+    results = [trained(tmp_path, [], precision, enabled, **options) for enabled in (False, True)]
+    assert_alike(*results, TOLERANCES[precision])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp 1", "fsdp 2"])
+def test_two_gpus(kind, precision, tmp_path):
+    results = [
+        trained(tmp_path, LAUNCHERS[kind], precision, enabled, gather_across_devices=True) for enabled in (False, True)
+    ]
+    assert_alike(*results, TOLERANCES[precision])
+    model = models.ColBERT(str(tmp_path / "fast" / "model"), device="cpu")
+    assert all(weight.isfinite().all() for weight in model.parameters())
