@@ -38,7 +38,7 @@ def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **
         folder,
         name,
         model={"embedding_size": 32},
-        loss={"name": "contrastive", "temperature": 0.5, **loss},
+        loss={"name": "contrastive", "temperature": 0.5} | loss,
         training={"use_cpu": False, "precision": precision, "per_device_train_batch_size": 8, "max_steps": 8},
         fast={"enabled": enabled, "stock_masking": True},
     )
@@ -69,7 +69,8 @@ def assert_alike(stock: dict, fast: dict, tolerance: float) -> None:
 @pytest.mark.parametrize("precision", TOLERANCES)
 @pytest.mark.parametrize("loss", ["contrastive", "cached_contrastive"])
 def test_one_gpu(loss, precision, tmp_path):
-    options = {"name": loss, "mini_batch_size": 3} if loss == "cached_contrastive" else {}
+    # A high temperature for GradCache in fp16: a gradient that overflows on one path alone makes it skip a step.
+    options = {"name": loss, "mini_batch_size": 3, "temperature": 16.0} if loss == "cached_contrastive" else {}
     results = [trained(tmp_path, [], precision, enabled, **options) for enabled in (False, True)]
     assert_alike(*results, TOLERANCES[precision])
 
