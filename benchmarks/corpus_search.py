@@ -2,6 +2,7 @@
 
     python benchmarks/corpus_search.py --folder /data/corpus
     python benchmarks/corpus_search.py --folder /tmp/corpus --passages 500 --queries 4 --dim 16 --output /tmp/a.json
+    python benchmarks/corpus_search.py --render-only      # table and plot from the committed results
 
 Passages are random unit vectors, log-normal in length and cut at 300 tokens; a million take some 20 GB of disk. They
 are written once, and a folder that has them is used again. PyLate scores the first of them, as many as
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from corpus_search_plot import draw
 from pylate.scores import colbert_scores
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -140,10 +142,16 @@ def difference(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) ->
     }
 
 
+def seconds_of_paths(content: dict) -> dict[str, float]:
+    """Of each path, for the whole corpus."""
+    count, stages = content["setting"]["passages"], content["stages"]
+    return {name: stages[name]["seconds"] * count / stages[name]["passages"] for name in TITLES if name in stages}
+
+
 def markdown(content: dict) -> str:
     """The paths side by side, for the whole corpus."""
     count, paths = content["setting"]["passages"], content["stages"]
-    seconds = {name: paths[name]["seconds"] * count / paths[name]["passages"] for name in TITLES if name in paths}
+    seconds = seconds_of_paths(content)
     lines = ["| path | time | relative to PyLate | device memory beyond what was held before |", "|---|---|---|---|"]
     for name, value in seconds.items():
         peak = paths[name]["peak_bytes"]
@@ -159,9 +167,16 @@ def markdown(content: dict) -> str:
     return "\n".join(lines)
 
 
+def draw_paths(content: dict, target: Path) -> None:
+    """The same as bars."""
+    setting, stages = content["setting"], content["stages"]
+    rows = [(TITLES[name], value, stages[name]["peak_bytes"]) for name, value in seconds_of_paths(content).items()]
+    draw(rows, f"{setting['queries']:,} queries against {setting['passages']:,} passages", target)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of the corpus")
+    parser.add_argument("--folder", type=Path, help="of the corpus")
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--mean", type=int, default=80, help="tokens of a passage")
     parser.add_argument("--queries", type=int, default=1000)
@@ -173,9 +188,17 @@ def main() -> None:
     parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--render-only", action="store_true", help="table and plot of the results that are there")
     options = parser.parse_args()
+    if options.render_only:
+        content = json.loads(options.output.read_text())
+        draw_paths(content, options.output.with_suffix(".png"))
+        print(markdown(content))
+        return
+    if options.folder is None:
+        parser.error("--folder must name the folder of the corpus.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setting = {name: value for name, value in vars(options).items() if name not in ("folder", "output")}
+    setting = {name: value for name, value in vars(options).items() if name not in ("folder", "output", "render_only")}
     content: dict = {"environment": environment(), "setting": {**setting, "dtype": "bfloat16"}, "stages": {}}
 
     def finished(stage: str, result: dict) -> None:
@@ -223,6 +246,7 @@ def main() -> None:
     part = min(count, options.check_passages)
     result, found = stock(padded, corpus, part, k, torch.float32, options.mean)
     finished("stock_float32", {**result, "difference": difference(streamed(part), found)})
+    draw_paths(content, options.output.with_suffix(".png"))
     print(markdown(content))
 
 

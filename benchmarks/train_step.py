@@ -161,15 +161,14 @@ def main() -> None:
             content["cells"][name] = {"cell": cell, "options": extra, **result, "environment": recorded}
             print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
             write(target, content)
-    for checkpointing in choices["both"]:
+    from training_plots import plot
+
+    rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}
+    for checkpointing, ending in ((False, ".png"), (True, "_checkpointing.png")):
         if any(cell["cell"]["checkpointing"] == checkpointing for cell in content["cells"].values()):
             print(f"\nGradient checkpointing: {'on' if checkpointing else 'off'}\n")
             print(markdown_table(content["cells"], checkpointing))
-    if content["cells"]:
-        from training_plots import plot
-
-        rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}
-        plot(content["cells"], rows, target.with_suffix(".png"))
+            plot(content["cells"], rows, target.with_name(target.stem + ending), checkpointing)
 
 
 if __name__ == "__main__":

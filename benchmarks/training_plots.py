@@ -15,8 +15,8 @@ COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]
 TITLE = "One training step of ModernBERT-base"
 
 
-def plot(cells: dict, rows: dict[str, dict[bool, str]], target: Path) -> None:
-    """Draw the cells of train_step.py that were measured without gradient checkpointing.
+def plot(cells: dict, rows: dict[str, dict[bool, str]], target: Path, checkpointing: bool = False) -> None:
+    """Draw the cells of train_step.py that were measured with gradient checkpointing, or those without it.
 
     ``rows`` gives for each path its title without and with compilation.
     """
@@ -29,13 +29,15 @@ def plot(cells: dict, rows: dict[str, dict[bool, str]], target: Path) -> None:
     found = {
         (cell["cell"]["path"], cell["cell"]["compile"], cell["cell"]["batch"]): cell
         for cell in cells.values()
-        if not cell["cell"]["checkpointing"]
+        if cell["cell"]["checkpointing"] == checkpointing
     }
-    batches = sorted({cell["cell"]["batch"] for cell in cells.values()})
+    batches = sorted({batch for _, _, batch in found})
     if len(batches) == 1:
         figure = _bars({key[:2]: cell for key, cell in found.items()}, titles, batches[0])
     else:
         figure = _curves(found, titles, batches)
+    if checkpointing:
+        figure.suptitle(f"{TITLE}, with gradient checkpointing")
     figure.savefig(target, dpi=150)
     plt.close(figure)
 

@@ -71,6 +71,22 @@ def quickstart_table() -> str:
     )
 
 
+def long_documents_table() -> str:
+    lines = ["| queries | PyLate | this package | speed | memory |", "|---" * 5 + "|"]
+    for batch in (16, 128):
+        comparison = results(f"long_documents_{batch}")
+        runs, summary = comparison["runs"], comparison["summary"]
+        entries = [
+            f"{run['step_seconds']:.1f} s, {run['memory']['peak'] / 2**30:.1f} GiB"
+            if run["status"] == "finished"
+            else run["status"]
+            for run in (runs["stock"], runs["fast"])
+        ]
+        ratios = [f"{summary['speedup']:.2f}x", f"{summary['peak_memory']:.0%}"] if summary["speedup"] else ["", ""]
+        lines.append("| " + " | ".join([str(batch), *entries, *ratios]) + " |")
+    return "\n".join(lines)
+
+
 def updated(readme: str) -> str:
     """The README with its tables made anew."""
     tables = {
@@ -78,6 +94,7 @@ def updated(readme: str) -> str:
         "summary-table": summary_table(),
         "operators-table": readme_table(results("operators")),
         "losses-table": losses_markdown(results("losses")),
+        "long-documents-table": long_documents_table(),
         "corpus-search-table": corpus_markdown(results("corpus_search")),
         "quickstart-table": quickstart_table(),
         "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),

@@ -30,4 +30,5 @@ def test_every_stage_is_measured_and_finds_the_same(tmp_path):
     assert stages["stock_float32"]["difference"]["largest_score_difference"] < 1e-5
     # Stock adds up scores of some 20 in bfloat16.
     assert stages["stock"]["difference"]["largest_score_difference"] < 0.25
+    assert target.with_suffix(".png").stat().st_size > 0
     assert "| PyLate | " in done.stdout and "200 of the 400 passages" in done.stdout and "times 2." in done.stdout
