@@ -7,13 +7,13 @@ import os
 import sys
 from pathlib import Path
 
-from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes import mining_parts
 from pylate_fastmaxsim.recipes.commands import app
 
 RANK = int(os.environ["RANK"])
 folder, failing = Path(sys.argv[1]), sys.argv[2]
 written = []
-write = mining._write
+write = mining_parts.write_whole
 
 
 def noting(file: Path, writer) -> None:
@@ -24,5 +24,5 @@ def noting(file: Path, writer) -> None:
     (folder / f"written-{RANK}.json").write_text(json.dumps(written))
 
 
-mining._write = noting
+mining_parts.write_whole = noting
 app(["mine", str(folder / "mine.yaml")])

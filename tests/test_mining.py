@@ -24,7 +24,7 @@ from tiny_recipe import few_steps, hub_dataset, text
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes import mining, mining_parts, negatives
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
@@ -80,7 +80,7 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str):
 
 def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> list[str]:
     """Mine until so many parts of a stage are written; their names."""
-    write, seen = mining._write, []
+    write, seen = mining_parts.write_whole, []
 
     def interrupting(file, writer):
         if file.name.startswith(stage):
@@ -90,7 +90,7 @@ def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> list[str]:
         write(file, writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining, "_write", interrupting)
+        patch.setattr(mining_parts, "write_whole", interrupting)
         with pytest.raises(KeyboardInterrupt):
             mining.mine(recipe)
     return seen
@@ -161,7 +161,7 @@ def test_negatives_are_those_of_brute_force(rules, with_corpus, encoder, teacher
 )
 def test_rules(rule, score, allowed):
     section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rule)
-    assert mining.is_negative(section, score, positive=1.0) is allowed
+    assert negatives.is_negative(section, score, positive=1.0) is allowed
 
 
 @pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta"])
@@ -199,8 +199,10 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, t
     assert not (tmp_path / "mined").exists()
 
     capsys.readouterr()
-    write, written = mining._write, []
-    monkeypatch.setattr(mining, "_write", lambda file, writer: (written.append(file.name), write(file, writer)))
+    write, written = mining_parts.write_whole, []
+    monkeypatch.setattr(
+        mining_parts, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer))
+    )
     mining.mine(recipe)
     assert len(seen) == 2 and not set(seen) & set(written)
     # The bar begins where the first run stopped, after two parts.
@@ -295,7 +297,7 @@ def test_the_command_says_what_was_mined_and_what_a_full_disk_leaves(encoder, te
         raise OSError(28, "No space left on device", str(file))
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining, "_write", full)
+        patch.setattr(mining_parts, "write_whole", full)
         failed = CliRunner().invoke(app, ["mine", str(file)])
     assert failed.exit_code == 1 and "No space left on device" in failed.output and "is kept" in failed.output
     done = CliRunner().invoke(app, ["mine", str(file)])

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from sentence_transformers.util import mine_hard_negatives
 
-from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes import negatives
 from pylate_fastmaxsim.recipes.pairs import Pairs
 from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection
 
@@ -74,7 +74,7 @@ def test_negatives_are_those_of_mine_hard_negatives(several):
         similarities = torch.from_numpy(vectors[:QUERIES] @ vectors[QUERIES:].T)
         k = section.range_max + max(map(len, pairs.positives()))
         lowest = [min(similarities[q, d].item() for q, d in rows if q == query) for query in range(QUERIES)]
-        assert mining._hard_negatives(pairs, section, *similarities.topk(k), lowest) == expected, (seed, rules)
+        assert negatives.hard_negatives(pairs, section, *similarities.topk(k), lowest) == expected, (seed, rules)
         short += len(expected) < QUERIES
         skipping += bool(expected) and rules["range_min"] > 0
     assert short > 10 and skipping > 10

@@ -21,7 +21,7 @@ from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401
 from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes import mining, mining_parts, negatives
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import RecipeError
@@ -44,9 +44,11 @@ def written_to(folder: Path, recipe) -> Path:
 
 def parts_written(recipe, monkeypatch) -> list[str]:
     """The stages of the parts that mining computes."""
-    write, written = mining._write, []
+    write, written = mining_parts.write_whole, []
     with monkeypatch.context() as patch:
-        patch.setattr(mining, "_write", lambda file, writer: (written.append(file.name), write(file, writer)))
+        patch.setattr(
+            mining_parts, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer))
+        )
         mining.mine(recipe)
     return [name.partition("-")[0] for name in written if not name.startswith("settings")]
 
@@ -154,14 +156,14 @@ def test_a_teacher_that_cannot_teach_is_found_before_the_search(
 
 def test_the_same_command_twice_at_the_same_time(encoder, teacher, tmp_path, monkeypatch):
     file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
-    write, refused = mining._write, []
+    write, refused = mining_parts.write_whole, []
 
     def once_more(file_to_write, content):
-        monkeypatch.setattr(mining, "_write", write)
+        monkeypatch.setattr(mining_parts, "write_whole", write)
         refused.extend(CliRunner().invoke(app, ["mine", str(file), *options]) for options in ([], ["--no-resume"]))
         write(file_to_write, content)
 
-    monkeypatch.setattr(mining, "_write", once_more)
+    monkeypatch.setattr(mining_parts, "write_whole", once_more)
     first = CliRunner().invoke(app, ["mine", str(file)])
     assert first.exit_code == 0, first.output
     assert [done.exit_code for done in refused] == [2, 2]
@@ -179,7 +181,7 @@ def test_out_of_memory_names_the_batch_size_and_a_smaller_one_goes_on(
     monkeypatch,
 ):
     file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
-    search, seen = mining.search, []
+    search, seen = negatives.search, []
 
     def third_is_too_much(*args):
         seen.append(args)
@@ -188,7 +190,7 @@ def test_out_of_memory_names_the_batch_size_and_a_smaller_one_goes_on(
         return search(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining, "search", third_is_too_much)
+        patch.setattr(negatives, "search", third_is_too_much)
         failed = CliRunner().invoke(app, ["mine", str(file)])
     assert failed.exit_code == 2
     assert failed.stderr.splitlines()[-1] == (

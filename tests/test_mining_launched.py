@@ -17,7 +17,7 @@ import torch
 import yaml
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 
-from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes import mining, mining_parts
 
 MINED = Path(__file__).parent / "mined.py"
 
@@ -62,7 +62,7 @@ def stages(written: list[str]) -> list[str]:
 
 
 def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
-    write = mining._write
+    write = mining_parts.write_whole
 
     def interrupting(file, writer):
         write(file, writer)
@@ -70,7 +70,7 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining, "_write", interrupting)
+        patch.setattr(mining_parts, "write_whole", interrupting)
         with pytest.raises(KeyboardInterrupt):
             mining.mine(recipe)
     (first,) = (tmp_path / "mined.unfinished").glob("search-*")
@@ -104,14 +104,14 @@ def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_p
     assert stages(written) == ["search", "positives", "positives", "teacher"]
     assert set(written) <= {file.name for file in kept} and len(kept) >= 5
     seen = {}
-    write_data = mining._write_data
+    write_data = mining.write_data
 
     def noting(folder, *args):
         seen.update({file: file.stat().st_mtime_ns for file in kept})
         write_data(folder, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mining, "_write_data", noting)
+        patch.setattr(mining, "write_data", noting)
         mining.mine(recipe)
     assert seen == kept
     assert_same(tmp_path)

@@ -467,7 +467,7 @@ def test_a_full_disk_in_a_comparison(tmp_path):
 # The last two in the middle of what datasets writes, which fails once more when it closes its file.
 @pytest.mark.parametrize(
     ("when", "limit"),
-    [("start", 100), ("mining._grade", 100), ("mining._write_data", 10), ("mining._write_data", 1000)],
+    [("start", 100), ("mining.grade", 100), ("mining.write_data", 10), ("mining.write_data", 1000)],
 )
 def test_a_full_disk_in_mining_keeps_what_is_mined(when, limit, encoder, teacher, tmp_path):  # noqa: F811
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
@@ -499,15 +499,15 @@ def test_a_full_disk_while_document_ids_are_looked_up(limit, tmp_path):
 # Ctrl-C in the moment when the fifth part has been written, so that some of hundreds are done on any machine.
 INTERRUPTED = """
 import os, signal
-from pylate_fastmaxsim.recipes import mining
-write = mining._write
+from pylate_fastmaxsim.recipes import mining_parts
+write = mining_parts.write_whole
 
 def interrupted(file, content):
     write(file, content)
     if len(list(file.parent.glob("search-*"))) == 5:
         os.kill(os.getpid(), signal.SIGINT)
 
-mining._write = interrupted
+mining_parts.write_whole = interrupted
 from pylate_fastmaxsim.cli import main
 main()
 """
