@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Image
+from datasets import Dataset, Image, Sequence, Value
 from pylate.evaluation import NanoBEIREvaluator
 
 from pylate_fastmaxsim.recipes.beir import Collection, load_collection
@@ -74,7 +74,15 @@ def _load_checked(recipe: Recipe) -> Dataset:
     dataset = load_columns(recipe.data, "data")
     check = _check_pages if recipe.model.visual else _check_columns
     check(recipe, dataset, dataset.column_names)
-    return dataset
+    return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+
+
+def _scores_as_floats(dataset: Dataset) -> Dataset:
+    """PyLate's loss and its evaluator take no integers."""
+    scores = dataset.column_names[-1]
+    if "int" not in dataset.features[scores].feature.dtype:
+        return dataset
+    return dataset.cast_column(scores, Sequence(Value("float32")))
 
 
 def load_columns(data: DataSection, section: str) -> Dataset:

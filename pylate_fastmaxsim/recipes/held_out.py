@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from pylate.evaluation import (
     ColBERTDistillationEvaluator,
@@ -68,13 +67,14 @@ def kl_divergence(recipe: Recipe, held_out: Dataset, model: ColBERT) -> float:
     query_column, document_column, score_column = held_out.column_names
     options = {} if recipe.loss.normalize_scores is None else {"normalize_scores": recipe.loss.normalize_scores}
     evaluator = ColBERTDistillationEvaluator([], [], [], **_options(recipe), **options)
+    evaluator.primary_metric = "kl_divergence"  # PyLate names none, and then takes no name of the rows
     # PyLate pads and scores all of its rows at once, so that it is given some at a time.
     rows_at_once, total = at_once(len(held_out[0][document_column]), model), 0.0
     for begin in range(0, len(held_out), rows_at_once):
         rows = held_out[begin : begin + rows_at_once]
         evaluator.queries = rows[query_column]
         evaluator.documents = list(chain.from_iterable(rows[document_column]))
-        evaluator.scores = np.asarray(rows[score_column], dtype=np.float32)
+        evaluator.scores = rows[score_column]
         (part,) = evaluator(model).values()
         total += part * len(evaluator.queries)
     mean = total / len(held_out)
