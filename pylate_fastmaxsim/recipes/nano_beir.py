@@ -17,11 +17,10 @@ KEY = "evaluation.nano_beir"
 
 def check_names(names: list[str]) -> None:
     """Refuse names that PyLate does not know, which it takes in any case, and sets that would count twice."""
-    known = [name.lower() for name in names]
     for name in names:
         if name.lower() not in MAPPING_DATASET_NAME_TO_ID:
             raise RecipeError(f"{KEY} must name sets out of {', '.join(MAPPING_DATASET_NAME_TO_ID)}, got {name!r}.")
-    if len(set(known)) < len(known):
+    if len({name.lower() for name in names}) < len(names):
         raise RecipeError(f"{KEY} must name each set once, got {', '.join(names)}.")
 
 
