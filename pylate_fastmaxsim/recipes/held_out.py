@@ -67,7 +67,8 @@ def kl_divergence(recipe: Recipe, held_out: Dataset, model: ColBERT) -> float:
     query_column, document_column, score_column = held_out.column_names
     options = {} if recipe.loss.normalize_scores is None else {"normalize_scores": recipe.loss.normalize_scores}
     evaluator = ColBERTDistillationEvaluator([], [], [], **_options(recipe), **options)
-    evaluator.primary_metric = "kl_divergence"  # PyLate names none, and then takes no name of the rows
+    # PyLate says of no metric that it is the primary one, and then fails where the evaluator has a name.
+    evaluator.primary_metric = "kl_divergence"
     # PyLate pads and scores all of its rows at once, so that it is given some at a time.
     rows_at_once, total = at_once(len(held_out[0][document_column]), model), 0.0
     for begin in range(0, len(held_out), rows_at_once):
