@@ -83,7 +83,7 @@ class Interrupt(TrainerCallback):
 
 
 def train(job: dict, output: str, interrupt: bool = False) -> dict:
-    MAPPING_DATASET_NAME_TO_ID.update(job["nano_beir"])
+    MAPPING_DATASET_NAME_TO_ID.update(job.get("nano_beir", {}))
     recipe = load_recipe(job["recipe"], [*job["overrides"], f"output_dir={output}"])
     build = training.build_trainer
 
