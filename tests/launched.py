@@ -36,6 +36,7 @@ import accelerate.state  # noqa: E402  (all that is written counts)
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
+from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -82,6 +83,7 @@ class Interrupt(TrainerCallback):
 
 
 def train(job: dict, output: str, interrupt: bool = False) -> dict:
+    MAPPING_DATASET_NAME_TO_ID.update(job.get("nano_beir", {}))
     recipe = load_recipe(job["recipe"], [*job["overrides"], f"output_dir={output}"])
     build = training.build_trainer
 

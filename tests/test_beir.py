@@ -178,5 +178,5 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError, match="evaluation.beir cannot be loaded: "):
         beir.load_collection(EvaluationSection(beir="no-such-owner/no-such-data"))
-    with pytest.raises(RecipeError, match="evaluation must have at most one of rows and beir."):
+    with pytest.raises(RecipeError, match="evaluation must have at most one of rows, beir and nano_beir."):
         load_recipe(write(tmp_path, tiny(tmp_path)), ["evaluation.beir=some/data"])

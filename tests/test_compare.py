@@ -139,7 +139,12 @@ def test_a_distillation_recipe_is_compared(encoder, tmp_path):
     assert stock["tokens_per_step"]["documents"] == fast["tokens_per_step"]["documents"] <= 8 * 4 * 32
     assert stock["tokens_per_step"]["padding"] > fast["tokens_per_step"]["padding"] >= 0
     assert all(set(run["phases"]) == set(PHASES) for run in (stock, fast))
-    assert len(Page((tmp_path / "out" / "compare.html").read_text()).images) == 4
+    page = Page((tmp_path / "out" / "compare.html").read_text())
+    assert len(page.images) == 4
+    assert fast["kl_divergence"] == pytest.approx(stock["kl_divergence"], rel=1e-3)
+    for place in (page.text, done.stdout):
+        assert "KL divergence" in place
+        assert all(f"{run['kl_divergence']:.4f}" in place for run in (stock, fast, fast["untrained"]))
 
 
 def test_running_out_of_memory_is_a_result_and_ends_a_sweep(tmp_path):

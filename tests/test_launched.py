@@ -37,7 +37,13 @@ KINDS = {
 }
 
 NAMES = ["quickstart", "colbert_msmarco", "colbert_gradcache", "gathered", "colbert_kd", "colbert_kd_mine"]
-NAMES += ["long_documents"]
+NAMES += ["long_documents", "nano_beir"]
+
+METRICS = {
+    **dict.fromkeys(("colbert_msmarco", "long_documents"), {"ndcg@10", "accuracy"}),
+    **dict.fromkeys(("colbert_kd", "colbert_kd_mine"), {"ndcg@10", "kl_divergence"}),
+    "nano_beir": {"ndcg@10", "mrr@10", "recall@100"},
+}
 
 
 def launch(*arguments: str) -> subprocess.CompletedProcess:
@@ -57,6 +63,12 @@ def jobs(folder: Path, model: str, teacher: str) -> dict[str, dict]:  # noqa: F8
         "gooaq": hub_dataset(folder / "gooaq", gooaq=pairs),
         "en-triplet": hub_dataset(folder / "long", **{"en-triplet": long}),
         "kd": hub_dataset(folder / "kd", **kd_subsets()),
+        "nq": hub_dataset(
+            folder / "NanoNQ",
+            corpus=[{"_id": f"d{i}", "text": row["document"]} for i, row in enumerate(pairs)],
+            queries=[{"_id": f"q{i}", "text": row["query"]} for i, row in enumerate(pairs)],
+            qrels=[{"query-id": f"q{i}", "corpus-id": f"d{i}"} for i in range(6)],
+        ),
     }
     mining.mine(recipe_for(folder, model, teacher))
     # With dropout, so that each process must go on with its own random numbers.
@@ -76,11 +88,14 @@ def jobs(folder: Path, model: str, teacher: str) -> dict[str, dict]:  # noqa: F8
         "colbert_kd": [*loaded, f"data.name={data['kd']}", "data.n_ways=4"],
         "colbert_kd_mine": [*loaded, f"data.name={folder / 'mined'}"],
         "long_documents": [*loaded, f"data.name={data['en-triplet']}", "model.document_length=128"],
+        "nano_beir": [*loaded, f"data.name={data['triplet']}", "evaluation={nano_beir: [nq]}"],
     }
+    recipes = {"gathered": "colbert_gradcache", "nano_beir": "colbert_msmarco"}
     steps = ["training.per_device_train_batch_size=3", "training.max_steps=5", "training.save_steps=2"]
     return {
         name: {
-            "recipe": str(RECIPES / f"{'colbert_gradcache' if name == 'gathered' else name}.yaml"),
+            "recipe": str(RECIPES / f"{recipes.get(name, name)}.yaml"),
+            "nano_beir": {"nq": str(data["nq"])},
             "overrides": [*few_steps(folder), "evaluation.rows=6", *steps, *overrides],
         }
         for name, overrides in of.items()
@@ -111,6 +126,7 @@ def test_an_interrupted_run_that_goes_on_is_equal_to_an_uninterrupted_one(name, 
     whole, parts = (json.loads(file.read_text())[key] for key in ("whole", "parts"))
     assert whole["steps"] == len(whole["losses"]) == 5 and whole["fast"]["enabled"]
     assert parts["resumed_from"] == "checkpoint-2"
+    assert METRICS.get(name, {"ndcg@10"}) == parts.keys() & {key for keys in METRICS.values() for key in keys}
     weights = [load_file(folder / f"{name}-{part}" / "model" / "model.safetensors") for part in ("whole", "parts")]
     if request.node.callspec.params["folder"] == "fsdp":
         # In a new process FSDP gathers weights to other addresses, and by their alignment a CPU's products round.

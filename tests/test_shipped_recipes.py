@@ -11,7 +11,8 @@ pytest.importorskip("pylate")
 
 from tiny_recipe import few_steps, hub_dataset, text
 
-from pylate_fastmaxsim.recipes.data import load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.held_out import retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.train import train
@@ -46,7 +47,7 @@ def test_msmarco(family, encoder, tmp_path, caplog):
     held_out = load_data(recipe).held_out
     assert held_out.column_names == ["query", "positive", "negative"]
     model = load_model(recipe.model, "cpu", seed=0)
-    evaluator = retrieval_evaluator(recipe, held_out, model.query_length, model.document_length)
+    evaluator = retrieval_evaluator(recipe, held_out, model)
     assert (len(evaluator.queries), len(evaluator.corpus)) == (8, 16)
 
 

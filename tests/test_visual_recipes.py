@@ -266,6 +266,7 @@ def test_what_falls_back_is_said(recipe, caplog):
         ("loss.name=colbert_negative_ce", r"data.columns must be \[query, image, negatives\] for the loss colbert_neg"),
         ("training.batch_sampler=no_duplicates", "training.batch_sampler does not apply to model.kind colqwen2"),
         ("evaluation.beir=BeIR/scifact", "evaluation.beir does not apply to model.kind colqwen2"),
+        ("evaluation.nano_beir=[nq]", "evaluation.nano_beir does not apply to model.kind colqwen2"),
         ("fast.compile=true", "fast.compile does not apply to model.kind colqwen2"),
         ("fast.ring=true", "fast.ring does not apply to model.kind colqwen2"),
         ("fast.stock_masking=true", "fast.stock_masking does not apply to model.kind colqwen2"),

@@ -12,7 +12,13 @@ from pylate.models import ColBERT
 from tqdm import tqdm
 
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
-from pylate_fastmaxsim.recipes.tables import has_plain_files, load_subset, load_table, require_columns
+from pylate_fastmaxsim.recipes.tables import (
+    has_plain_files,
+    load_subset,
+    load_table,
+    loading_failure,
+    require_columns,
+)
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -96,8 +102,7 @@ def _subsets(name: str) -> list[str]:
     try:
         return get_dataset_config_names(name)
     except Exception as error:  # as in load_table
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"{KEY} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise loading_failure(KEY, error) from error
 
 
 def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The rows of a recipe, and the held-out retrieval task made from some of them."""
+"""The rows of a recipe, and what its model is evaluated on."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Image
-from pylate.evaluation import PyLateInformationRetrievalEvaluator
+from datasets import Dataset, Image, Sequence, Value
+from pylate.evaluation import NanoBEIREvaluator
 
 from pylate_fastmaxsim.recipes.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.distillation import list_lengths, load_distillation
 from pylate_fastmaxsim.recipes.load import FILE_TYPES, LOSSES_WITH_NEGATIVES
 from pylate_fastmaxsim.recipes.mined import is_to_be_mined
+from pylate_fastmaxsim.recipes.nano_beir import load_nano_beir
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table
-
-# Stock MaxSim holds [queries, documents, query tokens, document tokens] while it evaluates; the
-# evaluator scores documents in chunks, sized so that this stays below 2**27 fp32 values (512 MiB).
-EVALUATION_SIMILARITIES = 2**27
 
 ROWS_AT_ONCE = 100_000
 
 
 @dataclass(frozen=True)
 class RecipeData:
-    """Rows to train on, and what to evaluate on: rows held out of them, a collection in BEIR's layout, or nothing."""
+    """Rows to train on, and what to evaluate on.
+
+    That is rows held out of them, a collection in BEIR's layout, sets of NanoBEIR, or nothing.
+    """
 
     train: Dataset
     held_out: Dataset | None = None
     collection: Collection | None = None
+    nano_beir: NanoBEIREvaluator | None = None
 
 
 def load_data(recipe: Recipe) -> RecipeData:
-    """Load the rows that a recipe names, keep its columns, hold some out, and load its collection.
+    """Load the rows that a recipe names, keep its columns, hold some out, and load what else it evaluates on.
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
@@ -51,6 +52,8 @@ def load_data(recipe: Recipe) -> RecipeData:
         )
     if recipe.evaluation.beir is not None:
         return RecipeData(dataset, collection=load_collection(recipe.evaluation))
+    if recipe.evaluation.nano_beir is not None:
+        return RecipeData(dataset, nano_beir=load_nano_beir(recipe.evaluation))
     if not held_out:
         return RecipeData(dataset)
     return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
@@ -71,7 +74,15 @@ def _load_checked(recipe: Recipe) -> Dataset:
     dataset = load_columns(recipe.data, "data")
     check = _check_pages if recipe.model.visual else _check_columns
     check(recipe, dataset, dataset.column_names)
-    return dataset
+    return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+
+
+def _scores_as_floats(dataset: Dataset) -> Dataset:
+    """PyLate's loss and its evaluator take no integers."""
+    scores = dataset.column_names[-1]
+    if "int" not in dataset.features[scores].feature.dtype:
+        return dataset
+    return dataset.cast_column(scores, Sequence(Value("float32")))
 
 
 def load_columns(data: DataSection, section: str) -> Dataset:
@@ -171,33 +182,3 @@ def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
             raise RecipeError(f"{section}.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
         if dataset.data.column(column).null_count:
             raise RecipeError(f"{section}.columns: {column!r} must hold a text in every row, but some have none.")
-
-
-def retrieval_evaluator(recipe: Recipe, held_out: Dataset, query_length: int, document_length: int):
-    """nDCG@10 of the held-out queries over all held-out documents, with PyLate's own evaluator.
-
-    The relevant document of a query is its first one, or for distillation the teacher's best.
-    """
-    query_column, *document_columns = held_out.column_names
-    queries, corpus, relevant = {}, {}, {}
-    for number, row in enumerate(held_out):
-        if recipe.loss.name == "distillation":
-            documents, scores = (row[column] for column in document_columns)
-            best = scores.index(max(scores))
-        else:
-            documents, best = [row[column] for column in document_columns], 0
-        queries[f"q{number}"] = row[query_column]
-        for place, document in enumerate(documents):
-            corpus[f"d{number}-{place}"] = document
-        relevant[f"q{number}"] = {f"d{number}-{best}"}
-    chunk = EVALUATION_SIMILARITIES // (len(queries) * query_length * document_length)
-    return PyLateInformationRetrievalEvaluator(
-        queries,
-        corpus,
-        relevant,
-        corpus_chunk_size=max(1, chunk),
-        batch_size=recipe.evaluation.batch_size,
-        show_progress_bar=True,
-        name="held-out",
-        write_csv=False,
-    )

@@ -15,7 +15,14 @@ from typing import Any, Literal
 import yaml
 
 from pylate_fastmaxsim.recipes.docstrings import package_directory
-from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, ModelSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import (
+    DataSection,
+    EvaluationSection,
+    MiningSection,
+    ModelSection,
+    Recipe,
+    RecipeError,
+)
 
 VISUAL_LOSS_OPTIONS = {
     "temperature",
@@ -267,8 +274,7 @@ def _check(recipe: Recipe) -> None:
         raise RecipeError("loss.temperature must be greater than 0, got 0.0.")
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
-    if recipe.evaluation.rows and recipe.evaluation.beir is not None:
-        raise RecipeError("evaluation must have at most one of rows and beir.")
+    _check_evaluation(recipe.evaluation)
     output = Path(recipe.output_dir)
     there = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -318,6 +324,7 @@ def _check_visual(recipe: Recipe) -> None:
     for key, given in {
         "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
         "evaluation.beir": recipe.evaluation.beir is not None,
+        "evaluation.nano_beir": recipe.evaluation.nano_beir is not None,
         "mining": recipe.mining is not None,
         "fast.compile": recipe.fast.compile,
         "fast.stock_masking": recipe.fast.stock_masking,
@@ -325,6 +332,16 @@ def _check_visual(recipe: Recipe) -> None:
     }.items():
         if given:
             raise RecipeError(f"{key} does not apply to model.kind {kind}.")
+
+
+def _check_evaluation(evaluation: EvaluationSection) -> None:
+    if (evaluation.rows > 0) + (evaluation.beir is not None) + (evaluation.nano_beir is not None) > 1:
+        raise RecipeError("evaluation must have at most one of rows, beir and nano_beir.")
+    if evaluation.nano_beir is not None:
+        # Imported where it is used: it brings all of PyLate, which other recipes need only later.
+        from pylate_fastmaxsim.recipes.nano_beir import check_names
+
+        check_names(evaluation.nano_beir)
 
 
 def _check_mining(mining: MiningSection) -> None:

@@ -19,7 +19,13 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
 COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
-METRICS = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "recall@100": "Recall@100"}
+METRICS = {
+    "ndcg@10": "nDCG@10",
+    "mrr@10": "MRR@10",
+    "recall@100": "Recall@100",
+    "accuracy": "Triplet accuracy",
+    "kl_divergence": "KL divergence",
+}
 LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
 
 

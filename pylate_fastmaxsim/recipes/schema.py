@@ -235,18 +235,27 @@ class FastSection:
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """Retrieval, once at the end, of one of two kinds or of none.
+    """Retrieval, once at the end, of one of three kinds or of none.
 
     ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
-    scored by the processor of the model. ``beir`` names a
-    collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus. It is on the
-    Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet files and
-    ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements. ``batch_size`` texts are encoded at once.
+    scored by the processor of the model. PyLate's evaluators add, for rows with a column of negatives, the accuracy of
+    triplets (how often the positive scores higher than the first negative) and, for distillation, the KL divergence
+    from the teacher's scores.
+
+    ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus.
+    It is on the Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet
+    files and ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements.
+
+    ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
+    same three metrics by that evaluator, each the mean over the sets.
+
+    ``batch_size`` texts are encoded at once.
     """
 
     rows: int = key(0, minimum=0)
     beir: str | None = None
     split: str = "test"
+    nano_beir: list[str] | None = None
     batch_size: int = key(32, minimum=1)
 
 

@@ -44,15 +44,20 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             raise
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # which says what, where datasets only says that
-        reason = str(error).strip().split("\n")[0]
-        if isinstance(error, StopIteration) or NO_ROWS in reason:
+        if isinstance(error, StopIteration) or NO_ROWS in str(error):
             raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
-        raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise loading_failure(key, error) from error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
         table = next(iter(table.values()))
     return table
+
+
+def loading_failure(key: str, error: Exception) -> RecipeError:
+    """The sentence for an error of the libraries that load what ``key`` names."""
+    reason = str(error).strip().split("\n")[0]
+    return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}")
 
 
 def _place(path: str, subset: str | None, options: dict[str, Any]) -> str:

@@ -22,12 +22,14 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
-from pylate_fastmaxsim.recipes.data import RecipeData, load_data, retrieval_evaluator
+from pylate_fastmaxsim.recipes.data import RecipeData, load_data
 from pylate_fastmaxsim.recipes.disk import make_directory
+from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
+from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
@@ -60,6 +62,7 @@ FREE_TO_CHANGE = {
     "training.dataloader_num_workers",
     "evaluation.batch_size",
     "evaluation.beir",
+    "evaluation.nano_beir",
     "evaluation.split",
     "loss.mini_batch_size",
     "fast.enabled",
@@ -312,15 +315,15 @@ def evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: Reci
     """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none."""
     if data.collection is not None:
         return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)
+    if data.nano_beir is not None:
+        return evaluate_nano_beir(model, data.nano_beir)
     if data.held_out is None:
         return {"ndcg@10": None}
     if recipe.model.visual:
         from pylate_fastmaxsim.recipes.visual import evaluate_pages
 
         return evaluate_pages(model, data.held_out, recipe.evaluation.batch_size)
-    evaluator = retrieval_evaluator(recipe, data.held_out, model.query_length, model.document_length)
-    metrics = evaluator(model)
-    return {"ndcg@10": metrics[evaluator.primary_metric]}
+    return evaluate_held_out(recipe, model, data.held_out)
 
 
 def last_checkpoint(recipe: Recipe) -> Path | None:

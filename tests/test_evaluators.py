@@ -1,0 +1,251 @@
+"""PyLate's evaluators at the end of a recipe: what they say of the saved model when they are called by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+pytest.importorskip("matplotlib")
+
+import datasets
+from pylate import evaluation
+from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
+from pylate.models import ColBERT
+from rich.console import Console
+from tiny_recipe import hub_dataset, text, tiny, write
+
+from pylate_fastmaxsim.recipes import held_out
+from pylate_fastmaxsim.recipes.compare import contrast, read_steps, summarize
+from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.html_report import write_html
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.measure import measure
+from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.report import METRICS, comparison_table, training_table
+from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.train import evaluate, switched, train
+
+ROWS = 40
+HELD_OUT = 12
+SETS = ("msmarco", "nq")
+NANO_BEIR_METRICS = ("ndcg@10", "mrr@10", "recall@100")
+
+
+def triplets() -> list[dict]:
+    return [
+        {
+            "query": text(i, 4),
+            "positive": f"{text(i, 4 + i % 17)} number {i}",
+            "negative": text(i * 5 + 3, 3 + i % 9),
+            "second": text(i, 4),  # as good as a positive can be: were it the negative, no triplet would be right
+        }
+        for i in range(ROWS)
+    ]
+
+
+def taught() -> list[dict]:
+    # Integers, which neither PyLate's loss nor its evaluator takes as they are.
+    return [
+        {
+            "query": text(i, 4),
+            "documents": [f"{text(i + j, 3 + (i * j) % 11)} {i}" for j in range(3)],
+            "scores": [i % 3, 3, 1],
+        }
+        for i in range(ROWS)
+    ]
+
+
+def recipe_of(folder: Path, rows: list[dict], **sections) -> Recipe:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tiny(folder, data={"files": [str(file)]}, **({"evaluation": {"rows": HELD_OUT}} | sections))
+    recipe["training"] |= {"max_steps": 4}
+    return load_recipe(write(folder, recipe), ["fast.enabled=true"])
+
+
+def cells(result: dict) -> dict[str, str]:
+    table = training_table(result)
+    return dict(zip(*(column.cells for column in table.columns), strict=True))
+
+
+@pytest.mark.parametrize(("loss", "negatives"), [("contrastive", 2), ("cached_contrastive", 1)])
+def test_accuracy_is_that_of_held_out_triplets(loss, negatives, tmp_path, calls):
+    rows = [dict(list(row.items())[: 2 + negatives]) for row in triplets()]
+    recipe = recipe_of(tmp_path, rows, loss={"name": loss})
+    result = train(recipe)
+    assert json.loads((tmp_path / "out" / "train.json").read_text()) == result
+    rows = load_data(prepare(recipe)).held_out[:]
+    model = ColBERT(result["model"], device="cpu")
+    evaluator = evaluation.ColBERTTripletEvaluator(rows["query"], rows["positive"], rows["negative"], write_csv=False)
+    calls.clear()
+    expected = evaluator(model)["accuracy"]
+    assert 0 < expected < 1 and not calls
+    assert result["accuracy"] == expected and "kl_divergence" not in result
+    assert cells(result)["Triplet accuracy"] == f"{expected:.4f}"
+    with switched(recipe.fast):
+        again = evaluate(recipe, model, load_data(prepare(recipe)))
+    assert again == {"ndcg@10": result["ndcg@10"], "accuracy": expected}
+    assert len(calls) == 3  # the documents of the retrieval, the positives and the negatives
+
+
+def test_rows_without_a_negative_have_no_accuracy(tmp_path):
+    result = train(recipe_of(tmp_path, [{key: row[key] for key in ("query", "positive")} for row in triplets()]))
+    assert result["ndcg@10"] > 0 and not {"accuracy", "kl_divergence"} & result.keys()
+
+
+@pytest.mark.parametrize("normalize", [None, True, False])
+def test_the_divergence_is_that_of_held_out_rows(normalize, tmp_path, calls, monkeypatch):
+    recipe = recipe_of(tmp_path, taught(), loss={"name": "distillation", "normalize_scores": normalize})
+    result = train(recipe)
+    data = load_data(prepare(recipe))
+    rows = data.held_out[:]
+    model = ColBERT(result["model"], device="cpu")
+    expected = {}
+    for option in (True, False):
+        evaluator = evaluation.ColBERTDistillationEvaluator(
+            rows["query"],
+            rows["documents"],
+            rows["scores"],
+            write_csv=False,
+            normalize_scores=option,
+        )
+        expected[option] = evaluator(model)["kl_divergence"]
+    assert expected[True] != pytest.approx(expected[False], rel=0.01)
+    divergence = expected[normalize is not False]  # PyLate normalizes where nothing is said, as its loss does
+    assert result["kl_divergence"] == pytest.approx(divergence, rel=1e-4) and "accuracy" not in result
+    assert cells(result)["KL divergence"] == f"{result['kl_divergence']:.4f}"
+    # Five rows at a time of 12, each of 3 documents.
+    monkeypatch.setattr(held_out, "EVALUATION_SIMILARITIES", 5 * 3 * model.query_length * model.document_length)
+    calls.clear()
+    model.model_card_data.eval_results_dict.clear()
+    stock = held_out.kl_divergence(recipe, data.held_out, model)
+    assert stock == pytest.approx(divergence, rel=1e-4) and not calls
+    # Of three parts the card says one thing: all of them together.
+    assert list(model.model_card_data.eval_results_dict.values()) == [{"held-out_kl_divergence": stock}]
+    with switched(recipe.fast):
+        assert held_out.kl_divergence(recipe, data.held_out, model) == pytest.approx(divergence, rel=1e-4)
+    assert len(calls) == 3
+
+
+@pytest.fixture
+def nano_beir(tmp_path, monkeypatch) -> Path:
+    """Two sets laid out as those on the Hub, where PyLate looks for them."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for number, name in enumerate(SETS):
+        documents = 130 + 40 * number
+        subsets = {
+            "corpus": [{"_id": f"d{row}", "text": f"{text(row, 1 + row % 23)} {row}"} for row in range(documents)],
+            "queries": [{"_id": f"q{row}", "text": text(row * 3 + number, 5)} for row in range(6)],
+            "qrels": [
+                {"query-id": f"q{row}", "corpus-id": f"d{(row * 31 + step * 17) % documents}"}
+                for row in range(6)
+                for step in range(9)
+            ],
+        }
+        monkeypatch.setitem(MAPPING_DATASET_NAME_TO_ID, name, str(hub_dataset(tmp_path / f"Nano{number}", **subsets)))
+    return tmp_path
+
+
+def means(model: ColBERT, *names: str) -> dict[str, float]:
+    """What PyLate says by itself."""
+    metrics = evaluation.NanoBEIREvaluator(list(names), precision_recall_at_k=[100], write_csv=False)(model)
+    return {name: metrics[f"NanoBEIR_mean_MaxSim_{name}"] for name in NANO_BEIR_METRICS}
+
+
+def test_nano_beir_is_that_of_pylate(nano_beir, calls):
+    recipe = recipe_of(nano_beir, triplets(), evaluation={"rows": 0, "nano_beir": ["nq"]})
+    assert len(load_data(prepare(recipe)).train) == ROWS
+    result = train(recipe)
+    model = ColBERT(result["model"], device="cpu")
+    calls.clear()
+    expected = means(model, "nq")
+    assert not calls and all(0 < value < 1 for value in expected.values())
+    assert {name: result[name] for name in NANO_BEIR_METRICS} == pytest.approx(expected, abs=1e-6)
+    assert {"nDCG@10", "MRR@10", "Recall@100"} <= cells(result).keys()
+    # Other sets are no other training, and a name may be written as the set is called.
+    both = load_recipe(nano_beir / "tiny.yaml", ["fast.enabled=true", "evaluation.nano_beir=[NQ, msmarco]"])
+    again = train(both)
+    assert again["resumed_from"] == "checkpoint-4" and again["losses"] == result["losses"]
+    mean = means(model, *SETS)
+    assert {name: again[name] for name in NANO_BEIR_METRICS} == pytest.approx(mean, abs=1e-6)
+    assert mean["ndcg@10"] != pytest.approx(expected["ndcg@10"], rel=1e-3)
+
+
+def test_nano_beir_is_scored_in_parts_that_fit(nano_beir, calls, monkeypatch):
+    recipe = recipe_of(nano_beir, triplets(), evaluation={"rows": 0, "nano_beir": list(SETS)})
+    data = load_data(prepare(recipe))
+    model = ColBERT(prepare(recipe).model.name_or_path, device="cpu", query_length=8, document_length=24)
+    monkeypatch.setattr(held_out, "EVALUATION_SIMILARITIES", 50 * 6 * 8 * 24)
+    with switched(recipe.fast):
+        fast = evaluate(recipe, model, data)
+    assert len(calls) == 3 + 4  # 130 and 170 documents, 50 at a time
+    assert fast == pytest.approx(means(model, *SETS), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["nano_beir", "triplets", "distillation"])
+def test_a_comparison_shows_it_before_and_after(kind, nano_beir):
+    of = {
+        "nano_beir": (triplets(), {"evaluation": {"rows": 0, "nano_beir": list(SETS)}}, NANO_BEIR_METRICS),
+        "triplets": (triplets(), {}, ("ndcg@10", "accuracy")),
+        "distillation": (taught(), {"loss": {"name": "distillation"}}, ("ndcg@10", "kl_divergence")),
+    }
+    rows, sections, names = of[kind]
+    recipe = recipe_of(nano_beir, rows, **sections, model={"embedding_size": 8})
+    prepared, steps = prepare(recipe), nano_beir / "steps.jsonl"
+    run = summarize(measure(prepared, steps, untrained=True), read_steps(steps))
+    assert set(names) < run.keys() and run["untrained"].keys() == set(names)
+    runs = {"stock": run, "fast": run}
+    comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(run, run)}
+    console = Console(width=200, file=io.StringIO())
+    console.print(comparison_table(comparison))
+    write_html(comparison, nano_beir / "compare.html")
+    page = (nano_beir / "compare.html").read_text()
+    for name in names:
+        for shown in (console.file.getvalue(), page):
+            assert METRICS[name] in shown
+            assert f"{run[name]:.4f}" in shown and f"{run['untrained'][name]:.4f}" in shown
+    assert not any(METRICS[name] in page for name in METRICS.keys() - set(names))
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "evaluation.nano_beir=[nq, ms_marco]",
+            "evaluation.nano_beir must name sets out of climatefever, dbpedia, fever, fiqa2018, hotpotqa, msmarco, "
+            "nfcorpus, nq, quoraretrieval, scidocs, arguana, scifact, touche2020, got 'ms_marco'.",
+        ),
+        ("evaluation.nano_beir=[nq, NQ]", "evaluation.nano_beir must name each set once, got nq, NQ."),
+        (
+            "evaluation.nano_beir=[]",
+            "evaluation.nano_beir must be a list of at least one string or null, got [].",
+        ),
+        (
+            "evaluation={rows: 4, nano_beir: [nq]}",
+            "evaluation must have at most one of rows, beir and nano_beir.",
+        ),
+        (
+            "evaluation={beir: some/data, nano_beir: [nq]}",
+            "evaluation must have at most one of rows, beir and nano_beir.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(override, sentence, tmp_path):
+    with pytest.raises(RecipeError) as error:
+        load_recipe(write(tmp_path, tiny(tmp_path, evaluation={"rows": 0})), [override])
+    assert str(error.value) == sentence
+
+
+def test_sets_that_cannot_be_loaded_are_one_sentence_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, evaluation={"rows": 0})), ["evaluation.nano_beir=[nq]"])
+    with pytest.raises(RecipeError, match="^evaluation.nano_beir cannot be loaded: .*zeta-alpha-ai/NanoNQ") as error:
+        train(recipe)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
