@@ -65,7 +65,7 @@ class Results:
         return cell.get("failure") or (sentences[0] if sentences else None)
 
     def same_run(self, shape: Shape, peer: str) -> bool:
-        """Whether a peer was measured in the session that measured ours."""
+        """Whether a peer was measured in the run that measured ours."""
         runs = {self.cells[name]["run"] for c in ("fast", peer) if (name := f"{shape.name}/{c}") in self.cells}
         return len(runs) == 1
 

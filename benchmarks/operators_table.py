@@ -38,8 +38,8 @@ def against(results: Results, shape: Shape, measure: str) -> list[str]:
     if peer is None:
         return ["", ""]
     name, figures = peer
-    session = "" if results.same_run(shape, name) else "†"
-    return [f"{figures['ms']:.3f} {TITLES[name]}", f"{figures['ms'] / ms:.2f}x{session}" if ms else ""]
+    mark = "" if results.same_run(shape, name) else "†"
+    return [f"{figures['ms']:.3f} {TITLES[name]}", f"{figures['ms'] / ms:.2f}x{mark}" if ms else ""]
 
 
 def headline(results: Results) -> str:
