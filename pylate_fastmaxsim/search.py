@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, require_count
 
 # Scores of one batch of documents that are held at once, 256 MiB; more queries than fit are scored in turn.
 SCORES_AT_ONCE = 1 << 26
@@ -42,6 +42,8 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     ------
     ValueError
         ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
+    TypeError
+        ``k`` is no integer, queries are no ``TokenBatch``, or documents are one batch and not several.
 
     Examples
     --------
@@ -53,8 +55,12 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     >>> search(queries, batches, k=2)
     (tensor([[6., 4.]]), tensor([[2, 0]]))
     """
-    if k < 1:
-        raise ValueError(f"search: k must be at least 1, got {k}.")
+    require_count("search", "k", k)
+    if not isinstance(queries, TokenBatch):
+        raise TypeError(f"search: queries must be a TokenBatch, got {type(queries).__name__}.")
+    if isinstance(documents, (TokenBatch, Tensor)):
+        kind = type(documents).__name__
+        raise TypeError(f"search: documents must be batches of documents, as a list of TokenBatch, got one {kind}.")
     dtype = torch.float64 if queries.values.dtype == torch.float64 else torch.float32
     scores = torch.empty(len(queries), 0, dtype=dtype, device=queries.device)
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)

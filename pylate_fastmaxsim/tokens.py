@@ -15,6 +15,14 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
 
 
+def require_count(where: str, name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless the argument ``name`` of ``where`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}: {name} must be an integer, at least 1, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{where}: {name} must be at least 1, got {value}.")
+
+
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """N sequences of d-dimensional token vectors, stored back to back in one matrix.

@@ -67,6 +67,18 @@ def test_no_documents_and_a_bad_k():
     assert scores.shape == positions.shape == (2, 0)
     with pytest.raises(ValueError, match="search: k must be at least 1, got 0."):
         search(queries, [], k=0)
+    for k in (1.5, "3", True):
+        with pytest.raises(TypeError, match=f"search: k must be an integer, at least 1, got {k!r}."):
+            search(queries, [], k=k)
+
+
+def test_what_are_no_batches_is_refused():
+    batch = TokenBatch.from_list([torch.ones(2, 3)] * 2)
+    with pytest.raises(TypeError, match="search: queries must be a TokenBatch, got Tensor."):
+        search(torch.ones(2, 2, 3), [batch], k=1)
+    for one, kind in ((batch, "TokenBatch"), (torch.ones(2, 2, 3), "Tensor")):
+        with pytest.raises(TypeError, match=f"as a list of TokenBatch, got one {kind}."):
+            search(batch, one, k=1)
 
 
 def test_a_nan_shows():

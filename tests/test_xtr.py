@@ -184,6 +184,9 @@ def test_errors():
     queries, documents = embeddings(2, 3, 8), embeddings(4, 5, 8)
     with pytest.raises(ValueError, match="xtr_scores: k must be at least 1, got 0"):
         xtr_scores(queries, documents, 0)
+    for k in (2.5, "3", True):
+        with pytest.raises(TypeError, match=f"xtr_scores: k must be an integer, at least 1, got {k!r}."):
+            xtr_scores(queries, documents, k)
     with pytest.raises(ValueError, match="xtr_scores: queries have d = 8 and documents d = 4"):
         xtr_scores(queries, documents[..., :4], 1)
     with pytest.raises(ValueError, match="xtr_scores: candidates must be from 0 to Nd - 1 = 3"):

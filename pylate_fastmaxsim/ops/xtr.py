@@ -13,7 +13,7 @@ from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops import maxsim as maxsim_ops
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, require_count
 from pylate_fastmaxsim.winners import winner_dtype
 
 # What a sum is divided by where nothing is larger than 0, as in PyLate.
@@ -92,8 +92,7 @@ def xtr_scores(
     >>> xtr_scores(queries, documents, k=2)
     tensor([[2.5000, 1.0000]])
     """
-    if k < 1:
-        raise ValueError(f"xtr_scores: k must be at least 1, got {k}.")
+    require_count("xtr_scores", "k", k)
     grad_filters.check(grad_filter)
     queries, documents, q_values, d_values = maxsim_ops.prepared(
         "xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor
