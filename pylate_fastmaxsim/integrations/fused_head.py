@@ -53,7 +53,7 @@ def patches() -> list[Patch]:
 @wraps(Dense.forward)
 def project(self: Dense, features: dict[str, Tensor]) -> dict[str, Tensor]:
     """PyLate's own, and unit embeddings for whoever asks for them."""
-    if torch.compiler.is_compiling() or features.get(_ASKED) != id(self) or isinstance(self.linear.weight, DTensor):
+    if torch.compiler.is_compiling() or features.get(_ASKED) != id(self):
         return project.__wrapped__(self, features)
     embeddings = project_normalize(features["token_embeddings"], self.linear.weight, self.linear.bias)
     features["token_embeddings"] = embeddings
@@ -81,10 +81,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     if made is not None:
         return made.values
     if head is not None:
-        log_once(
-            "The head is not fused: the last Dense module of the model does not see what its first is given, "
-            "or has only a part of its weight."
-        )
+        log_once("The head is not fused: the last Dense module of the model does not see what its first is given.")
     return unit(output["token_embeddings"])
 
 
