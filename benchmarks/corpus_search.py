@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus_search_plot import draw
 from pylate.scores import colbert_scores
 from torch import Tensor
 from torch.nn.functional import normalize
 from train_step import environment, write
+from training_plots import COLOURS, bars
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
@@ -169,9 +169,18 @@ def markdown(content: dict) -> str:
 
 def draw_paths(content: dict, target: Path) -> None:
     """The same as bars."""
-    setting, stages = content["setting"], content["stages"]
-    rows = [(TITLES[name], value, stages[name]["peak_bytes"]) for name, value in seconds_of_paths(content).items()]
-    draw(rows, f"{setting['queries']:,} queries against {setting['passages']:,} passages", target)
+    setting, seconds = content["setting"], seconds_of_paths(content)
+    peaks = [content["stages"][name]["peak_bytes"] for name in seconds]
+    measures = {
+        "time for the whole corpus (s)": (list(seconds.values()), [f"{value:.2f}" for value in seconds.values()]),
+        "device memory (GiB)": (
+            [peak and peak / 2**30 for peak in peaks],
+            ["no device" if peak is None else f"{peak / 2**30:.1f}" for peak in peaks],
+        ),
+    }
+    rows = [(TITLES[name], COLOURS[0 if name == "stock" else -1]) for name in seconds]
+    figure = bars(rows, measures, f"{setting['queries']:,} queries against {setting['passages']:,} passages")
+    figure.savefig(target, dpi=150)
 
 
 def main() -> None:

@@ -67,18 +67,32 @@ def _curves(found: dict, titles: dict, batches: list[int]) -> plt.Figure:
 
 def _bars(found: dict, titles: dict, batch: int) -> plt.Figure:
     rows = [key for key in titles if key in found]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 1.2 + 0.5 * len(rows)), sharey=True)
     loss = next((value for cell in found.values() for value in _loss(cell)), "contrastive").replace("_", " ")
-    for axis, (key, (label, style)) in zip(axes, MEASURES.items(), strict=True):
-        values = [found[row].get(key, 0) for row in rows]
-        bars = axis.barh(range(len(rows)), values, color=[titles[row][1] for row in rows])
-        texts = [format(found[row][key], style) if key in found[row] else found[row]["status"] for row in rows]
-        axis.bar_label(bars, texts, padding=3)
-        axis.set(xlabel=label, xlim=(0, 1.25 * max(values, default=0) or 1))
-        axis.set_yticks(range(len(rows)), [titles[row][0] for row in rows])
+    measures = {
+        label: (
+            [found[row].get(key) for row in rows],
+            [format(found[row][key], style) if key in found[row] else found[row]["status"] for row in rows],
+        )
+        for key, (label, style) in MEASURES.items()
+    }
+    return bars([titles[row] for row in rows], measures, f"{TITLE}, {loss}, batch {batch}")
+
+
+def bars(rows: list[tuple[str, str]], measures: dict[str, tuple[list, list[str]]], title: str) -> plt.Figure:
+    """Horizontal bars, a title and a colour each, for every measure: its label, its values and how they are written.
+
+    A value that is None has no bar.
+    """
+    figure, axes = plt.subplots(1, len(measures), figsize=(11, 1.2 + 0.5 * len(rows)), sharey=True)
+    for axis, (label, (values, texts)) in zip(axes, measures.items(), strict=True):
+        lengths = [value or 0 for value in values]
+        drawn = axis.barh(range(len(rows)), lengths, color=[colour for _, colour in rows])
+        axis.bar_label(drawn, texts, padding=3)
+        axis.set(xlabel=label, xlim=(0, 1.25 * max(lengths, default=0) or 1))
+        axis.set_yticks(range(len(rows)), [name for name, _ in rows])
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    figure.suptitle(f"{TITLE}, {loss}, batch {batch}")
+    figure.suptitle(title)
     figure.tight_layout()
     return figure
 
