@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 from pylate.models import ColBERT
@@ -22,15 +20,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, compilation, documents, packing
 from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, Documents
-from pylate_fastmaxsim.integrations.grouping import (
-    fill_by_length,
-    fill_in_order,
-    group_by_length,
-    number_of_groups,
-    split_until,
-)
-
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
@@ -466,48 +455,6 @@ def test_compiled_layers_with_gradient_checkpointing(encoder, packed, monkeypatc
     expected = gradients()
     pylate_fastmaxsim.enable(compile=True, stock_masking=True)
     torch.testing.assert_close(gradients(), expected, atol=1e-5, rtol=1e-4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 8))
-def test_groups_hold_every_document_once_with_the_least_padding(lengths, count):
-    count = min(count, len(lengths))
-    groups = group_by_length(lengths, count)
-    assert len(groups) == count and all(groups)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
-
-    def tokens(parts):
-        return sum(len(part) * max(part) for part in parts if part)
-
-    ours = tokens([[lengths[index] for index in group] for group in groups])
-    ordered = sorted(lengths)
-    for cut in range(len(ordered)):
-        if count >= 2:
-            assert ours <= tokens([ordered[:cut], ordered[cut:]])
-        for second in range(cut, len(ordered)):
-            if count >= 3:
-                assert ours <= tokens([ordered[:cut], ordered[cut:second], ordered[second:]])
-
-
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(40, 200), st.integers(0, 3))
-def test_mini_batches_keep_to_their_budget(lengths, budget, more):
-    for fill, tokens in (
-        (fill_in_order, lambda part: sum(lengths[index] for index in part)),
-        (fill_by_length, lambda part: len(part) * max(lengths[index] for index in part)),
-    ):
-        parts = fill(lengths, budget)
-        wanted = min(len(parts) + more, len(lengths))
-        parts = split_until(parts, wanted)
-        assert len(parts) == wanted and all(parts)
-        assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
-        assert all(tokens(part) <= budget for part in parts)
-        if fill is fill_in_order:
-            assert [index for part in parts for index in part] == list(range(len(lengths)))
-
-
-def test_the_number_of_groups_depends_on_the_number_of_documents_only():
-    assert all(1 <= number_of_groups(count) <= count for count in range(1, 200))
 
 
 def test_documents_of_columns_of_different_width():
