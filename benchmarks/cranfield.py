@@ -27,8 +27,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from cell_processes import child_variables
 from cranfield_table import markdown
-from train_step import child_variables, environment, write
+from train_step import environment, write
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "recipes"

@@ -20,10 +20,11 @@ import sys
 from pathlib import Path
 
 import torch
+from cell_processes import child_variables
 from head_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
 from operators_measure import failure, peak_bytes, relative_error, spread, time_calls
 from operators_table import table
-from train_step import child_variables, environment, write
+from train_step import environment, write
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "head.json"

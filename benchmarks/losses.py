@@ -26,9 +26,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from cell_processes import child_variables
 from losses_ceiling import GRID, next_batch, try_batch
 from losses_table import LOSS_TITLES, RING_PATHS, markdown
-from train_step import PATHS, child_variables, environment, write
+from train_step import PATHS, environment, write
 
 HERE = Path(__file__).parent
 # Documents of a query: a positive and a negative; of distillation as many in all, with fewer queries.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from train_step import measure
+from cell_processes import measure
 
 SMALLEST, LARGEST = 32, 2**20
 # Powers of two and the sizes half-way between them.
@@ -54,7 +54,9 @@ def try_batch(loss: str, path: str, compiled: bool, batch: int, layers: int | No
     extra = ["--loss", loss, "--mini-batch", str(MINI_BATCH), "--tile", str(TILE)]
     extra += ["--batches", "1", "--warmup", "1", "--warmup-rows", str(SMALLEST), "--steps", "1"]
     extra += ["--layers", str(layers)] if layers is not None else []
-    return measure(path, batch, compiled, False, extra, timeout)
+    cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": False}
+    [(_, result)] = measure([cell], extra, timeout)
+    return result
 
 
 def ceiling(tried: dict[int, dict]) -> tuple[int | None, dict | None]:

@@ -27,11 +27,12 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from cell_processes import child_variables
 from operators_results import TITLES
 from operators_shapes import BY_NAME, GROUPS, SHAPES, Shape
 from operators_table import markdown
 from operators_targets import targets
-from train_step import child_variables, write
+from train_step import write
 
 HERE = Path(__file__).parent
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}

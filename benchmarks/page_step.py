@@ -21,7 +21,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from train_step import child_variables, environment
+from cell_processes import child_variables
+from train_step import environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "page_step.json"

@@ -13,16 +13,17 @@ to the results file as soon as it is known; a finished cell is not run again, so
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import itertools
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from cell_processes import OUT_OF_MEMORY, measure
 
 HERE = Path(__file__).parent
 PATHS = {
@@ -46,6 +47,15 @@ def cell_name(path: str, batch: int, compiled: bool, checkpointing: bool) -> str
     return f"{path}/batch={batch}/compile={int(compiled)}/checkpointing={int(checkpointing)}"
 
 
+def processor() -> str:
+    """The name of this machine's CPU, as Linux has it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
 def environment() -> dict:
     """Machine, versions and date, recorded with every cell."""
     import torch
@@ -59,34 +69,14 @@ def environment() -> dict:
             return None
 
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "host": f"{os.cpu_count()} cores of {processor()}",
         "driver_cuda": torch.version.cuda,
         "python": platform.python_version(),
         "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
         **{package: version(package) for package in PACKAGES},
         "date": datetime.date.today().isoformat(),
     }
-
-
-def child_variables() -> dict[str, str]:
-    """The environment of a measuring process, which imports the package of this checkout."""
-    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def measure(path: str, batch: int, compiled: bool, checkpointing: bool, extra: list[str], timeout: float) -> dict:
-    """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
-    command = [sys.executable, str(HERE / "training_cell.py"), "--path", path, "--batch", str(batch), *extra]
-    command += ["--compile"] * compiled + ["--checkpointing"] * checkpointing
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=child_variables())
-    except subprocess.TimeoutExpired:
-        return {"status": f"not finished in {timeout:.0f} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"status": "failed", "detail": last[:500], "stderr": done.stderr[-3000:]}
 
 
 def write(results: Path, content: dict) -> None:
@@ -117,8 +107,8 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
             stock = cells.get(cell_name("stock", batch, False, checkpointing))
             if cell is None:
                 smaller = (cells.get(cell_name(path, b, compiled, checkpointing), {}) for b in batches if b < batch)
-                failed = any(other.get("status") == "out of memory" for other in smaller)
-                entries.append("out of memory" if failed else "")
+                failed = any(other.get("status") == OUT_OF_MEMORY for other in smaller)
+                entries.append(OUT_OF_MEMORY if failed else "")
             elif cell["status"] != "ok":
                 entries.append(cell["status"])
             else:
@@ -140,7 +130,12 @@ def main() -> None:
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="no")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds one cell may take")
+    parser.add_argument(
+        "--timeout", type=float, default=240, help="seconds that warming up a cell may take, or measuring it"
+    )
+    parser.add_argument(
+        "--together", type=int, default=1, help="cells that warm up side by side; each is measured alone"
+    )
     parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
     parser.add_argument("--render-only", action="store_true")
     options, extra = parser.parse_known_args()
@@ -150,17 +145,23 @@ def main() -> None:
     began = time.monotonic()
     if not options.render_only:
         recorded = environment()
-        for checkpointing, compiled, batch, path in itertools.product(
-            choices[options.checkpointing], choices[options.compile], options.batches, options.paths
-        ):
-            name = cell_name(path, batch, compiled, checkpointing)
-            if (name in content["cells"] and not options.again) or time.monotonic() - began > options.budget:
-                continue
-            result = measure(path, batch, compiled, checkpointing, extra, options.timeout)
-            cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
-            content["cells"][name] = {"cell": cell, "options": extra, **result, "environment": recorded}
-            print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
-            write(target, content)
+        wanted = [
+            {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
+            for checkpointing, compiled, batch, path in itertools.product(
+                choices[options.checkpointing], choices[options.compile], options.batches, options.paths
+            )
+        ]
+        cells = {cell_name(*cell.values()): cell for cell in wanted}
+        names = [name for name in cells if options.again or name not in content["cells"]]
+        for first in range(0, len(names), options.together):
+            if time.monotonic() - began > options.budget:
+                break
+            group = names[first : first + options.together]
+            for index, result in measure([cells[name] for name in group], extra, options.timeout):
+                name = group[index]
+                content["cells"][name] = {"cell": cells[name], "options": extra, **result, "environment": recorded}
+                print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
+                write(target, content)
     from training_plots import plot
 
     rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}

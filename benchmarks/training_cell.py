@@ -131,6 +131,15 @@ def elapsed(start, end) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
+def wait_for_turn(options: argparse.Namespace) -> float:
+    """Seconds that other processes on this machine took to warm up and to be measured (see cell_processes.py)."""
+    began = time.perf_counter()
+    if options.wait_for_turn:
+        print("READY", flush=True)
+        sys.stdin.readline()
+    return time.perf_counter() - began
+
+
 def run_cell(options: argparse.Namespace) -> dict:
     os.environ["PYLATE_SCORES_BACKEND"] = SCORING[options.path]
     import torch
@@ -185,12 +194,16 @@ def run_cell(options: argparse.Namespace) -> dict:
         return loss.detach()
 
     losses_seen = []
+    waited = 0.0
     began = time.perf_counter()
     for index in range(options.warmup):
+        if index == options.warmup - 1:
+            synchronize()
+            waited = wait_for_turn(options)  # one step is left, for a GPU that idles until then
         batch = batches[index % len(batches)]
         losses_seen.append(step({k: v[: options.warmup_rows] if hasattr(v, "shape") else v for k, v in batch.items()}))
     synchronize()
-    warmup_seconds = time.perf_counter() - began
+    warmup_seconds = time.perf_counter() - began - waited
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     # Nothing waits for the GPU between steps, as nothing does in a training run; events divide its time.
@@ -234,14 +247,19 @@ def main() -> None:
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
     parser.add_argument("--layers", type=int, help="fewer encoder layers than ModernBERT-base has, for a trial run")
     parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
-    parser.add_argument("--warmup", type=int, help="steps before timing; by default each batch once")
+    parser.add_argument("--warmup", type=int, help="steps before timing, one at least; by default each batch once")
     parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--wait-for-turn", action="store_true", help="print READY when warm, then wait for a line of input"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
     options = parser.parse_args()
     if options.warmup is None:
         # Batches of other sizes still make the allocator ask for memory, which a long run leaves behind.
         options.warmup = options.batches
+    if options.warmup < 1:
+        parser.error("--warmup must be at least 1")
     import torch
 
     try:
