@@ -26,8 +26,8 @@ from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.train import build_trainer, training_arguments
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.train import build_trainer, training_arguments
 
 HERE = Path(__file__).parent
 DEFAULTS = ["loss.temperature=0.02", "training.max_steps=200", "training.report_to=none", "training.save_steps=null"]

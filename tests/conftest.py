@@ -13,14 +13,31 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 import torch
 
+# Files of a minute and more. They start first, so that no worker is left with one when the others have ended.
+LONG = (
+    "test_visual_recipes.py",
+    "test_compare.py",
+    "test_launched.py",
+    "test_full_disk.py",
+    "test_ring.py",
+    "test_xtr_interpreted.py",
+    "test_kernels_interpreted.py",
+    "test_losses_benchmark.py",
+    "test_misuse.py",
+)
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    # pytest-xdist would start with the files that have the most tests.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
     # A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
