@@ -97,6 +97,23 @@ def test_loss_curves(encoder, mode, tmp_path, loss_class, options, data, monkeyp
     assert sum(any(missing) for missing in searches) <= 2
 
 
+def test_several_datasets_with_a_loss_each(encoder, tmp_path):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        data = {"triplets": _pairs(), "scored": _candidates(), "pairs": _pairs(columns=("positive",))}
+        loss = {
+            "triplets": losses.Contrastive(model, temperature=0.1),
+            "scored": losses.Distillation(model),
+            "pairs": losses.CachedContrastive(model, mini_batch_size=2),
+        }
+        return train(model, loss, data, tmp_path, multi_dataset_batch_sampler="round_robin")
+
+    stock = curve()
+    assert len(stock) == 3 * 2 * ROWS // BATCH
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
+
+
 def test_mixed_precision_and_gradient_checkpointing(encoder, packed, tmp_path, caplog):
     def curve():
         model = load_model(encoder("modernbert"))
