@@ -232,6 +232,26 @@ class Interrupt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class Failure(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        raise OSError("No space left on device")
+
+
+def test_a_run_that_fails_leaves_ctrl_c_as_it_was(tmp_path, monkeypatch):
+    build = training.build_trainer
+
+    def build_failing(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(Failure())
+        return trainer
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(training, "build_trainer", build_failing)
+    with pytest.raises(OSError, match="No space left"):
+        training.train(load_recipe(write(tmp_path, tiny(tmp_path, "whole"))))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
 def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(sampler, tmp_path, monkeypatch):
     def recipe(name):

@@ -37,13 +37,14 @@ class StopOnInterrupt(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._restore()
+        self.restore()
 
     def _request(self, signum: int, frame: object) -> None:
         self.requested = True
-        self._restore()
+        self.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put back what an interrupt did before. The trainer ends no training that raises, so whoever started it calls this."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None

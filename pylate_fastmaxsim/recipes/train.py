@@ -139,6 +139,7 @@ def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> T
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
+        interrupt.restore()
         _close_bar(trainer)
     if interrupt.requested:
         raise KeyboardInterrupt
