@@ -2,6 +2,8 @@
 
 To compile a stock model takes minutes of the host and leaves the GPU idle. So several cells may warm up at the same
 time; each then waits for a line on its standard input, and has the GPU and the host to itself while it is measured.
+What chooses kernels by timing them in its first steps does so beside the others: of a step, where scoring is a small
+part, that does not show, but measure kernels one process at a time.
 """
 
 from __future__ import annotations
@@ -83,8 +85,9 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
                         other.wait()
                     stack.enter_context(turn)
                     timer = limit()
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
+                    with contextlib.suppress(BrokenPipeError):  # it died while it waited, and says so below
+                        process.stdin.write("go\n")
+                        process.stdin.flush()
                 elif line.startswith("RESULT "):
                     result = json.loads(line.removeprefix("RESULT "))
             process.wait()
