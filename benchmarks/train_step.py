@@ -112,7 +112,8 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
             elif cell["status"] != "ok":
                 entries.append(cell["status"])
             else:
-                text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}, {cell['peak_gib']:.1f} GiB"
+                text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
+                text += "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
                 if stock and stock["status"] == "ok" and cell is not stock:
                     text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
                 entries.append(text)

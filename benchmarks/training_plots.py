@@ -47,7 +47,8 @@ def _curves(found: dict, titles: dict, batches: list[int]) -> plt.Figure:
     for axis, (key, (label, _)) in zip(axes, MEASURES.items(), strict=True):
         for (path, compiled), (title, colour) in titles.items():
             cells = [found.get((path, compiled, batch)) for batch in batches]
-            points = [(batch, cell[key]) for batch, cell in zip(batches, cells, strict=True) if cell and key in cell]
+            measured = [(batch, cell.get(key)) for batch, cell in zip(batches, cells, strict=True) if cell]
+            points = [point for point in measured if point[1] is not None]
             if points:
                 axis.plot(*zip(*points, strict=True), "o--" if compiled else "o-", color=colour, label=title)
         axis.set(xlabel="batch size (queries)", ylabel=label, xscale="log", yscale="log")
@@ -71,11 +72,18 @@ def _bars(found: dict, titles: dict, batch: int) -> plt.Figure:
     measures = {
         label: (
             [found[row].get(key) for row in rows],
-            [format(found[row][key], style) if key in found[row] else found[row]["status"] for row in rows],
+            [_written(found[row], key, style) for row in rows],
         )
         for key, (label, style) in MEASURES.items()
     }
     return bars([titles[row] for row in rows], measures, f"{TITLE}, {loss}, batch {batch}")
+
+
+def _written(cell: dict, key: str, style: str) -> str:
+    """A number of a cell, or why there is none; on a CPU memory is not measured."""
+    if cell["status"] != "ok":
+        return cell["status"]
+    return "" if cell[key] is None else format(cell[key], style)
 
 
 def bars(rows: list[tuple[str, str]], measures: dict[str, tuple[list, list[str]]], title: str) -> plt.Figure:
