@@ -34,17 +34,12 @@ class StopOnInterrupt(TrainerCallback):
             control.should_save = args.save_strategy != "no"
         return control
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.restore()
-
     def _request(self, signum: int, frame: object) -> None:
         self.requested = True
         self.restore()
 
     def restore(self) -> None:
-        """Put back what an interrupt did before. The trainer ends no training that raises, so whoever started it calls this."""
+        """Let an interrupt do again what it did before: for whoever started the training, which may end by raising."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
