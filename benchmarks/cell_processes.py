@@ -2,8 +2,7 @@
 
 To compile a stock model takes minutes of the host and leaves the GPU idle. So several cells may warm up at the same
 time; each then waits for a line on its standard input, and has the GPU and the host to itself while it is measured.
-What chooses kernels by timing them in its first steps does so beside the others: of a step, where scoring is a small
-part, that does not show, but measure kernels one process at a time.
+What chooses kernels by timing them in its first steps does so beside the others, so measure kernels one at a time.
 """
 
 from __future__ import annotations
@@ -72,6 +71,7 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
 
         def limit() -> threading.Timer:
             timer = threading.Timer(timeout, lambda: (late.set(), process.kill()))
+            timer.daemon = True
             timer.start()
             return timer
 

@@ -140,6 +140,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
     parser.add_argument("--render-only", action="store_true")
     options, extra = parser.parse_known_args()
+    if options.together < 1:
+        parser.error("--together must be at least 1")
     content = json.loads(options.results.read_text()) if options.results.exists() else {"cells": {}}
     target = options.output or options.results
     choices = {"no": [False], "yes": [True], "both": [False, True]}

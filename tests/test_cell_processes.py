@@ -16,7 +16,11 @@ from pathlib import Path
 batch = int(sys.argv[sys.argv.index("--batch") + 1])
 if batch == 3:
     sys.exit("broken before it was warm")
+if batch == 6:
+    time.sleep(1)
 print("READY", flush=True)
+if batch == 5:
+    sys.exit("broken while it waited")
 warm = time.monotonic()
 sys.stdin.readline()
 begin = time.monotonic()
@@ -61,6 +65,12 @@ def test_one_that_fails_keeps_nobody_waiting(processes):
     good, broken = measured(processes, 10, 3)
     assert good["status"] == "ok"
     assert broken["status"] == "failed" and broken["detail"] == "broken before it was warm"
+
+
+def test_one_that_dies_while_it_waits_is_a_result(processes):
+    broken, slow = measured(processes, 5, 6)
+    assert broken["status"] == "failed" and broken["detail"] == "broken while it waited"
+    assert slow["status"] == "ok"
 
 
 def test_out_of_memory_beside_others_is_tried_alone(processes):
