@@ -23,14 +23,8 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 
 
 def _generic_reduce(self, inputs):
-    arrays = [tensor.handle.data for tensor in inputs]
-    if self.combine_fn.fn.__name__ == "maximum_or_nan":
-        results = [np.max(arrays[0], axis=self.axis)]
-    else:
-        assert self.combine_fn.fn.__name__ == "first_maximum"
-        place = np.expand_dims(np.argmax(arrays[0], axis=self.axis), self.axis)
-        results = [np.take_along_axis(array, place, self.axis).squeeze(self.axis) for array in arrays]
-    return [self.to_tensor(result, tensor.dtype) for result, tensor in zip(results, inputs, strict=True)]
+    assert self.combine_fn.fn.__name__ == "maximum_or_nan"
+    return [self.to_tensor(np.max(tensor.handle.data, axis=self.axis), tensor.dtype) for tensor in inputs]
 
 
 _patch_lang_tensor = interpreter._patch_lang_tensor

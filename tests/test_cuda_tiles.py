@@ -23,7 +23,11 @@ INPUTS = {
     "tf32": (torch.float32, "medium"),
 }
 TABLES = {
-    "forward": (launch._FORWARD, launch._FORWARD_WITH_WINNERS),
+    "forward": (
+        launch._FORWARD,
+        launch._FORWARD_WITH_WINNERS,
+        launch._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
+    ),
     "query_gradient": (launch._QUERY_GRADIENT,),
     "document_gradient": (launch._DOCUMENT_GRADIENT,),
     "candidate_gradient": (launch._CANDIDATE_GRADIENT,),

@@ -133,7 +133,8 @@ def test_forward(arch, operand, dim, name, tmp_path):
     if name in ("long-scoring", "masked-training") and (operand, dim) not in CASES[::3]:
         pytest.skip("a few cases are enough for what the other batches cover already")
     batch = BATCHES[name]
-    tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None)
+    query_rows = batch.rows if batch.long_queries else 32
+    tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None, query_rows)
     absent = (() if batch.candidates else ("candidates",)) + (() if batch.masks else MASKS)
     ptx, shared = compiled(
         forward_kernel,
@@ -145,7 +146,6 @@ def test_forward(arch, operand, dim, name, tmp_path):
         DIM=dim,
         SLOT=32,
         ONE_QUERY=batch.candidates or batch.long_queries,
-        LONG_DOCUMENTS=False,
         WANT_WINNERS=batch.winners is not None,
         PRECISION=precision(operand),
         BLOCK_M=tile.block_m,
@@ -160,7 +160,7 @@ def test_forward(arch, operand, dim, name, tmp_path):
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", [("bf16", 128), ("bf16", 768), ("bf16x6", 128)])
-@pytest.mark.parametrize("absent", [("candidates",), ()], ids=["all", "candidates"])
+@pytest.mark.parametrize("absent", [("candidates",), ("row_query",)], ids=["all", "candidates"])
 def test_query_gradient(arch, operand, dim, absent, tmp_path):
     tile = launch.query_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(

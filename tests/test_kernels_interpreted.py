@@ -24,7 +24,7 @@ else:
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
     TILES = launch.Tiles(
-        launch.ForwardTiles(16, 16, 64, 3, 4, 1),
+        launch.ForwardTiles(16, 32, 64, 3, 4, 1),
         launch.QueryGradientTiles(4, 64, 2, 1),
         launch.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
         launch.CandidateGradientTiles(16, 16, 64, 4, 1),
@@ -183,6 +183,31 @@ else:
         keep = torch.arange(60).reshape(1, 60) >= 21
         _, winners = check(ragged(generator, [3], 16), TokenBatch.from_padded(values.reshape(1, 60, 16), keep))
         assert (winners[0, 1:4] == 21).all()
+
+    @pytest.mark.parametrize("width", [32, 64, 128])
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, layout):
+        tiles = TILES._replace(forward=TILES.forward._replace(block_n=width))
+        queries = ragged(generator, [7, 3], 16)
+        documents = ragged(generator, [300, 1, 5, width, 2 * width + 1], 16, gap=0)
+        # Few different tokens, so that each maximum occurs again and again, in the same column modulo 8 and in others.
+        documents.values[:] = documents.values[torch.randint(24, (len(documents.values),), generator=generator)]
+        candidates = torch.tensor([[4, 0, 1], [3, 2, 0]]) if layout == "candidates" else None
+        check(queries, documents, candidates, torch.tensor([False, True, False, True, False]), tiles)
+        keep = torch.rand(len(documents.values), generator=generator) < 0.7
+        masked = TokenBatch(documents.values, documents.starts, documents.lengths, 300, keep, gapless=True)
+        check(queries, masked, candidates, None, tiles)
+
+        documents.values[torch.rand(len(keep), generator=generator) < 0.05] = float("nan")
+        # Behind documents in which later tokens won, some in which all similarities are -infinity.
+        queries.values.abs_()
+        for short in (1, 2):
+            start = int(documents.starts[short])
+            documents.values[start : start + int(documents.lengths[short])] = -torch.inf
+        args = arguments(queries, documents, candidates, None)
+        _, winners = maxsim.forward(*args, True, "highest", tiles)
+        index = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
+        assert torch.equal(index, reference.maxsim_winners(queries, documents, candidates))
 
     def test_nan_shows_and_stays_where_it_is_used(generator):
         queries = ragged(generator, [3, 2, 0], 16, permuted=False, gap=0)

@@ -24,7 +24,7 @@ else:
     from pylate_fastmaxsim.kernels import launch, xtr
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-    TILES = launch.XtrTiles(launch.ForwardTiles(16, 16, 64, 2, 4, 1), launch.CollectTiles(16, 16, 4, 1))
+    TILES = launch.XtrTiles(launch.ForwardTiles(16, 32, 64, 2, 4, 1), launch.CollectTiles(16, 16, 4, 1))
 
     @pytest.fixture(autouse=True, scope="module")
     def _mended():

@@ -3,13 +3,8 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.running_maximum import maximum_or_nan, running_maximum, same_bits
 from pylate_fastmaxsim.kernels.similarities import inner_products
-
-
-@triton.jit
-def maximum_or_nan(a, b):
-    # One instruction (max.NaN) from sm_80 on; a plain maximum would hide a NaN of a diverged run.
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -28,19 +23,6 @@ def live_tokens_kernel(d_starts, d_lengths, d_keep, live_tokens, live_lengths, B
 
 
 @triton.jit
-def same_bits(a, b):
-    return a.to(tl.int32, bitcast=True) == b.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def first_maximum(a, a_index, b, b_index):
-    """The larger of two values and its index; `a` comes first and wins a tie, and so does the first NaN."""
-    maximum = maximum_or_nan(a, b)
-    # Bits, because every comparison with a NaN is false.
-    return maximum, tl.where(same_bits(maximum, a), a_index, b_index)
-
-
-@triton.jit
 def _tile_of_similarities(
     q_tile,
     q_pointers,
@@ -50,7 +32,6 @@ def _tile_of_similarities(
     length,
     first,
     DIM: tl.constexpr,
-    LONG_DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -58,8 +39,7 @@ def _tile_of_similarities(
 ):
     """Products of BLOCK_M query rows with BLOCK_N tokens of a document from its live token `first` on.
 
-    `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all. With
-    LONG_DOCUMENTS an offset within a document can exceed 32 bits.
+    `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all.
     """
     column = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -67,13 +47,23 @@ def _tile_of_similarities(
     # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
     if live_tokens is None:
         row = tl.minimum(column, last_token - first)
-        d_pointers = document + tl.cast(first, tl.int64) * DIM + row[:, None] * DIM + k[None, :]
+        document += tl.cast(first, tl.int64) * DIM
     else:
         row = tl.load(live_tokens + tl.minimum(first + column, last_token), mask=length > 0, other=0)
-        if LONG_DOCUMENTS:
-            row = row.to(tl.int64)
-        d_pointers = document + (row[:, None] * DIM + k[None, :])
+    # Widened before the product, which is one instruction then; a product of 32 bits takes four to become an address.
+    d_pointers = document + k[None, :] + row[:, None].to(tl.int64) * DIM
     return inner_products(q_tile, q_pointers, q_live, d_pointers, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+# Where the group of the best column stands until a column exceeds the floor: behind the last of any document.
+_NO_GROUP = tl.constexpr(2**30)
+
+
+@triton.jit
+def _start(floor, BLOCK_M: tl.constexpr):
+    """The best of a document before its first column: without a floor even a similarity of -infinity can win."""
+    group = tl.where(floor == 0.0, _NO_GROUP, 0)
+    return tl.zeros([BLOCK_M, 8], tl.float32) + floor, tl.zeros([BLOCK_M, 8], tl.int32) + group
 
 
 @triton.jit
@@ -81,7 +71,6 @@ def _best_of_row(
     best,
     group,
     document_length,
-    floor,
     live_tokens,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
@@ -92,10 +81,9 @@ def _best_of_row(
     winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
     if WANT_WINNERS:
         candidate = tl.where(same_bits(best, row_best[:, None]), group + tl.arange(0, 8)[None, :], 2147483647)
-        winner = tl.minimum(tl.min(candidate, axis=1), document_length - 1)
-        # A maximum that does not exceed this has no winner; without a floor any live token can win (nothing is <= NaN).
-        limit = tl.where(floor == 0.0, 0.0, float("nan"))
-        winner = tl.where((row_best <= limit) | (document_length == 0), SENTINEL, winner)
+        first = tl.min(candidate, axis=1)
+        no_winner = (first >= _NO_GROUP) | (document_length == 0)
+        winner = tl.where(no_winner, SENTINEL, tl.minimum(first, document_length - 1))
         if live_tokens is not None:
             winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
     return row_best, winner
@@ -143,7 +131,6 @@ def forward_kernel(
     DIM: tl.constexpr,
     SLOT: tl.constexpr,
     ONE_QUERY: tl.constexpr,
-    LONG_DOCUMENTS: tl.constexpr,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -166,7 +153,6 @@ def forward_kernel(
     documents are one loop, so that those of the next document are on their way when a document ends.
     """
     HAS_CANDIDATES: tl.constexpr = candidates is not None
-    GROUPS: tl.constexpr = BLOCK_N // 8
     # Tiles vary fastest, so that programs running together share documents in L2.
     program = tl.program_id(0)
     tile = program % num_tiles
@@ -213,37 +199,29 @@ def forward_kernel(
     first = length * 0
 
     totals = tl.zeros([BLOCK_M, 8], tl.float32)
-    best = tl.zeros([BLOCK_M, 8], tl.float32) + floor
     # First column of the group of 8 that holds the best; the column within the group is the place in `best`.
-    group = tl.zeros([BLOCK_M, 8], tl.int32)
-    group_column = 8 * tl.arange(0, GROUPS)[None, :, None] + tl.zeros([BLOCK_M, GROUPS, 8], tl.int32)
+    best, group = _start(floor, BLOCK_M)
     for _ in range(num_document_tiles):
         document_tokens = None
         if live_tokens is not None:
             document_tokens = live_tokens + start
         similarity = _tile_of_similarities(
             q_tile, q_pointers, q_live, d_values + start * DIM, document_tokens, length, first,
-            DIM, LONG_DOCUMENTS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        similarity = tl.reshape(similarity, [BLOCK_M, GROUPS, 8])
-        if WANT_WINNERS:
-            tile_best, tile_group = tl.reduce((similarity, group_column), 1, first_maximum)
-            best, group = first_maximum(best, group, tile_best, first + tile_group)
-        else:
-            best = maximum_or_nan(best, tl.reduce(similarity, 1, maximum_or_nan))
+        best, group = running_maximum(best, group, first, similarity, WANT_WINNERS, BLOCK_M, BLOCK_N)
         is_last = first + BLOCK_N >= length
         if is_last:
-            value, winner = _best_of_row(best, group, length, floor, document_tokens, WANT_WINNERS, SENTINEL, BLOCK_M)
+            value, winner = _best_of_row(best, group, length, document_tokens, WANT_WINNERS, SENTINEL, BLOCK_M)
             value = tl.where(length > 0, value, 0.0)
             totals = tl.where(first_slot + place[None, :] == slot, value[:, None], totals)
             if WANT_WINNERS:
                 tl.store(winners + tl.cast(slot, tl.int64) * num_rows + q_row, winner, mask=q_live)
-            best = tl.zeros([BLOCK_M, 8], tl.float32) + next_floor
+            best, group = _start(next_floor, BLOCK_M)
         first = tl.where(is_last, 0, first + BLOCK_N)
         slot = tl.where(is_last, slot + 1, slot)
         start = tl.where(is_last, next_start, start)
         length = tl.where(is_last, next_length, length)
-        floor = tl.where(is_last, next_floor, floor)
         next_start, next_length, next_floor = _sequence(
             slot + 1, last_slot, d_starts, d_lengths, candidates, zero_floor
         )

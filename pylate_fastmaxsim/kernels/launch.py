@@ -109,8 +109,16 @@ _FORWARD = {
     "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
-# Where winners are wanted as well, rows that come before those above.
-_FORWARD_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, 128))]}
+# Where winners are wanted as well, rows that come before those above; and before these, rows for queries that fill a tile
+# alone, which have more to keep in registers.
+_FORWARD_WITH_WINNERS = {
+    (90, "half"): [
+        (64, ForwardTiles(256, 64, 64, 8, 8, 2, 128)),
+        (128, ForwardTiles(256, 64, 128, 8, 8, 3, 128)),
+        (256, ForwardTiles(256, 64, 256, 8, 8, 3)),
+    ]
+}
+_FORWARD_OF_LONG_QUERIES_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, 128))]}
 # Of XTR's maxima where those of the forward have too few registers, and of its collecting, which shares block_k with them.
 _XTR_MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
 _COLLECT = {
@@ -142,7 +150,8 @@ _CANDIDATE_GRADIENT = {
 
 
 # Query rows of the programs of a launch: several programs for each multiprocessor of the largest GPU, one after the
-# other, so that none is idle at the end.
+# other, so that none is idle at the end. Two programs of 256 rows fill a multiprocessor, so that half as many rows are
+# all programs at once.
 _ENOUGH_ROWS = 2**17
 
 
@@ -174,9 +183,13 @@ def row(table: dict, arch: int, kind: str, dim: int):
 
 
 @functools.lru_cache(maxsize=256)
-def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool) -> ForwardTiles:
-    """Tiles of the forward; `q_rows` is how many query rows there are to share a tile."""
-    tiles = want_winners and row(_FORWARD_WITH_WINNERS, arch, kind, dim) or row(_FORWARD, arch, kind, dim)
+def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool, query_rows: int = 1) -> ForwardTiles:
+    """Tiles of the forward; `q_rows` query rows share a tile, and a query has at most `query_rows` of them."""
+    tiles = row(_FORWARD, arch, kind, dim)
+    if want_winners:
+        tiles = row(_FORWARD_WITH_WINNERS, arch, kind, dim) or tiles
+        if query_rows >= tiles.block_m:
+            tiles = row(_FORWARD_OF_LONG_QUERIES_WITH_WINNERS, arch, kind, dim) or tiles
     return _fitted(tiles, arch, dim, q_rows)
 
 
@@ -212,7 +225,8 @@ def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -
     """Documents that a program takes in turn: as the table says, but fewer where the GPU would run out of programs."""
     # The forward holds the scores of no more than 8.
     count = min(tiles.documents_per_program, 8)
-    while count > 1 and tiles.block_m * num_tiles * cdiv(num_slots, count) < _ENOUGH_ROWS:
+    enough = _ENOUGH_ROWS // 2 if tiles.block_m >= 256 else _ENOUGH_ROWS
+    while count > 1 and tiles.block_m * num_tiles * cdiv(num_slots, count) < enough:
         count //= 2
     return count
 

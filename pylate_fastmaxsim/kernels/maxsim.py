@@ -74,7 +74,8 @@ def forward(
     kind = launch.arithmetic(q_values.dtype, precision)
     slot = launch.next_power_of_2(max_q_length)
     q_rows = slot if candidates is not None else slot * num_queries
-    tile = tiles.forward or launch.forward_tiles(launch.architecture(q_values.device), kind, dim, q_rows, want_winners)
+    architecture = launch.architecture(q_values.device)
+    tile = tiles.forward or launch.forward_tiles(architecture, kind, dim, q_rows, want_winners, slot)
     one_query = candidates is not None or slot >= tile.block_m
     row_blocks = launch.cdiv(max_q_length, tile.block_m)
     num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // slot)
@@ -113,7 +114,6 @@ def forward(
             DIM=dim,
             SLOT=tile.block_m if one_query else slot,
             ONE_QUERY=one_query,
-            LONG_DOCUMENTS=max_d_length * dim >= 2**31,
             WANT_WINNERS=want_winners,
             SENTINEL=no_winner(index_dtype),
             PRECISION=launch.INPUT_PRECISION[precision],
@@ -162,14 +162,20 @@ def backward(
         return grad_q, grad_d
     grad_scores = grad_scores.contiguous()
     with on_device_of(q_values):
+        row_query = None
+        if need_d and candidates is None:
+            # Rows of no query are not written, and having no winner never read.
+            row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
         if need_q:
             _query_gradient(
                 grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
-                max_q_length, precision, tiles, grad_q,
+                max_q_length, precision, tiles, grad_q, row_query,
             )  # fmt: skip
+        elif row_query is not None:
+            row_query_kernel[(num_queries,)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
         if need_d and candidates is None:
             _document_gradient(
-                grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths,
+                grad_scores, winners, row_query, q_values, d_starts, d_lengths,
                 max_d_length, d_gapless, precision, tiles, grad_d,
             )  # fmt: skip
         elif need_d:
@@ -190,7 +196,7 @@ def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
 
 def _query_gradient(
     grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
-    max_q_length, precision, tiles, grad_q,
+    max_q_length, precision, tiles, grad_q, row_query,
 ):  # fmt: skip
     dim = d_values.shape[1]
     kind = launch.arithmetic(d_values.dtype, precision)
@@ -205,6 +211,7 @@ def _query_gradient(
         d_starts,
         None if candidates is None else candidates.contiguous(),
         grad_q,
+        row_query,
         grad_scores.shape[1],
         winners.shape[1],
         row_blocks,
@@ -218,16 +225,13 @@ def _query_gradient(
 
 
 def _document_gradient(
-    grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths,
+    grad_scores, winners, row_query, q_values, d_starts, d_lengths,
     max_d_length, d_gapless, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or launch.document_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     device = q_values.device
-    # Rows of no query are not written, and having no winner never read.
-    row_query = torch.empty(num_rows, dtype=torch.int32, device=device)
-    row_query_kernel[(q_starts.shape[0],)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
     num_documents = d_starts.shape[0]
     tiles_per_document = launch.cdiv(max_d_length, tile.block_t)
     num_chunks = launch.cdiv(num_rows, tile.block_scan)

@@ -14,6 +14,7 @@ def query_gradient_kernel(
     d_starts,
     candidates,
     grad_q,
+    row_query,
     num_slots,
     num_rows,
     row_blocks,
@@ -26,7 +27,8 @@ def query_gradient_kernel(
     """grad_q[row] = sum over slots of grad_scores[query, slot] * d_values[winner of (slot, row)].
 
     A program owns BLOCK_ROWS rows of one query and sums over slots in order, so the result is the
-    same in every run. Rows of no query are not touched: `grad_q` comes filled with zeros.
+    same in every run. Rows of no query are not touched: `grad_q` comes filled with zeros. Unless it is None,
+    row_query[row] = the query that row belongs to, which the document gradient needs and this kernel knows.
     """
     program = tl.program_id(0)
     query = (program // row_blocks).to(tl.int64)
@@ -35,6 +37,8 @@ def query_gradient_kernel(
     live = offset < length
     if (program % row_blocks) * BLOCK_ROWS < length:
         row = tl.load(q_starts + query) + offset
+        if row_query is not None:
+            tl.store(row_query + row, query.to(tl.int32), mask=live & (tl.program_id(1) == 0))
         column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
         in_dim = column[None, :] < DIM
         total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.forward import first_maximum, maximum_or_nan, same_bits
+from pylate_fastmaxsim.kernels.running_maximum import maximum_or_nan, running_maximum, same_bits
 from pylate_fastmaxsim.kernels.similarities import order_key, similarity_tile
 
 
@@ -39,7 +39,6 @@ def token_maxima_kernel(
     A group holds the tokens of a document whose positions among its live ones are equal modulo 8, which matrix units
     leave in one thread. What is written of its maximum is the upper half of its key, the lowest int16 if it is empty.
     """
-    GROUPS: tl.constexpr = BLOCK_N // 8
     # Tiles vary fastest, so that programs running together share documents in L2.
     program = tl.program_id(0)
     tile = program % num_tiles
@@ -56,7 +55,6 @@ def token_maxima_kernel(
             q_tile = tl.load(q_pointers, mask=live[:, None] & (k[None, :] < DIM), other=0.0)
         column = tl.arange(0, BLOCK_N)
         in_group = tl.arange(0, 8)
-        group_column = 8 * tl.arange(0, GROUPS)[None, :, None] + tl.zeros([BLOCK_M, GROUPS, 8], tl.int32)
         for document in range(first_document, tl.minimum(first_document + documents_per_program, num_documents)):
             begin = tl.load(d_offsets + document).to(tl.int32)
             length = tl.load(d_offsets + document + 1).to(tl.int32) - begin
@@ -70,12 +68,7 @@ def token_maxima_kernel(
                 similarity = similarity_tile(
                     q_tile, q_pointers, live, d_values, d_row, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
                 )
-                similarity = tl.reshape(similarity, [BLOCK_M, GROUPS, 8])
-                if WANT_WINNERS:
-                    tile_best, tile_first = tl.reduce((similarity, group_column), 1, first_maximum)
-                    best, best_first = first_maximum(best, best_first, tile_best, first + tile_first)
-                else:
-                    best = maximum_or_nan(best, tl.reduce(similarity, 1, maximum_or_nan))
+                best, best_first = running_maximum(best, best_first, first, similarity, WANT_WINNERS, BLOCK_M, BLOCK_N)
             if groups is not None:
                 # A document of less than 8 tokens repeats its first in the groups that have none.
                 key = tl.where(in_group[None, :] < length, order_key(best) >> 16, -32768)

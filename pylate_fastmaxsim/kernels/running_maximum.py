@@ -1,0 +1,119 @@
+"""The running maximum of each query row over the tokens of a document, and where it was first reached."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def maximum_or_nan(a, b):
+    # One instruction (max.NaN) from sm_80 on; a plain maximum would hide a NaN of a diverged run.
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def same_bits(a, b):
+    """Equality in which a NaN equals itself."""
+    return a.to(tl.int32, bitcast=True) == b.to(tl.int32, bitcast=True)
+
+
+# The interpreter has no inline assembly.
+INTERPRETED = tl.constexpr(not isinstance(same_bits, triton.runtime.JITFunction))
+
+
+@triton.jit
+def _eight_more_unless_same(total, a, b):
+    """total + 8 where the bits of a and b differ.
+
+    Two integer instructions (of which one takes the difference and its minimum with 1, on sm_90) without a predicate.
+    A comparison and a selection, which any other way to write this becomes, wait for each other's predicates.
+    """
+    if INTERPRETED:
+        return total + tl.where(same_bits(a, b), 0, 8)
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 step; sub.u32 step, $2, $3; min.u32 step, step, 1; mad.lo.u32 $0, step, 8, $1; }",
+        "=r,r,r,r",
+        [total, a, b],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _halves(x, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
+    """The first and the second half of COUNT groups ``[BLOCK_M, COUNT, 8]``, which moves nothing between threads."""
+    return tl.split(tl.permute(tl.reshape(x, [BLOCK_M, 2, COUNT // 2, 8]), [0, 2, 3, 1]))
+
+
+@triton.jit
+def _maxima_of_four(best, x, BLOCK_M: tl.constexpr):
+    """What the maximum is after each of four groups."""
+    low, high = _halves(x, BLOCK_M, 4)
+    x0, x1 = tl.split(tl.permute(low, [0, 2, 1]))
+    x2, x3 = tl.split(tl.permute(high, [0, 2, 1]))
+    m0 = maximum_or_nan(best, x0)
+    m1 = maximum_or_nan(m0, x1)
+    m2 = maximum_or_nan(m1, x2)
+    m3 = maximum_or_nan(m2, x3)
+    return m0, m1, m2, m3
+
+
+@triton.jit
+def _steps_of_four(total, last, before, m0, m1, m2):
+    total = _eight_more_unless_same(total, last, before)
+    total = _eight_more_unless_same(total, last, m0)
+    total = _eight_more_unless_same(total, last, m1)
+    return _eight_more_unless_same(total, last, m2)
+
+
+@triton.jit
+def _over_four(best, group, first, x, WANT_WINNERS: tl.constexpr, BLOCK_M: tl.constexpr):
+    m0, m1, m2, m3 = _maxima_of_four(best, x, BLOCK_M)
+    if WANT_WINNERS:
+        reached = _steps_of_four(tl.zeros([BLOCK_M, 8], tl.int32) + (first - 8), m3, best, m0, m1, m2)
+        group = tl.where(reached >= first, reached, group)
+    return m3, group
+
+
+@triton.jit
+def _over_eight(best, group, first, x, WANT_WINNERS: tl.constexpr, BLOCK_M: tl.constexpr):
+    low, high = _halves(x, BLOCK_M, 8)
+    m0, m1, m2, m3 = _maxima_of_four(best, low, BLOCK_M)
+    m4, m5, m6, m7 = _maxima_of_four(m3, high, BLOCK_M)
+    if WANT_WINNERS:
+        reached = _steps_of_four(tl.zeros([BLOCK_M, 8], tl.int32) + (first - 8), m7, best, m0, m1, m2)
+        reached = _steps_of_four(reached, m7, m3, m4, m5, m6)
+        group = tl.where(reached >= first, reached, group)
+    return m7, group
+
+
+@triton.jit
+def running_maximum(
+    best,
+    group,
+    first,
+    similarity,
+    WANT_WINNERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`best` and `group` ``[BLOCK_M, 8]`` after the columns from `first` on, ``[BLOCK_M, BLOCK_N]``.
+
+    Columns that are equal modulo 8 have one maximum: `best` is its value, and `group`, with WANT_WINNERS, the first
+    column of the group of 8 in which it was first reached. The first of equal maxima wins, and so does the first NaN.
+
+    A maximum only ever grows. So it reached its last value after as many groups as it had another value before, and
+    these can be counted without a comparison that the next one waits for.
+    """
+    if BLOCK_N == 32:
+        x = tl.reshape(similarity, [BLOCK_M, 4, 8])
+        best, group = _over_four(best, group, first, x, WANT_WINNERS, BLOCK_M)
+    elif BLOCK_N == 64:
+        x = tl.reshape(similarity, [BLOCK_M, 8, 8])
+        best, group = _over_eight(best, group, first, x, WANT_WINNERS, BLOCK_M)
+    else:
+        tl.static_assert(BLOCK_N == 128)
+        low, high = _halves(tl.reshape(similarity, [BLOCK_M, 16, 8]), BLOCK_M, 16)
+        best, group = _over_eight(best, group, first, low, WANT_WINNERS, BLOCK_M)
+        best, group = _over_eight(best, group, first + 64, high, WANT_WINNERS, BLOCK_M)
+    return best, group
