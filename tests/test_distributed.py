@@ -11,10 +11,12 @@ from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
 from pylate.scores import XTRScores
 from ranks import run_cases
+from sharding import data_parallel, flat_sharded, fully_sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations.wrappers import unwrap
 
 RANKS = 2
 
@@ -87,6 +89,22 @@ def _disagreeing(folder: str) -> None:
     assert set(packing._modes[core].values()) == {"grouped"}
 
 
+def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
+    """On one rank neither packing nor grouping gives what padding gives: no rank tries on alone, and all encode alike."""
+
+    def run(folder: str) -> None:
+        core = load_model(f"{folder}/modernbert").double().train()
+        attention.variable_length_attention = attend_to_own_document
+        if dist.get_rank() == 1:
+            packing._TOLERANCE = dict.fromkeys(packing._TOLERANCE, -1.0)
+        pylate_fastmaxsim.enable()
+        wrapped = wrap(core)
+        losses.Contrastive(wrapped)(_batch(core, dist.get_rank())).backward()
+        assert set(packing._modes[unwrap(wrapped)].values()) == {"padded"}
+
+    return run
+
+
 CASES = {
     f"{loss_class.__name__}-{'ddp' if wrapped else 'bare'}-{'gathered' if gathered else 'local'}-"
     f"{'packed' if packed else 'grouped'}": _compare(
@@ -119,6 +137,8 @@ CASES["cached xtr"] = _compare(
     losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(40)
 )
 CASES["disagreeing"] = _disagreeing
+for _wrap in (data_parallel, flat_sharded, fully_sharded):
+    CASES[f"one finds a difference {_wrap.__name__}"] = _one_finds_a_difference(_wrap)
 
 
 @pytest.fixture(scope="module")

@@ -11,31 +11,14 @@ import torch.distributed as dist
 from models import features, load_model, sentences
 from pylate import losses
 from ranks import run_cases
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from sharding import data_parallel, flat_sharded, fully_sharded
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import fused_head
-from pylate_fastmaxsim.integrations.compilation import encoder_layers
 
 RANKS = 2
-
-
-def _data_parallel(model, **options):
-    return DistributedDataParallel(model, **options)
-
-
-def _fully_sharded(model):
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for layer in encoder_layers(model):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def _flat_sharded(model):
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def _gradients(model) -> dict[str, torch.Tensor]:
@@ -99,15 +82,15 @@ def _compare(wrap: Callable, loss_class, checkpointing: bool = False, **options)
 CASES = {
     f"{name}-{loss_class.__name__}": _compare(wrap, loss_class, **options)
     for name, wrap in (
-        ("ddp", _data_parallel),
-        ("fsdp2", _fully_sharded),
+        ("ddp", data_parallel),
+        ("fsdp2", fully_sharded),
     )
     for loss_class, options in ((losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 2}))
 }
-CASES["ddp unused"] = _compare(lambda m: _data_parallel(m, find_unused_parameters=True), losses.Contrastive)
-CASES["fsdp2 gathered"] = _compare(_fully_sharded, losses.Contrastive, gather_across_devices=True)
-CASES["fsdp2 checkpointing"] = _compare(_fully_sharded, losses.Contrastive, checkpointing=True)
-CASES["fsdp1"] = _compare(_flat_sharded, losses.Contrastive)
+CASES["ddp unused"] = _compare(lambda m: data_parallel(m, find_unused_parameters=True), losses.Contrastive)
+CASES["fsdp2 gathered"] = _compare(fully_sharded, losses.Contrastive, gather_across_devices=True)
+CASES["fsdp2 checkpointing"] = _compare(fully_sharded, losses.Contrastive, checkpointing=True)
+CASES["fsdp1"] = _compare(flat_sharded, losses.Contrastive)
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,6 @@ from pylate_fastmaxsim.tokens import TokenBatch
 # What makes token embeddings [N, L, d] of one call of the model.
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
-# From what every encoder can do to the fastest.
-_MODES = ("padded", "grouped", "packed")
-
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 _TOLERANCE_TF32 = 1e-2
@@ -183,6 +180,10 @@ def _most_of_all_ranks(count: int, device: torch.device) -> int:
     return int(most)
 
 
+def _on_all_ranks(here: bool, device: torch.device) -> bool:
+    return not _most_of_all_ranks(int(not here), device)
+
+
 def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     """How to encode with this model, decided when it is first met in a situation."""
     core = unwrap(model)
@@ -202,12 +203,8 @@ def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     if situation not in decided:
         # A few calls of odd shapes, not worth compiling for.
         with torch.compiler.set_stance("force_eager"):
-            mode = _fastest_mode(model, columns)
-        if runs_in_step(model):
-            slowest = torch.tensor(_MODES.index(mode), device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MIN)
-            mode = _MODES[int(slowest)]
-        decided[situation] = mode
+            agree = partial(_on_all_ranks, device=device) if runs_in_step(model) else bool
+            decided[situation] = _fastest_mode(model, columns, agree)
     return decided[situation]
 
 
@@ -221,33 +218,53 @@ def _mode_with_gaps(model: nn.Module) -> str:
     return "grouped"
 
 
-def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
+def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree: Callable[[bool], bool]) -> str:
+    """The first mode that works, on all ranks.
+
+    They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
+    """
+
+    def works(reason_not_to: str | None, message: str, level: int = logging.WARNING) -> bool:
+        everywhere = agree(reason_not_to is None)
+        if not everywhere:
+            log_once(message, reason_not_to or "another process of this run cannot do without", level=level)
+        return everywhere
+
     core = unwrap(model)
-    reason = _reason_to_leave(model, columns)
-    if reason is not None:
-        log_once("Documents are encoded with padding, as stock PyLate does: %s.", reason)
+    padded = "Documents are encoded with padding, as stock PyLate does: %s."
+    if not works(_reason_to_leave(model, columns), padded):
         return "padded"
     pair = _shortest_and_longest(core, Documents.from_columns(columns))
-    try:
-        _prepare(core)
-        _verify(core, pair, packed_plan(*_positioned(core, pair), _nothing_skipped))
+    if works(
+        _reason_not_to(core, pair, _packed),
+        "Documents are not packed but encoded in groups of similar length: %s.",
+        # On a CPU this is the rule.
+        logging.INFO if pair.input_ids.device.type == "cpu" else logging.WARNING,
+    ):
         return "packed"
+    return "grouped" if works(_reason_not_to(core, pair, _grouped), padded) else "padded"
+
+
+def _packed(core: nn.Module, pair: Documents) -> EncodingPlan:
+    _prepare(core)
+    return packed_plan(*_positioned(core, pair), _nothing_skipped)
+
+
+def _grouped(_core: nn.Module, pair: Documents) -> EncodingPlan:
+    return grouped_plan(pair, _nothing_skipped)
+
+
+def _reason_not_to(
+    core: nn.Module, pair: Documents, plan: Callable[[nn.Module, Documents], EncodingPlan]
+) -> str | None:
+    """Why documents cannot be encoded as planned; None if they can."""
+    try:
+        _verify(core, pair, plan(core, pair))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever somebody's encoder raises at something it does not know
-        log_once(
-            "Documents are not packed but encoded in groups of similar length: %s.",
-            _said(error),
-            level=logging.INFO if pair.input_ids.device.type == "cpu" else logging.WARNING,
-        )
-    try:
-        _verify(core, pair, grouped_plan(pair, _nothing_skipped))
-        return "grouped"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        log_once("Documents are encoded with padding, as stock PyLate does: %s.", _said(error))
-    return "padded"
+        return _said(error)
+    return None
 
 
 def _shortest_and_longest(core: nn.Module, documents: Documents) -> Documents:
@@ -347,6 +364,12 @@ def _verify(core: nn.Module, documents: Documents, plan: EncodingPlan) -> None:
     with _evaluating(core), _recorded_dtype(core) as dtypes:
         expected = token_embeddings(core, padded).flatten(0, 1)[documents.token_index]
         batch = plan.batch([token_embeddings(core, call) for call in plan.calls])
+    if core.training:
+        # Dropout may be what the packed path cannot do; it must not take random numbers from the run.
+        with torch.no_grad(), torch.random.fork_rng([batch.device] if batch.device.type == "cuda" else []):
+            for call in plan.calls:
+                token_embeddings(core, call)
+    # After all calls, so that every rank makes as many, whatever it finds.
     offsets = torch.arange(plan.max_length, device=batch.device)
     rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
     attended = batch.values[rows[batch.keep[rows]]]
@@ -357,11 +380,6 @@ def _verify(core: nn.Module, documents: Documents, plan: EncodingPlan) -> None:
             f"{type(_encoder(core)).__name__} gives other token embeddings without padding than with it "
             f"(distance {error:.1e} between unit vectors, rounding explains {tolerance:.0e})"
         )
-    if core.training:
-        # Dropout may be what the packed path cannot do; it must not take random numbers from the run.
-        with torch.no_grad(), torch.random.fork_rng([batch.device] if batch.device.type == "cuda" else []):
-            for call in plan.calls:
-                token_embeddings(core, call)
 
 
 @contextmanager

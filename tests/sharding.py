@@ -1,0 +1,26 @@
+"""The ways to wrap a model on several CPU processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pylate_fastmaxsim.integrations.compilation import encoder_layers
+
+
+def data_parallel(model, **options):
+    return DistributedDataParallel(model, **options)
+
+
+def fully_sharded(model):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in encoder_layers(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def flat_sharded(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
