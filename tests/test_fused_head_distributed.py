@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from models import features, load_model, sentences
+from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
 from ranks import run_cases
 from sharding import data_parallel, flat_sharded, fully_sharded
@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import fused_head
+from pylate_fastmaxsim.integrations import attention, fused_head, packing
+from pylate_fastmaxsim.integrations.wrappers import unwrap
 
 RANKS = 2
 
@@ -34,7 +35,9 @@ def _gradients(model) -> dict[str, torch.Tensor]:
         }
 
 
-def _compare(wrap: Callable, loss_class, checkpointing: bool = False, **options) -> Callable[[str], None]:
+def _compare(
+    wrap: Callable, loss_class, checkpointing: bool = False, packed: bool = False, **options
+) -> Callable[[str], None]:
     def run(folder: str) -> None:
         rank = dist.get_rank()
         core = load_model(f"{folder}/modernbert", bias=True).double()
@@ -44,6 +47,8 @@ def _compare(wrap: Callable, loss_class, checkpointing: bool = False, **options)
         batch = features(core, *texts)
         if checkpointing:
             core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+        if packed:
+            attention.variable_length_attention = attend_to_own_document
         wrapped = wrap(core)
         projected = []
         originals = fused_head.project_normalize, fused_head.log_once
@@ -67,6 +72,7 @@ def _compare(wrap: Callable, loss_class, checkpointing: bool = False, **options)
             with pylate_fastmaxsim.enabled(stock_masking=True):
                 step(wrapped)
                 ours = step(wrapped)
+                assert set(packing._modes[unwrap(wrapped)].values()) == {"packed" if packed else "grouped"}
         finally:
             fused_head.project_normalize, fused_head.log_once = originals
         assert set(projected) == {(16, 32)}
@@ -91,6 +97,9 @@ CASES["ddp unused"] = _compare(lambda m: data_parallel(m, find_unused_parameters
 CASES["fsdp2 gathered"] = _compare(fully_sharded, losses.Contrastive, gather_across_devices=True)
 CASES["fsdp2 checkpointing"] = _compare(fully_sharded, losses.Contrastive, checkpointing=True)
 CASES["fsdp1"] = _compare(flat_sharded, losses.Contrastive)
+CASES["fsdp1 packed"] = _compare(flat_sharded, losses.Contrastive, packed=True)
+CASES["fsdp2 packed"] = _compare(fully_sharded, losses.Contrastive, packed=True, gather_across_devices=True)
+CASES["fsdp2 packed cached"] = _compare(fully_sharded, losses.CachedContrastive, packed=True, mini_batch_size=2)
 
 
 @pytest.fixture(scope="module")

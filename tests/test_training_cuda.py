@@ -46,12 +46,13 @@ def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **
     if launcher:
         command += ["accelerate.commands.launch", *launcher, "--num_processes", "2", "--main_process_port", "0"]
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
-    command += ["pylate_fastmaxsim.cli", "train", str(write(folder, recipe, name))]
+    command += ["train_with_deadline", "train", str(write(folder, recipe, name))]
     environment = os.environ | ({} if launcher else {"CUDA_VISIBLE_DEVICES": "0"})
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     if not enabled:  # Where a fused-kernel package is installed PyLate would score with that.
         environment["PYLATE_SCORES_BACKEND"] = "torch"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-8000:]
     assert not fell_back(done.stdout + done.stderr)
     return json.loads((folder / name / "train.json").read_text())
 
