@@ -55,8 +55,8 @@ def _tile_of_similarities(
     return inner_products(q_tile, q_pointers, q_live, d_pointers, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
-# Where the group of the best column stands until a column exceeds the floor: behind the last of any document.
-_NO_GROUP = tl.constexpr(2**30)
+# Where the group of the best column stands until a column exceeds the floor: behind the last that 32 bits can count.
+_NO_GROUP = tl.constexpr(2**31 - 8)
 
 
 @triton.jit
