@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,11 +96,11 @@ def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert").double().train()
         attention.variable_length_attention = attend_to_own_document
-        if dist.get_rank() == 1:
-            packing._TOLERANCE = dict.fromkeys(packing._TOLERANCE, -1.0)
+        tolerance = dict.fromkeys(packing._TOLERANCE, -1.0) if dist.get_rank() == 1 else packing._TOLERANCE
         pylate_fastmaxsim.enable()
         wrapped = wrap(core)
-        losses.Contrastive(wrapped)(_batch(core, dist.get_rank())).backward()
+        with patch.object(packing, "_TOLERANCE", tolerance):
+            losses.Contrastive(wrapped)(_batch(core, dist.get_rank())).backward()
         assert set(packing._modes[unwrap(wrapped)].values()) == {"padded"}
 
     return run
