@@ -16,10 +16,6 @@ def same_bits(a, b):
     return a.to(tl.int32, bitcast=True) == b.to(tl.int32, bitcast=True)
 
 
-# The interpreter has no inline assembly.
-INTERPRETED = tl.constexpr(not isinstance(same_bits, triton.runtime.JITFunction))
-
-
 @triton.jit
 def _eight_more_unless_same(total, a, b):
     """total + 8 where the bits of a and b differ.
@@ -27,8 +23,6 @@ def _eight_more_unless_same(total, a, b):
     Two integer instructions (of which one takes the difference and its minimum with 1, on sm_90) without a predicate.
     A comparison and a selection, which any other way to write this becomes, wait for each other's predicates.
     """
-    if INTERPRETED:
-        return total + tl.where(same_bits(a, b), 0, 8)
     return tl.inline_asm_elementwise(
         "{ .reg .u32 step; sub.u32 step, $2, $3; min.u32 step, step, 1; mad.lo.u32 $0, step, 8, $1; }",
         "=r,r,r,r",
