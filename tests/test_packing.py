@@ -437,26 +437,6 @@ def test_layers_are_compiled_once_and_not_again_as_batches_vary(encoder, mode, m
     assert torch._dynamo.config.recompile_limit == limit
 
 
-def test_compiled_layers_with_gradient_checkpointing(encoder, packed, monkeypatch):
-    compile_call = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
-    )
-    model = load_model(encoder("bert"))
-    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = batch_of(model)
-
-    def gradients():
-        model.zero_grad()
-        losses.Contrastive(model)(batch).backward()
-        return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
-
-    torch._dynamo.reset()
-    expected = gradients()
-    pylate_fastmaxsim.enable(compile=True, stock_masking=True)
-    torch.testing.assert_close(gradients(), expected, atol=1e-5, rtol=1e-4)
-
-
 def test_documents_of_columns_of_different_width():
     columns = [
         {"input_ids": torch.tensor([[1, 2, 0], [3, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])},

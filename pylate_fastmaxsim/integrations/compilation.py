@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, unwrap
 
 # All layers share one code object, and with it one budget of compiled variants: first, local and global layers,
@@ -41,6 +41,7 @@ def compile_layers(model: nn.Module) -> None:
         log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__)
     for layer in layers:
         layer.compile(dynamic=True)
+    compiled_checkpointing.include(layers)
     _compiled[core] = layers
     if _recompile_limit_before is None:
         _recompile_limit_before = torch._dynamo.config.recompile_limit
@@ -74,6 +75,7 @@ def release() -> None:
         for layer in layers:
             layer._compiled_call_impl = None
     _compiled.clear()
+    compiled_checkpointing.release()
     if _recompile_limit_before is not None:
         torch._dynamo.config.recompile_limit = _recompile_limit_before
         _recompile_limit_before = None

@@ -1,0 +1,88 @@
+"""Gradient checkpointing inside what is compiled of a layer, so that the backward does not run the layer from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
+
+from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+
+try:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError:  # an older transformers, where each encoder checkpoints in its own code
+    GradientCheckpointingLayer = None
+
+# Options of checkpoint() that mean the same when it is traced; another, as a context_fn, is somebody's own.
+_TRACED_ALIKE = {"use_reentrant", "preserve_rng_state"}
+
+_patches = PatchSet()
+
+# Of each layer, where the probabilities of its dropout stand: attributes, and whose they are.
+_dropouts: WeakKeyDictionary[nn.Module, list[tuple[object, str]]] = WeakKeyDictionary()
+
+
+def include(layers: Iterable[nn.Module]) -> None:
+    """Let compiled layers that transformers checkpoints be compiled together with their checkpointing.
+
+    Otherwise transformers calls ``checkpoint`` on the compiled layer, which then is one more call of compiled code in
+    the backward, with hooks on every tensor that it keeps: small batches wait for the host. Layers with dropout, with
+    hooks or with another checkpointing function are left to transformers.
+
+    Examples
+    --------
+    >>> include([nn.Linear(2, 2)])  # not checkpointed by transformers: as before
+    >>> release()
+    """
+    if GradientCheckpointingLayer is None:
+        return
+    if not _patches.targets:
+        call = _including(GradientCheckpointingLayer.__call__)
+        _patches.apply([Patch(GradientCheckpointingLayer, "__call__", call)])
+    _dropouts.update((layer, list(_probabilities(layer))) for layer in layers)
+
+
+def release() -> None:
+    """Let transformers call ``checkpoint`` again."""
+    _patches.undo()
+    _dropouts.clear()
+
+
+def _including(stock: Callable) -> Callable:
+    compiled = torch.compile(stock, dynamic=True)
+
+    def call(self: nn.Module, *args, **kwargs):
+        if not torch.compiler.is_compiling() and _can_be_traced(self):
+            return compiled(self, *args, **kwargs)
+        return stock(self, *args, **kwargs)
+
+    return call
+
+
+def _can_be_traced(layer: nn.Module) -> bool:
+    if not (layer.training and layer.gradient_checkpointing) or layer not in _dropouts:
+        return False
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        # FSDP 2 gathers and frees weights in hooks, which must run by themselves in forward and again in backward.
+        return False
+    if any(getattr(owner, name) for owner, name in _dropouts[layer]):
+        # In a checkpoint that is traced Inductor was seen to leave out dropout of attention (PyTorch 2.11, on a CPU).
+        return False
+    function = layer._gradient_checkpointing_func
+    return isinstance(function, partial) and function.func is checkpoint and function.keywords.keys() <= _TRACED_ALIKE
+
+
+def _probabilities(layer: nn.Module) -> Iterable[tuple[object, str]]:
+    modules = list(layer.modules())
+    # By identity, once each: all modules of an encoder have one config.
+    owners = {id(owner): owner for owner in [*modules, *(getattr(module, "config", None) for module in modules)]}
+    for owner in owners.values():
+        for name, value in getattr(owner, "__dict__", {}).items():
+            is_named = "dropout" in name or (name == "p" and isinstance(owner, _DropoutNd))
+            if is_named and isinstance(value, (int, float)):
+                yield owner, name
