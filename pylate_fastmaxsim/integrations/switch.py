@@ -113,7 +113,8 @@ def enable(
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens. PyLate only.
     compile
-        Compile the encoder's layers for a varying number of tokens. PyLate only.
+        Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
+        dropout, their checkpointing is compiled with them. PyLate only.
     stock_masking
         Let a masked document token count with similarity 0, as stock PyLate does, to reproduce
         runs that were made with it. PyLate only.

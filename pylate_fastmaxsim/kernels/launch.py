@@ -130,7 +130,10 @@ _COLLECT = {
     ),
     **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CollectTiles(64, 32, 4, 2))]),
 }
-_QUERY_GRADIENT = dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))])
+_QUERY_GRADIENT = {
+    (90, "half"): [(64, QueryGradientTiles(16, 64, 8, 4)), (None, QueryGradientTiles(4, 128, 8, 2))],
+    **dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))]),
+}
 _DOCUMENT_GRADIENT = {
     (90, "half"): [(None, DocumentGradientTiles(16, 64, 128, 1024, 4, 2, 3))],
     "half": [(None, DocumentGradientTiles(32, 32, 128, 1024, 4, 4, 2))],
