@@ -18,6 +18,7 @@ LONG = (
     "test_visual_recipes.py",
     "test_compare.py",
     "test_launched.py",
+    "test_compiled_distributed.py",
     "test_full_disk.py",
     "test_ring.py",
     "test_xtr_interpreted.py",

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.compilation import encoder_layers
 
 STOCK = GradientCheckpointingLayer.__call__
 
@@ -62,7 +63,9 @@ def checkpointed(model, reentrant: bool = False) -> None:
         model[0].auto_model.enable_input_require_grads()
 
 
-@pytest.mark.parametrize(("family", "reentrant"), [("modernbert", False), ("bert", True)])
+@pytest.mark.parametrize(
+    ("family", "mode", "reentrant"), [("modernbert", "grouped", False), ("bert", "packed", True)], indirect=["mode"]
+)
 def test_checkpoints_are_compiled_with_their_layers(encoder, mode, checkpoints, family, reentrant):
     model = load_model(encoder(family, num_hidden_layers=4))
     batches = [batch_of(model, seed, count) for seed, count in enumerate((6, 6, 9, 5))]
@@ -83,51 +86,56 @@ def test_checkpoints_are_compiled_with_their_layers(encoder, mode, checkpoints, 
     assert GradientCheckpointingLayer.__call__ is STOCK
 
 
-def dropout_that_is_switched_on(model) -> None:
+def hidden_dropout(model, patched) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.1
+            patched.setattr(module, "p", 0.1)
 
 
-def attention_dropout(model) -> None:
+def attention_dropout(model, patched) -> None:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.1
+            patched.setattr(module, "attention_dropout", 0.1)
 
 
-def hook(model) -> None:
+def hook(model, patched) -> None:
+    for layer in encoder_layers(model):
+        patched.setitem(layer._forward_hooks, 0, lambda *_: None)
+
+
+def somebodys_own(model, patched) -> None:
+    own = partial(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
+    for layer in encoder_layers(model):
+        patched.setattr(layer, "_gradient_checkpointing_func", own)
+
+
+def evaluation(model, patched) -> None:
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.register_forward_hook(lambda *_: None)
+        patched.setattr(module, "training", False)
 
 
-def somebodys_own(model) -> None:
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module._gradient_checkpointing_func = lambda function, *args: checkpoint(
-                function, *args, use_reentrant=False
-            )
-
-
-@pytest.mark.parametrize("change", [dropout_that_is_switched_on, attention_dropout, hook, somebodys_own])
-def test_left_to_transformers(encoder, checkpoints, change):
+def test_left_to_transformers(encoder, checkpoints, monkeypatch):
     model = load_model(encoder("modernbert")).train()
     batch = batch_of(model)
     checkpointed(model)
-    with pylate_fastmaxsim.enabled(compile=True):
-        step(model, batch)
-        assert any(checkpoints)
-        change(model)
-        checkpoints.clear()
-        ours, _ = step(model, batch)
-        assert checkpoints and not any(checkpoints)
-    with pylate_fastmaxsim.enabled():
-        torch.testing.assert_close(ours, step(model, batch)[0], atol=1e-5, rtol=1e-4)
+    layer = encoder_layers(model)[0]
+    for change in (hidden_dropout, attention_dropout, hook, somebodys_own, evaluation):
+        by_themselves = []
+        with pylate_fastmaxsim.enabled(compile=True), monkeypatch.context() as patched:
+            step(model, batch)
+            compiled = layer._compiled_call_impl
+            patched.setattr(layer, "_compiled_call_impl", partial(_counted, by_themselves, compiled))
+            step(model, batch)
+            assert any(checkpoints) and not by_themselves
+            change(model, patched)
+            ours, _ = step(model, batch)
+            assert by_themselves, change
+        with pylate_fastmaxsim.enabled(), monkeypatch.context() as patched:
+            change(model, patched)
+            torch.testing.assert_close(ours, step(model, batch)[0], atol=1e-5, rtol=1e-4, msg=str(change))
 
 
-def test_a_model_that_is_evaluated_does_not_checkpoint(encoder, checkpoints):
-    model = load_model(encoder("modernbert")).eval()
-    checkpointed(model)
-    with pylate_fastmaxsim.enabled(compile=True):
-        step(model, batch_of(model))
-    assert checkpoints and not any(checkpoints)
+def _counted(calls, function, *args, **kwargs):
+    if not torch.compiler.is_compiling():
+        calls.append(None)
+    return function(*args, **kwargs)

@@ -68,7 +68,7 @@ def _can_be_traced(layer: nn.Module) -> bool:
     if not (layer.training and layer.gradient_checkpointing) or layer not in _dropouts:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks:
-        # FSDP 2 gathers and frees weights in hooks, which must run by themselves in forward and again in backward.
+        # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.
         return False
     if any(getattr(owner, name) for owner, name in _dropouts[layer]):
         # In a checkpoint that is traced Inductor was seen to leave out dropout of attention (PyTorch 2.11, on a CPU).
