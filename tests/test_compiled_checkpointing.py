@@ -19,14 +19,15 @@ STOCK = GradientCheckpointingLayer.__call__
 
 
 @pytest.fixture
-def checkpoints(monkeypatch) -> list[bool]:
+def checkpoints(request, monkeypatch) -> list[bool]:
     """Of each graph that is compiled, whether a checkpoint is in it."""
+    compiler = lookup_backend(getattr(request, "param", "eager"))
     seen: list[bool] = []
     compile_function = torch.compile
 
     def backend(graph, inputs):
         seen.append(any("checkpoint" in str(node.target) for node in graph.graph.nodes))
-        return lookup_backend("aot_eager")(graph, inputs)
+        return compiler(graph, inputs)
 
     monkeypatch.setattr(torch, "compile", partial(compile_function, backend=backend))
     torch._dynamo.reset()
@@ -63,6 +64,7 @@ def checkpointed(model, reentrant: bool = False) -> None:
         model[0].auto_model.enable_input_require_grads()
 
 
+@pytest.mark.parametrize("checkpoints", ["aot_eager"], indirect=True)
 @pytest.mark.parametrize(
     ("family", "mode", "reentrant"), [("modernbert", "grouped", False), ("bert", "packed", True)], indirect=["mode"]
 )
