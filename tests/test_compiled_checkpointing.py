@@ -105,6 +105,11 @@ def hook(model, patched) -> None:
         patched.setitem(layer._forward_hooks, 0, lambda *_: None)
 
 
+def backward_hook(model, patched) -> None:
+    for layer in encoder_layers(model):
+        patched.setitem(layer._backward_pre_hooks, 0, lambda *_: None)
+
+
 def somebodys_own(model, patched) -> None:
     own = partial(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
     for layer in encoder_layers(model):
@@ -121,7 +126,7 @@ def test_left_to_transformers(encoder, checkpoints, monkeypatch):
     batch = batch_of(model)
     checkpointed(model)
     layer = encoder_layers(model)[0]
-    for change in (hidden_dropout, attention_dropout, hook, somebodys_own, evaluation):
+    for change in (hidden_dropout, attention_dropout, hook, backward_hook, somebodys_own, evaluation):
         by_themselves = []
         with pylate_fastmaxsim.enabled(compile=True), monkeypatch.context() as patched:
             step(model, batch)

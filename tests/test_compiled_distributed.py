@@ -12,6 +12,7 @@ from models import features, load_model, sentences
 from pylate import losses
 from ranks import run_cases
 from sharding import data_parallel, flat_sharded, fully_sharded
+from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
 
@@ -53,7 +54,7 @@ def _as_without_compiling(wrap: Callable) -> Callable[[str], None]:
 
 def own_part(gradient: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a gradient, on its own."""
-    return getattr(gradient, "_local_tensor", gradient).clone()
+    return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clone()
 
 
 def _traced_only(case: Callable[[str], None]) -> Callable[[str], None]:
