@@ -109,19 +109,21 @@ def test_all_documents_are_scored_by_one_launch_without_padding_in_the_autocast_
 
 
 def test_gradcache_follows_a_loss_scaled_by_what_bfloat16_cannot_say(model):
-    # A third, as of three steps of accumulation: the factor is applied in float32 and not rounded first.
+    # As of steps of accumulation: the factor is applied in float32 and not rounded first, here to 1, 0.3% less.
     loss_function = losses.CachedContrastive(model, mini_batch_size=4)
     batch = batch_of(model)
     pylate_fastmaxsim.enable()
     gradients = []
-    for factor in (1.0, 1 / 3):
+    factors = [1.0, *(1 + excess / 1e4 for excess in range(30, 39))]
+    for factor in factors:
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_function(batch)
         (loss * factor).backward()
         gradients.append(torch.cat([weight.grad.flatten() / factor for weight in model.parameters()]))
-    along = torch.dot(gradients[0], gradients[1]) / gradients[0].square().sum()
-    assert abs(along - 1) < 5e-4
+    # Each is off by 0.1% at random, because the encoder's gradients are rounded otherwise.
+    along = torch.stack(gradients[1:]).mean(0).dot(gradients[0]) / gradients[0].square().sum()
+    assert abs(along - 1) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
