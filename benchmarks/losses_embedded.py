@@ -41,6 +41,7 @@ class Embedded(nn.Module):
         self.tokenizer = SimpleNamespace(padding_side="right")
         self.skiplist: list[int] = []
         self.do_query_expansion = True
+        self.query_length = QUERY_LENGTH
         self.forward = convert_outputs_to_fp32(self.forward)
 
     def _first_module(self) -> nn.Module:
@@ -92,21 +93,20 @@ def make_features(
     device = model.lookup.table.device
     generator = torch.Generator(device).manual_seed(seed)
 
-    def column(count: int, length: int) -> dict[str, Tensor]:
-        ids = torch.randint(VOCABULARY, (count, length), generator=generator, device=device)
+    def column(lengths: list[int], length: int) -> dict[str, Tensor]:
+        ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=device)
         model.lookup.known.add(ids.untyped_storage().data_ptr())
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        live = torch.arange(length, device=device) < torch.tensor(lengths, device=device)[:, None]
+        token_index, cu_seqlens = attended_index(live)
+        index = {TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: cu_seqlens.unsqueeze(0)}
+        return {"input_ids": ids, "attention_mask": live.long(), **index}
 
     def documents(count: int) -> dict[str, Tensor]:
-        features = column(count, document_length)
         drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(count))
-        lengths = torch.tensor([min(max(length, 3), document_length) for length in drawn], device=device)
-        features["attention_mask"] = (torch.arange(document_length, device=device) < lengths[:, None]).long()
-        token_index, cu_seqlens = attended_index(features["attention_mask"])
-        return {**features, TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: cu_seqlens.unsqueeze(0)}
+        return column([min(max(length, 3), document_length) for length in drawn], document_length)
 
     shape = (1, queries * columns) if one_column else (columns, queries)
-    return [column(queries, QUERY_LENGTH), *(documents(shape[1]) for _ in range(shape[0]))]
+    return [column([QUERY_LENGTH] * queries, QUERY_LENGTH), *(documents(shape[1]) for _ in range(shape[0]))]
 
 
 class Step:

@@ -97,13 +97,16 @@ def collated(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) ->
     ]
 
 
-def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, window, dropout):
-    """What FlashAttention computes for packed documents, on any device and with a mask of all pairs."""
+def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, window, dropout, key_cu_seqlens=None):
+    """What FlashAttention computes for packed texts, on any device and with a mask of all pairs."""
     assert torch.compiler.is_compiling() or cu_seqlens.diff().max() <= max_length
-    token = torch.arange(query.shape[0], device=query.device)
-    document = torch.searchsorted(cu_seqlens, token, right=True)
-    distance = token[:, None] - token
-    seen = document[:, None] == document
+    key_cu_seqlens = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
+    row, key_row = (torch.arange(states.shape[0], device=states.device) for states in (query, key))
+    text = torch.searchsorted(cu_seqlens, row, right=True)
+    key_text = torch.searchsorted(key_cu_seqlens, key_row, right=True)
+    # Where the two lengths of a text differ, their ends are aligned.
+    distance = (row - cu_seqlens[text])[:, None] - (key_row - key_cu_seqlens[key_text])
+    seen = text[:, None] == key_text
     left, right = window
     if left >= 0:
         seen &= distance <= left

@@ -25,7 +25,8 @@ def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> C
     A case is a function of a folder that holds a tiny encoder, ``modernbert``. With the backend "nccl" each process has
     a GPU of its own. Returns what each rank said of a case: "passed", or a traceback.
     """
-    build_model(folder / "modernbert", "modernbert")
+    # Its local layers see all of a query, so that queries are encoded with packed documents.
+    build_model(folder / "modernbert", "modernbert", local_attention=24)
     context = mp.spawn(_process, (module, ranks, str(folder), backend), nprocs=ranks, join=False)
     deadline = time.monotonic() + SECONDS
     while not context.join(timeout=1):

@@ -63,6 +63,8 @@ def _compare(
             core[0].register_forward_pre_hook(lambda _module, args: calls.append(args[0]["input_ids"].numel()))
             ours = step()
             assert set(packing._modes[core].values()) == {"packed" if packed else "grouped"}
+            if packed and loss_class is losses.Contrastive:
+                assert set(packing._joint[core].values()) == {True} and len(calls) == 1
         assert ours[0] == pytest.approx(stock[0], rel=tolerance)
         largest = max(gradient.abs().max() for gradient in stock[1].values())
         for name, gradient in stock[1].items():

@@ -73,6 +73,8 @@ def _compare(
                 step(wrapped)
                 ours = step(wrapped)
                 assert set(packing._modes[unwrap(wrapped)].values()) == {"packed" if packed else "grouped"}
+                if packed and loss_class is losses.Contrastive:
+                    assert set(packing._joint[unwrap(wrapped)].values()) == {True}
         finally:
             fused_head.project_normalize, fused_head.log_once = originals
         assert set(projected) == {(16, 32)}

@@ -23,6 +23,9 @@ LOSS_SCALE = 256.0  # fp16 needs one, as the trainer's; a power of two changes n
 @pytest.fixture
 def small(encoder):
     def load(family: str = "modernbert", **changes: object):
+        if family == "wide modernbert":
+            # Its local layers see all of a query, so that queries are encoded with the documents; so are those of BERT.
+            family, changes = "modernbert", {"local_attention": 24, **changes}
         return load_model(encoder(family, **LARGER, **changes), document_length=48, device="cuda")
 
     return load
@@ -124,6 +127,32 @@ def test_attention_stays_inside_documents_and_windows(dtype, window, dropout):
         )
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_to_fewer_rows_than_attend(dtype, window):
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths, attended = torch.tensor([5, 1, 0, 17, 9]), torch.tensor([3, 1, 0, 4, 9])
+    query, key, value = (
+        torch.randn(int(rows.sum()), 2, 32, generator=generator, device="cuda", dtype=dtype).requires_grad_()
+        for rows in (lengths, attended, attended)
+    )
+    ends, key_ends = (F.pad(rows.cumsum(0), (1, 0)).int().cuda() for rows in (lengths, attended))
+    text, key_text = (torch.repeat_interleave(torch.arange(5), rows).cuda() for rows in (lengths, attended))
+    exact = [states.detach().double().requires_grad_() for states in (query, key, value)]
+    expected = F.scaled_dot_product_attention(
+        *(states.transpose(0, 1) for states in exact), attn_mask=text[:, None] == key_text
+    ).transpose(0, 1)
+    output = variable_length_attention(
+        query, key, value, ends, 20, scale=None, window=window, dropout=0.0, key_cu_seqlens=key_ends
+    )
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+    output.backward(upstream.to(dtype))
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+    for ours, theirs in zip((query, key, value), exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-2, rtol=5e-2)
+
+
 @pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta", "minilm"])
 def test_packed_equals_padded(small, family, caplog):
     model = small(family)
@@ -142,7 +171,7 @@ def test_packed_equals_padded(small, family, caplog):
 @pytest.mark.parametrize(
     "loss_class, options", [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 5})]
 )
-@pytest.mark.parametrize("family", ["modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loss_and_gradients_are_as_exact_as_stock(small, stock, dtype, family, loss_class, options):
     model = small(family)
@@ -150,6 +179,8 @@ def test_loss_and_gradients_are_as_exact_as_stock(small, stock, dtype, family, l
     expected = stock(model, [batch], loss_class, autocast=dtype, **options)
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(model, [batch], loss_class, autocast=dtype, **options)
+        joint = loss_class is losses.Contrastive and family != "modernbert"
+        assert (set(packing._joint.get(model, {}).values()) == {True}) == joint
     _assert_as_exact(ours, expected)
 
 
@@ -188,7 +219,7 @@ def test_collated_documents_are_packed_without_waiting_for_the_device(small):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("family", ["modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
 def test_a_step_waits_for_nothing(small, family):
     model = small(family)
     pylate_fastmaxsim.enable()
@@ -209,9 +240,10 @@ def test_a_step_waits_for_nothing(small, family):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(small, stock, reentrant):
-    model = small()
+def test_gradient_checkpointing(small, stock, reentrant, family):
+    model = small(family)
     batch = _batch(model)
     expected = stock(model, [batch])
     model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -223,7 +255,7 @@ def test_gradient_checkpointing(small, stock, reentrant):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
 def test_compiled_layers_do_not_recompile_as_batches_vary(small, stock, family, checkpointing):
     model = small(family)
     if checkpointing:
@@ -248,12 +280,14 @@ def test_compiled_with_attention_dropout(small):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_model_compiled_by_its_user(small, stock):
-    model = small()
-    batch = _batch(model)
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert"])
+def test_model_compiled_by_its_user(small, stock, family):
+    model = small(family)
+    # Many, so that no few similarities that bf16 makes equal decide.
+    batch = _batch(model, count=64)
     expected = stock(model, [batch])
     torch._dynamo.reset()
     with pylate_fastmaxsim.enabled(stock_masking=True):
-        ours = _losses(torch.compile(model), [_batch(model)])
+        ours = _losses(torch.compile(model), [_batch(model, count=64)])
     ours = ours[0], {name.removeprefix("_orig_mod."): gradient for name, gradient in ours[1].items()}
     _assert_as_exact(ours, expected)

@@ -1,4 +1,4 @@
-"""Attention between the tokens of one document when many documents stand back to back in one row."""
+"""Attention between the tokens of one text when many texts stand back to back in one row."""
 
 from __future__ import annotations
 
@@ -55,14 +55,56 @@ def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
     >>> mask.shape, is_packed_mask(mask)
     (torch.Size([1, 1, 3, 3]), True)
     """
-    mask = cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
+    return _remembered(cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1))
+
+
+def packed_mask_with_keys(
+    cu_seqlens: Tensor, key_cu_seqlens: Tensor, attended: Tensor, rows: int, longest_apart: int, max_length: int
+) -> Tensor:
+    """The same where some rows attend without being attended to, as those of PyLate's query expansion.
+
+    Parameters
+    ----------
+    cu_seqlens
+        First row of each text and the end of the last one, ``[N + 1]``, int32.
+    key_cu_seqlens
+        First of each text among ``attended``, and their number, ``[N + 1]``, int32.
+    attended
+        The rows that are attended to, ``[K]``, int64, ascending.
+    rows
+        How many there are.
+    longest_apart
+        An upper bound on the rows of a text that has some which are not attended to.
+    max_length
+        An upper bound on the rows of any text.
+
+    Returns
+    -------
+    Tensor
+        ``[N + 1, longest_apart, max_length, 2 * (N + 1) + K + rows]``, int32: for each row, behind the arguments, its
+        place in ``attended``, or -1.
+
+    Examples
+    --------
+    >>> texts, keys = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
+    >>> mask = packed_mask_with_keys(texts, keys, torch.tensor([0, 1, 2]), rows=5, longest_apart=3, max_length=3)
+    >>> mask.shape, mask[0, 0, 0, -5:]
+    (torch.Size([3, 3, 3, 14]), tensor([ 0,  1,  2, -1, -1], dtype=torch.int32))
+    """
+    places = attended.new_full((rows,), -1)
+    places[attended] = torch.arange(len(attended), device=attended.device)
+    row = torch.cat([cu_seqlens, key_cu_seqlens, attended.int(), places.int()])
+    return _remembered(row.view(1, 1, 1, -1).expand(len(cu_seqlens), longest_apart, max_length, -1))
+
+
+def _remembered(mask: Tensor) -> Tensor:
     key = id(mask)
     _masks[key] = weakref.ref(mask, lambda _: _forget(key))
     return mask
 
 
 def is_packed_mask(attention_mask: object) -> bool:
-    """Whether a mask was made by :func:`packed_mask`."""
+    """Whether a mask was made by :func:`packed_mask` or :func:`packed_mask_with_keys`."""
     return isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4
 
 
@@ -76,8 +118,9 @@ def variable_length_attention(
     scale: float | None,
     window: tuple[int, int],
     dropout: float,
+    key_cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention inside each document, on FlashAttention.
+    """Softmax attention inside each text, on FlashAttention.
 
     Parameters
     ----------
@@ -86,13 +129,15 @@ def variable_length_attention(
     cu_seqlens
         ``[N + 1]``, int32.
     max_length
-        An upper bound on the length of a document.
+        An upper bound on the length of a text.
     scale
         Factor on the inner products; ``None`` means ``head_dim ** -0.5``.
     window
         How many tokens to the left and to the right a token sees; -1 is no limit. ``(-1, 0)`` is causal.
     dropout
         Probability that an attention weight is dropped.
+    key_cu_seqlens
+        ``cu_seqlens`` of ``key`` and ``value`` where they have other rows than ``query``.
 
     Returns
     -------
@@ -112,9 +157,11 @@ def variable_length_attention(
         raise PackingUnsupported(
             f"variable-length attention needs bfloat16 or float16 (train with bf16=True or fp16=True), got {query.dtype}"
         )
+    if key_cu_seqlens is None:
+        key_cu_seqlens = cu_seqlens
     if _HAS_VARLEN_ATTN and dropout == 0:
         return varlen_attn(
-            query, key, value, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=window
+            query, key, value, cu_seqlens, key_cu_seqlens, max_length, max_length, scale=scale, window_size=window
         )
     # The public function has no dropout (and in older releases no window); the operator below it has both.
     return torch.ops.aten._flash_attention_forward(
@@ -122,7 +169,7 @@ def variable_length_attention(
         key,
         value,
         cu_seqlens,
-        cu_seqlens,
+        key_cu_seqlens,
         max_length,
         max_length,
         dropout,
@@ -192,6 +239,22 @@ def _put_back() -> None:
     _replaced.clear()
 
 
+class _AttendedRows(torch.autograd.Function):
+    """Keys and values of the rows that are attended to. Autograd would add gradients up, row by row and atomically."""
+
+    @staticmethod
+    def forward(ctx, key: Tensor, value: Tensor, attended: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(places)
+        return key.index_select(0, attended), value.index_select(0, attended)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        nowhere = (places < 0)[:, None, None]
+        rows = places.clamp(min=0)
+        return *(gradient.index_select(0, rows).masked_fill(nowhere, 0) for gradient in gradients), None, None
+
+
 def _packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -206,23 +269,33 @@ def _packed_attention(
 ) -> Tensor:
     """The call of transformers, ``[1, heads, T, head_dim]``, as a call of :func:`variable_length_attention`."""
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
+    reach = -1 if sliding_window is None else sliding_window - 1
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    texts, longest_apart, max_length, _ = attention_mask.shape
+    cu_seqlens, key_cu_seqlens = attention_mask[0, 0, -1], None
+    if texts > 1:
+        if causal or -1 < reach < longest_apart - 1:
+            raise PackingUnsupported("where tokens are not attended to, those of a text must all see the same ones")
+        places = cu_seqlens[-query.shape[0] :]
+        attended = cu_seqlens[2 * texts : -query.shape[0]]
+        cu_seqlens, key_cu_seqlens = cu_seqlens[:texts], cu_seqlens[texts : 2 * texts]
+        key, value = _AttendedRows.apply(key, value, attended, places)
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     # The backward keeps the values. As a view of the product that made queries, keys and values they would keep all
     # three, two of which live on in rotated form as well.
     value = value.contiguous()
-    # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
-    reach = -1 if sliding_window is None else sliding_window - 1
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    attended = variable_length_attention(
+    states = variable_length_attention(
         query,
         key,
         value,
-        attention_mask[0, 0, -1],
-        attention_mask.shape[2],
+        cu_seqlens,
+        max_length,
         scale=scaling,
         window=(reach, 0 if causal else reach),
         dropout=dropout,
+        key_cu_seqlens=key_cu_seqlens,
     )
-    return attended.unsqueeze(0)
+    return states.unsqueeze(0)

@@ -71,10 +71,9 @@ class Documents:
         length = max(column["input_ids"].shape[1] for column in columns)
         token_index, cu_seqlens, gaps, rows, tokens = [], [], False, 0, 0
         for column in columns:
-            index, ends = _left_by_the_collator(column)
-            if index is None:
-                index, ends = attended_index(column["attention_mask"])
+            if not _is_left(column):
                 gaps = gaps or has_gaps(column["attention_mask"])
+            index, ends = left_index(column)
             count, width = column["input_ids"].shape
             if width != length:
                 index = index // width * length + index % width
@@ -268,6 +267,19 @@ def attended_index(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
     return attended.reshape(-1).nonzero().squeeze(1), cu_seqlens
 
 
+def left_index(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same of a tokenized column, as its collator left it or else computed, which waits for a CUDA device.
+
+    Examples
+    --------
+    >>> left_index({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
+    (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
+    """
+    if _is_left(column):
+        return column[TOKEN_INDEX][0], column[CU_SEQLENS][0]
+    return attended_index(column["attention_mask"])
+
+
 def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
     """Features as stock PyLate's collator makes them."""
     return {key: value for key, value in features.items() if key not in (TOKEN_INDEX, CU_SEQLENS)}
@@ -285,14 +297,14 @@ def has_gaps(attention_mask: Tensor) -> bool:
     return bool((attended[:, 1:] & ~attended[:, :-1]).any())
 
 
-def _left_by_the_collator(column: dict[str, Tensor]) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    mask = column["attention_mask"]
+def _is_left(column: dict[str, Tensor]) -> bool:
+    """Whether the collator left with a column where its attended tokens are."""
     index, ends = column.get(TOKEN_INDEX), column.get(CU_SEQLENS)
     # Whoever cuts a batch by rows (a loss in mini-batches, accelerate when it dispatches) cuts these too, and wrongly.
     # The leading dimension of 1 makes every such cut show in the shapes, which are known without waiting for the device.
-    if index is not None and ends is not None and len(index) == 1 and ends.shape == (1, len(mask) + 1):
-        return index[0], ends[0]
-    return None, None
+    if index is None or ends is None:
+        return False
+    return len(index) == 1 and ends.shape == (1, len(column["attention_mask"]) + 1)
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:

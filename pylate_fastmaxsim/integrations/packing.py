@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import attention, compilation, log_once, switch
-from pylate_fastmaxsim.integrations.attention import PackingUnsupported
+from pylate_fastmaxsim.integrations.attention import PackingUnsupported, is_packed_mask
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
     EncodingPlan,
@@ -26,12 +27,18 @@ from pylate_fastmaxsim.integrations.documents import (
     padded_plan,
     without_index,
 )
+from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+# Of what this rank found, what all ranks act on.
+Agree = Callable[[bool], bool]
+
+Decision = TypeVar("Decision")
 
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
@@ -41,6 +48,9 @@ _TOLERANCE_TF32 = 1e-2
 _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
 _modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
+
+# Whether a packed encoder takes the queries with the documents.
+_joint: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
 
 # Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token types.
 _counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
@@ -80,10 +90,47 @@ def encode_documents(
     return encode(model, plan_documents(model, document_features, skiplist))
 
 
-def encode(model: nn.Module, plan: EncodingPlan, embed: Embed | None = None) -> TokenBatch:
-    """Token embeddings of the documents of a plan, as ``embed`` or else the model gives them."""
-    embed = embed or token_embeddings
-    return plan.batch([embed(model, call) for call in plan.calls])
+def encode(model: nn.Module, plan: EncodingPlan) -> TokenBatch:
+    """Token embeddings of the documents of a plan, as the model gives them."""
+    return plan.batch([token_embeddings(model, call) for call in plan.calls])
+
+
+def encode_batch(
+    model: nn.Module, features: Sequence[dict[str, Tensor]], skiplist: list[int], embed: Embed
+) -> tuple[Tensor, TokenBatch]:
+    """Encode the queries and the documents of a batch, in one call where the documents are packed.
+
+    Small batches are bound by the host, which launches everything once for each call and layer. Where a packed encoder
+    does not give queries the same embeddings beside documents, they have a call of their own, as in stock PyLate.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT``, possibly wrapped.
+    features
+        The tokenized columns: the queries, and then the documents as in :func:`encode_documents`.
+    skiplist
+        Ids of the tokens of documents that are not scored.
+    embed
+        Makes token embeddings of one call of the model.
+
+    Returns
+    -------
+    tuple of Tensor and TokenBatch
+        Token embeddings of the queries, ``[Nq, Lq, d]``, and of the documents, column after column.
+    """
+    queries, columns = features[0], features[1:]
+    plan = plan_documents(model, columns, skiplist)
+    if not _joins(model, queries, columns, plan):
+        apart = embed(model, without_index(queries))
+        return apart, plan.batch([embed(model, call) for call in plan.calls])
+    core = unwrap(model)
+    call = _behind_documents(core, plan.calls[0], queries)
+    if is_compiled(model):
+        compilation.mark_varying(call)
+    rows = embed(model, call).flatten(0, -2)
+    documents, rows = rows.tensor_split([plan.calls[0]["input_ids"].shape[1]])
+    return rows.view(*queries["input_ids"].shape, -1), plan.batch([documents])
 
 
 def plan_documents(
@@ -161,6 +208,7 @@ def release() -> None:
     attention.release()
     compilation.release()
     _modes.clear()
+    _joint.clear()
 
 
 @lru_cache(maxsize=16)
@@ -185,7 +233,17 @@ def _on_all_ranks(here: bool, device: torch.device) -> bool:
 
 
 def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
-    """How to encode with this model, decided when it is first met in a situation."""
+    """How to encode with this model."""
+    return _decided(_modes, model, columns, partial(_fastest_mode, model, columns))
+
+
+def _decided(
+    decisions: WeakKeyDictionary[nn.Module, dict[Hashable, Decision]],
+    model: nn.Module,
+    columns: Sequence[dict[str, Tensor]],
+    decide: Callable[[Agree], Decision],
+) -> Decision:
+    """What ``decide`` finds when a model is first met in a situation."""
     core = unwrap(model)
     device = columns[0]["input_ids"].device
     situation = (
@@ -199,12 +257,11 @@ def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
         0 if runs_in_step(model) else max(column["input_ids"].shape[1] for column in columns).bit_length(),
     )
-    decided = _modes.setdefault(core, {})
+    decided = decisions.setdefault(core, {})
     if situation not in decided:
         # A few calls of odd shapes, not worth compiling for.
         with torch.compiler.set_stance("force_eager"):
-            agree = partial(_on_all_ranks, device=device) if runs_in_step(model) else bool
-            decided[situation] = _fastest_mode(model, columns, agree)
+            decided[situation] = decide(partial(_on_all_ranks, device=device) if runs_in_step(model) else bool)
     return decided[situation]
 
 
@@ -218,31 +275,73 @@ def _mode_with_gaps(model: nn.Module) -> str:
     return "grouped"
 
 
-def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree: Callable[[bool], bool]) -> str:
+def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree: Agree) -> str:
     """The first mode that works, on all ranks.
 
     They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
     """
-
-    def works(reason_not_to: str | None, message: str, level: int = logging.WARNING) -> bool:
-        everywhere = agree(reason_not_to is None)
-        if not everywhere:
-            log_once(message, reason_not_to or "another process of this run cannot do without", level=level)
-        return everywhere
-
+    works = partial(_works, agree)
     core = unwrap(model)
     padded = "Documents are encoded with padding, as stock PyLate does: %s."
     if not works(_reason_to_leave(model, columns), padded):
         return "padded"
     pair = _shortest_and_longest(core, Documents.from_columns(columns))
     if works(
-        _reason_not_to(core, pair, _packed),
+        _reason_not_to(lambda: _verify(core, pair, _packed(core, pair))),
         "Documents are not packed but encoded in groups of similar length: %s.",
         # On a CPU this is the rule.
         logging.INFO if pair.input_ids.device.type == "cpu" else logging.WARNING,
     ):
         return "packed"
-    return "grouped" if works(_reason_not_to(core, pair, _grouped), padded) else "padded"
+    grouped = grouped_plan(pair, _nothing_skipped)
+    return "grouped" if works(_reason_not_to(lambda: _verify(core, pair, grouped)), padded) else "padded"
+
+
+def _works(agree: Agree, reason_not_to: str | None, message: str, level: int = logging.WARNING) -> bool:
+    """Whether there is no reason on any rank; else a line of log."""
+    everywhere = agree(reason_not_to is None)
+    if not everywhere:
+        log_once(message, reason_not_to or "another process of this run cannot do without", level=level)
+    return everywhere
+
+
+def _joins(
+    model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], plan: EncodingPlan
+) -> bool:
+    """Whether the queries go into the call of the documents."""
+    if not is_packed_mask(plan.calls[0]["attention_mask"]):
+        return False
+    joins = _decided(_joint, model, columns, partial(_can_join, model, queries, columns))
+    core = unwrap(model)
+    if not joins or queries["input_ids"].shape[1] <= core.query_length:
+        return joins
+    if runs_in_step(model):
+        raise ValueError(
+            f"The queries of this batch have {queries['input_ids'].shape[1]} tokens and those before had no more than "
+            f"the model's query_length of {core.query_length}. All processes must encode alike: raise query_length."
+        )
+    return False
+
+
+def _can_join(model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], agree: Agree) -> bool:
+    core = unwrap(model)
+    message = "Queries have a call of the encoder to themselves: %s."
+    if not _works(agree, _reason_not_to_join(core, queries), message, logging.INFO):
+        return False
+    pair = _shortest_and_longest(core, Documents.from_columns(columns))
+    return _works(agree, _reason_not_to(lambda: _verify_joint(core, pair, queries)), message, logging.INFO)
+
+
+def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
+    length = queries["input_ids"].shape[1]
+    if length > core.query_length:
+        return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
+    unknown = core._first_module().model_forward_params.intersection(queries) - _UNDERSTOOD
+    return f"the encoder is given {', '.join(sorted(unknown))}" if unknown else None
+
+
+def _behind_documents(core: nn.Module, call: dict[str, Tensor], queries: dict[str, Tensor]) -> dict[str, Tensor]:
+    return joint_call(call, queries, _positions(core, queries["input_ids"]), core.query_length)
 
 
 def _packed(core: nn.Module, pair: Documents) -> EncodingPlan:
@@ -250,16 +349,10 @@ def _packed(core: nn.Module, pair: Documents) -> EncodingPlan:
     return packed_plan(*_positioned(core, pair), _nothing_skipped)
 
 
-def _grouped(_core: nn.Module, pair: Documents) -> EncodingPlan:
-    return grouped_plan(pair, _nothing_skipped)
-
-
-def _reason_not_to(
-    core: nn.Module, pair: Documents, plan: Callable[[nn.Module, Documents], EncodingPlan]
-) -> str | None:
-    """Why documents cannot be encoded as planned; None if they can."""
+def _reason_not_to(verify: Callable[[], None]) -> str | None:
+    """Why something cannot be encoded as it was tried; None if it can."""
     try:
-        _verify(core, pair, plan(core, pair))
+        verify()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever somebody's encoder raises at something it does not know
@@ -326,20 +419,25 @@ def _encoder(core: nn.Module) -> nn.Module:
 
 def _positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tensor]:
     """Documents with all that the encoder would otherwise make up from the shape of its input, and their positions."""
+    positions = _positions(core, documents.input_ids)
+    if _counting[_encoder(core)][1] and documents.token_type_ids is None:
+        documents = replace(documents, token_type_ids=torch.zeros_like(documents.input_ids))
+    return documents, positions
+
+
+def _positions(core: nn.Module, input_ids: Tensor) -> Tensor:
+    """Position of each token of padded texts in the encoder's own counting, ``[N, L]``."""
     encoder = _encoder(core)
     if encoder not in _counting:
         takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters
         table = _position_table(encoder)
         _counting[encoder] = (None if table is None else table.padding_idx, takes_types)
-    padding, takes_types = _counting[encoder]
-    input_ids = documents.input_ids
-    if takes_types and documents.token_type_ids is None:
-        documents = replace(documents, token_type_ids=torch.zeros_like(input_ids))
+    padding, _ = _counting[encoder]
     if padding is None:
-        return documents, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     # RoBERTa counts from behind the position of its padding token, and only what is not that token.
     counted = input_ids != padding
-    return documents, counted.cumsum(dim=1) * counted + padding
+    return counted.cumsum(dim=1) * counted + padding
 
 
 def _position_table(encoder: nn.Module) -> nn.Embedding | None:
@@ -363,21 +461,48 @@ def _verify(core: nn.Module, documents: Documents, plan: EncodingPlan) -> None:
         padded["token_type_ids"] = documents.token_type_ids
     with _evaluating(core), _recorded_dtype(core) as dtypes:
         expected = token_embeddings(core, padded).flatten(0, 1)[documents.token_index]
-        batch = plan.batch([token_embeddings(core, call) for call in plan.calls])
-    if core.training:
-        # Dropout may be what the packed path cannot do; it must not take random numbers from the run.
-        with torch.no_grad(), torch.random.fork_rng([batch.device] if batch.device.type == "cuda" else []):
-            for call in plan.calls:
-                token_embeddings(core, call)
+        batch = encode(core, plan)
+    _try_dropout(core, plan.calls)
     # After all calls, so that every rank makes as many, whatever it finds.
     offsets = torch.arange(plan.max_length, device=batch.device)
     rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
-    attended = batch.values[rows[batch.keep[rows]]]
-    error = (F.normalize(attended.double(), dim=-1) - F.normalize(expected.double(), dim=-1)).norm(dim=-1).max().item()
-    tolerance = max(_tolerance(dtype, batch.device) for dtype in dtypes)
+    _compare(core, batch.values[rows[batch.keep[rows]]], expected, dtypes, "without padding than with it")
+
+
+def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tensor]) -> None:
+    """Raise PackingUnsupported where queries behind documents get other token embeddings than apart from them."""
+    lengths = queries["attention_mask"].sum(dim=1)
+    # The longest query and the shortest, which has to have a token that is not attended to.
+    rows = torch.stack([lengths.argmax(), lengths.argmin()])
+    queries = {key: value[rows].clone() for key, value in without_index(queries).items()}
+    queries["attention_mask"][1, 1:][-1:] = 0
+    plan = packed_plan(*_positioned(core, documents), _nothing_skipped)
+    call = _behind_documents(core, plan.calls[0], queries)
+    with _evaluating(core), _recorded_dtype(core) as dtypes:
+        apart = [*plan.calls, queries]
+        expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
+        joint = token_embeddings(core, call).flatten(0, 1)
+    _try_dropout(core, [call])
+    _compare(core, joint, expected, dtypes, "beside documents than apart from them")
+
+
+def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> None:
+    """Make calls as in training: dropout may be what packed attention cannot do."""
+    if not core.training:
+        return
+    device = calls[0]["input_ids"].device
+    # It must not take random numbers from the run.
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for call in calls:
+            token_embeddings(core, call)
+
+
+def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.dtype], how: str) -> None:
+    error = (F.normalize(ours.double(), dim=-1) - F.normalize(expected.double(), dim=-1)).norm(dim=-1).max().item()
+    tolerance = max(_tolerance(dtype, ours.device) for dtype in dtypes)
     if not error <= tolerance:
         raise PackingUnsupported(
-            f"{type(_encoder(core)).__name__} gives other token embeddings without padding than with it "
+            f"{type(_encoder(core)).__name__} gives other token embeddings {how} "
             f"(distance {error:.1e} between unit vectors, rounding explains {tolerance:.0e})"
         )
 

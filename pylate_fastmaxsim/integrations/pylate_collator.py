@@ -1,4 +1,4 @@
-"""PyLate's collator, which also says where the attended tokens of each document are."""
+"""PyLate's collator, which also says where the attended tokens of each text are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def patches() -> list[Patch]:
 
 @wraps(ColBERTCollator.__call__)
 def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
-    # Found here, on the CPU and in a worker, so that packing the documents waits for no device. A worker that
+    # Found here, on the CPU and in a worker, so that packing waits for no device. A worker that
     # imports PyLate afresh (start method spawn) adds nothing, and packing finds them itself.
     batch = collate.__wrapped__(self, features)
     options = switch.options()
@@ -30,7 +30,7 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     for key in [key for key in batch if key.endswith(_MASK)]:
         column = key.removesuffix(_MASK)
         # What cannot be packed is left for packing to find.
-        if "query" not in column and "anchor" not in column and not has_gaps(batch[key]):
+        if not has_gaps(batch[key]):
             token_index, cu_seqlens = attended_index(batch[key])
             batch[f"{column}_{TOKEN_INDEX}"] = token_index.unsqueeze(0)
             batch[f"{column}_{CU_SEQLENS}"] = cu_seqlens.unsqueeze(0)

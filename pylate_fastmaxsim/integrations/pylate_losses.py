@@ -264,9 +264,7 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
 
 def _encode(model: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
-    plan = packing.plan_documents(model, features[1:], unwrap(model).skiplist)
-    queries = unit_embeddings(model, without_index(features[0]))
-    return queries, packing.encode(model, plan, unit_embeddings)
+    return packing.encode_batch(model, features, unwrap(model).skiplist, unit_embeddings)
 
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:

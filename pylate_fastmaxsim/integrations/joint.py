@@ -1,0 +1,65 @@
+"""Queries and documents of a batch in one call of a packed encoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations.attention import packed_mask, packed_mask_with_keys
+from pylate_fastmaxsim.integrations.documents import left_index
+
+
+def joint_call(
+    documents: dict[str, Tensor], queries: dict[str, Tensor], position_ids: Tensor, longest_query: int
+) -> dict[str, Tensor]:
+    """The call that encodes queries behind packed documents, in the same row.
+
+    All positions of a query are encoded, and only those attended to that its mask names, as in the padded batch: query
+    expansion scores tokens that are not attended to. Where the collator left the positions of the attended tokens with the
+    queries nothing waits for the device.
+
+    Parameters
+    ----------
+    documents
+        The call of :func:`~pylate_fastmaxsim.integrations.documents.packed_plan`, of T tokens.
+    queries
+        What the tokenizer (and the collator) made of Nq queries: ``input_ids`` and ``attention_mask``, ``[Nq, Lq]``.
+    position_ids
+        Position of each token of the queries in the encoder's own counting, ``[Nq, Lq]``.
+    longest_query
+        How long queries may be in other batches, at least Lq.
+
+    Returns
+    -------
+    dict of Tensor
+        Features of one row, T tokens of documents and then Nq * Lq of queries.
+    """
+    count, length = queries["input_ids"].shape
+    attended, ends = left_index(queries)
+    tokens = documents["input_ids"].shape[1]
+    appended = {
+        "input_ids": queries["input_ids"],
+        "position_ids": position_ids,
+        "token_type_ids": queries.get("token_type_ids", torch.zeros_like(queries["input_ids"])),
+    }
+    call = {
+        key: torch.cat([values, appended[key].reshape(1, -1)], dim=1)
+        for key, values in documents.items()
+        if key != "attention_mask"
+    }
+    of_documents = documents["attention_mask"]
+    max_length = max(of_documents.shape[2], length)
+    offsets = torch.arange(1, count + 1, device=ends.device, dtype=ends.dtype) * length
+    cu_seqlens = torch.cat([of_documents[0, 0, -1], tokens + offsets])
+    if len(attended) == count * length:
+        call["attention_mask"] = packed_mask(cu_seqlens, max_length)
+    else:
+        call["attention_mask"] = packed_mask_with_keys(
+            cu_seqlens,
+            torch.cat([of_documents[0, 0, -1], tokens + ends[1:]]),
+            torch.cat([torch.arange(tokens, device=attended.device), tokens + attended]),
+            rows=tokens + count * length,
+            longest_apart=longest_query,
+            max_length=max_length,
+        )
+    return call

@@ -1,0 +1,211 @@
+"""Queries encoded with packed documents, in one call: what every encoder and every kind of query gets is that of stock."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
+from pylate import losses
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import attention, documents, packing
+from pylate_fastmaxsim.integrations.attention import _AttendedRows
+
+WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
+EXPANDED = {}
+ATTENDED = {"attend_to_expansion_tokens": True}
+PLAIN = {"do_query_expansion": False}
+
+
+def load(encoder, family: str = "modernbert", **options):
+    return load_model(encoder(family, **(WIDE if family == "modernbert" else {})), **options).double()
+
+
+def batch_of(model, seed: int = 0, count: int = 6, collate=collated):
+    return collate(model, *(sentences(count, longest=longest, seed=seed + longest) for longest in (8, 40, 39)))
+
+
+def step(model, batch, labels=None, loss_class=losses.Contrastive):
+    model.zero_grad()
+    loss = loss_class(model)([dict(column) for column in batch], labels)
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return loss.detach(), gradients
+
+
+def calls_of(model, action) -> int:
+    calls = []
+    hook = model[0].register_forward_pre_hook(lambda _module, _args: calls.append(None))
+    action()
+    hook.remove()
+    return len(calls)
+
+
+def joins(model) -> set[bool]:
+    return set(packing._joint[model].values())
+
+
+def assert_as_stock(model, batch, *args):
+    with pylate_fastmaxsim.enabled(padding_free=False, stock_masking=True):
+        expected = step(model, batch, *args)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    torch.testing.assert_close(step(model, batch, *args), expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("collate", [collated, features])
+@pytest.mark.parametrize("queries", [EXPANDED, ATTENDED, PLAIN], ids=["expanded", "attended", "plain"])
+@pytest.mark.parametrize("family", [*FAMILIES, "electra"])
+def test_losses_and_gradients_are_those_of_stock_in_one_call(encoder, packed, family, queries, collate):
+    model = load(encoder, family, **queries)
+    pylate_fastmaxsim.enable()
+    for seed, count in ((0, 6), (10, 1), (20, 9)):
+        batch = batch_of(model, seed, count, collate)
+        assert_as_stock(model, batch)
+        assert calls_of(model, partial(step, model, batch)) == 1
+    assert joins(model) == {True}
+
+
+def test_distillation(encoder, packed):
+    model = load(encoder)
+    batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
+    assert_as_stock(model, batch, torch.rand(4, 3, dtype=torch.float64), losses.Distillation)
+    assert joins(model) == {True}
+
+
+def test_queries_with_gaps(encoder, packed):
+    model = load(encoder)
+    batch = batch_of(model, collate=features)
+    batch[0]["attention_mask"][0, 1] = 0
+    assert_as_stock(model, batch)
+    assert joins(model) == {True}
+
+
+@pytest.mark.parametrize("family, changes", [("modernbert", {}), ("qwen3", {})], ids=["narrow window", "causal"])
+def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder, packed, caplog, family, changes):
+    model = load_model(encoder(family, **changes)).double()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        assert_as_stock(model, batch_of(model))
+    assert joins(model) == {False} and set(packing._modes[model].values()) == {"packed"}
+    assert calls_of(model, partial(step, model, batch_of(model))) == 2
+    (said,) = [record for record in caplog.records if "a call of the encoder to themselves" in record.message]
+    assert said.levelno == logging.INFO and "must all see the same ones" in said.message
+
+
+def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encoder, monkeypatch, caplog):
+    def careless(query, key, *args, key_cu_seqlens=None, **options):
+        if key_cu_seqlens is not None:
+            key = key.roll(1, 0)
+        return attend_to_own_document(query, key, *args, key_cu_seqlens=key_cu_seqlens, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", careless)
+    model = load(encoder)
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        assert_as_stock(model, batch_of(model))
+    assert joins(model) == {False}
+    assert "gives other token embeddings beside documents than apart from them" in caplog.text
+
+
+def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, packed):
+    model = load(encoder)
+    batch = batch_of(model)
+    assert_as_stock(model, batch)
+    model.query_length = 5
+    assert calls_of(model, partial(step, model, batch)) == 2
+    packing.release()
+    assert_as_stock(model, batch)
+    assert joins(model) == {False}
+
+
+def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
+    model = load(encoder)
+    batch = batch_of(model)
+    monkeypatch.setattr(packing, "runs_in_step", lambda _model: True)
+    monkeypatch.setattr(packing, "_on_all_ranks", lambda here, device: here)
+    assert_as_stock(model, batch)
+    assert joins(model) == {True}
+    model.query_length = 5
+    with pytest.raises(ValueError, match="have 12 tokens .* query_length of 5. All processes must encode alike"):
+        step(model, batch)
+
+
+def test_what_an_encoder_is_given_besides_keeps_the_queries_apart(encoder, packed, caplog):
+    model = load(encoder)
+    batch = batch_of(model)
+    batch[0]["inputs_embeds"] = None
+    model[0].model_forward_params = model[0].model_forward_params | {"inputs_embeds"}
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        assert_as_stock(model, batch)
+    assert joins(model) == {False} and "the encoder is given inputs_embeds" in caplog.text
+
+
+def test_the_collator_spares_the_search_for_attended_tokens(encoder, packed, monkeypatch):
+    model = load(encoder)
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    step(model, batch)
+
+    def search(_mask):
+        raise AssertionError("searched for attended tokens that the collator had found")
+
+    monkeypatch.setattr(documents, "attended_index", search)
+    step(model, batch)
+
+
+def test_dropout_is_tried_before_the_first_step(encoder, packed, monkeypatch):
+    model = load_model(encoder("bert", attention_probs_dropout_prob=0.1)).double()
+
+    def undropped(*args, dropout, key_cu_seqlens=None, **options):
+        assert not (dropout and key_cu_seqlens is not None), "no dropout here"
+        return attend_to_own_document(*args, dropout=dropout, key_cu_seqlens=key_cu_seqlens, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", undropped)
+    pylate_fastmaxsim.enable()
+    step(model, batch_of(model))
+    assert joins(model) == {False}
+
+
+def test_rows_that_are_attended_to_pass_their_gradients_back():
+    key, value = (torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    attended = torch.tensor([0, 1, 4], dtype=torch.int32)
+    places = torch.tensor([0, 1, -1, -1, 2, -1], dtype=torch.int32)
+    torch.autograd.gradcheck(lambda *states: _AttendedRows.apply(*states, attended, places), (key, value))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_take_both_and_do_not_recompile(encoder, packed, monkeypatch, checkpointing):
+    compile_call, compile_function = torch.nn.Module.compile, torch.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
+    )
+    monkeypatch.setattr(torch, "compile", partial(compile_function, backend="aot_eager"))
+    model = load(encoder)
+    if checkpointing:
+        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    batches = [batch_of(model, seed, count) for seed, count in enumerate((6, 6, 9, 5, 17))]
+    with pylate_fastmaxsim.enabled(stock_masking=True, padding_free=False):
+        expected = [step(model, batch) for batch in batches]
+    torch._dynamo.reset()
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        ours = [step(model, batch) for batch in batches[:2]]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        torch._dynamo.utils.counters.clear()
+        ours += [step(model, batch) for batch in batches[2:]]
+        assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
+        assert joins(model) == {True}
+    torch.testing.assert_close(ours, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_a_model_compiled_by_its_user(encoder, packed):
+    model = load(encoder)
+    batch = batch_of(model)
+    with pylate_fastmaxsim.enabled(stock_masking=True, padding_free=False):
+        expected = step(model, batch)
+    torch._dynamo.reset()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = step(torch.compile(model, backend="aot_eager"), batch)
+    assert joins(model) == {True}
+    gradients = {name.removeprefix("_orig_mod."): gradient for name, gradient in ours[1].items()}
+    torch.testing.assert_close((ours[0], gradients), expected, atol=1e-9, rtol=1e-9)
