@@ -104,7 +104,7 @@ def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, 
     row, key_row = (torch.arange(states.shape[0], device=states.device) for states in (query, key))
     text = torch.searchsorted(cu_seqlens, row, right=True)
     key_text = torch.searchsorted(key_cu_seqlens, key_row, right=True)
-    # Where the two lengths of a text differ, their ends are aligned.
+    # Where a text has fewer keys than rows, their ends are aligned.
     distance = (row - cu_seqlens[text])[:, None] - (key_row - key_cu_seqlens[key_text])
     seen = text[:, None] == key_text
     left, right = window

@@ -127,30 +127,43 @@ def test_attention_stays_inside_documents_and_windows(dtype, window, dropout):
         )
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (16, 16)])
+def _leave_nan_behind(like: torch.Tensor) -> None:
+    """What a kernel does not write of the tensors that are made next shows."""
+    _ = [torch.full_like(like, float("nan")) for _ in range(20)]
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (20, 20)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_to_fewer_rows_than_attend(dtype, window):
+    """As of queries: behind each text come rows of a text of which no row attends, and nobody to them."""
     generator = torch.Generator("cuda").manual_seed(0)
-    lengths, attended = torch.tensor([5, 1, 0, 17, 9]), torch.tensor([3, 1, 0, 4, 9])
-    query, key, value = (
-        torch.randn(int(rows.sum()), 2, 32, generator=generator, device="cuda", dtype=dtype).requires_grad_()
-        for rows in (lengths, attended, attended)
-    )
-    ends, key_ends = (F.pad(rows.cumsum(0), (1, 0)).int().cuda() for rows in (lengths, attended))
-    text, key_text = (torch.repeat_interleave(torch.arange(5), rows).cuda() for rows in (lengths, attended))
-    exact = [states.detach().double().requires_grad_() for states in (query, key, value)]
-    expected = F.scaled_dot_product_attention(
-        *(states.transpose(0, 1) for states in exact), attn_mask=text[:, None] == key_text
-    ).transpose(0, 1)
-    output = variable_length_attention(
-        query, key, value, ends, 20, scale=None, window=window, dropout=0.0, key_cu_seqlens=key_ends
-    )
-    upstream = torch.randn_like(expected)
-    expected.backward(upstream)
-    output.backward(upstream.to(dtype))
-    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
-    for ours, theirs in zip((query, key, value), exact, strict=True):
-        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=5e-2, rtol=5e-2)
+    lengths, attended = torch.tensor([5, 1, 0, 300, 17, 9]), torch.tensor([3, 1, 0, 300, 4, 9])
+    ends = lengths.cumsum(0)
+    rows = F.pad(ends.repeat_interleave(2), (1, 0)).int().cuda()
+    keys = F.pad(torch.stack([ends - lengths + attended, ends], dim=1).flatten(), (1, 0)).int().cuda()
+    inputs = [torch.randn(int(ends[-1]), 2, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(3)]
+    text = torch.repeat_interleave(torch.arange(len(lengths)), lengths).cuda()
+    place = torch.arange(len(text)).cuda() - (ends - lengths).cuda()[text]
+    seen = (text[:, None] == text) & (place < attended.cuda()[text])
+    if window[0] >= 0:
+        # The long text is seen in part, the others whole.
+        seen &= (place[:, None] - place).abs() <= window[0]
+    exact = [states.double().requires_grad_() for states in inputs]
+    expected = F.scaled_dot_product_attention(*(states.transpose(0, 1) for states in exact), attn_mask=seen)
+    upstream = torch.randn(len(text), 2, 64, generator=generator, device="cuda").to(dtype)
+    expected.backward(upstream.double().transpose(0, 1))
+    for _ in range(3):
+        _leave_nan_behind(inputs[0])
+        ours = [states.clone().requires_grad_() for states in inputs]
+        output = variable_length_attention(
+            *ours, rows, 300, scale=None, window=window, dropout=0.0, key_cu_seqlens=keys
+        )
+        output.backward(upstream)
+        torch.testing.assert_close(output.double(), expected.transpose(0, 1), atol=2e-2, rtol=2e-2)
+        for own, other in zip(ours, exact, strict=True):
+            torch.testing.assert_close(own.grad.double(), other.grad, atol=5e-2, rtol=5e-2)
+        for states in ours[1:]:
+            assert not states.grad[place >= attended.cuda()[text]].any()
 
 
 @pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta", "minilm"])

@@ -58,9 +58,7 @@ def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
     return _remembered(cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1))
 
 
-def packed_mask_with_keys(
-    cu_seqlens: Tensor, key_cu_seqlens: Tensor, attended: Tensor, rows: int, longest_apart: int, max_length: int
-) -> Tensor:
+def packed_mask_with_keys(cu_seqlens: Tensor, key_cu_seqlens: Tensor, longest_apart: int, max_length: int) -> Tensor:
     """The same where some rows attend without being attended to, as those of PyLate's query expansion.
 
     Parameters
@@ -68,11 +66,8 @@ def packed_mask_with_keys(
     cu_seqlens
         First row of each text and the end of the last one, ``[N + 1]``, int32.
     key_cu_seqlens
-        First of each text among ``attended``, and their number, ``[N + 1]``, int32.
-    attended
-        The rows that are attended to, ``[K]``, int64, ascending.
-    rows
-        How many there are.
+        The same of the rows that are attended to. Rows between those of two texts belong to a text in between, of which
+        no row attends.
     longest_apart
         An upper bound on the rows of a text that has some which are not attended to.
     max_length
@@ -81,20 +76,18 @@ def packed_mask_with_keys(
     Returns
     -------
     Tensor
-        ``[N + 1, longest_apart, max_length, 2 * (N + 1) + K + rows]``, int32: for each row, behind the arguments, its
-        place in ``attended``, or -1.
+        ``[2, longest_apart, max_length, N + 1]``, int32, a view of both.
 
     Examples
     --------
-    >>> texts, keys = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32)
-    >>> mask = packed_mask_with_keys(texts, keys, torch.tensor([0, 1, 2]), rows=5, longest_apart=3, max_length=3)
-    >>> mask.shape, mask[0, 0, 0, -5:]
-    (torch.Size([3, 3, 3, 14]), tensor([ 0,  1,  2, -1, -1], dtype=torch.int32))
+    A text of two rows, and one of three of which the first is attended to:
+
+    >>> rows, keys = torch.tensor([0, 2, 5, 5], dtype=torch.int32), torch.tensor([0, 2, 3, 5], dtype=torch.int32)
+    >>> packed_mask_with_keys(rows, keys, longest_apart=3, max_length=3).shape
+    torch.Size([2, 3, 3, 4])
     """
-    places = attended.new_full((rows,), -1)
-    places[attended] = torch.arange(len(attended), device=attended.device)
-    row = torch.cat([cu_seqlens, key_cu_seqlens, attended.int(), places.int()])
-    return _remembered(row.view(1, 1, 1, -1).expand(len(cu_seqlens), longest_apart, max_length, -1))
+    both = torch.stack([cu_seqlens, key_cu_seqlens])
+    return _remembered(both[:, None, None].expand(-1, longest_apart, max_length, -1))
 
 
 def _remembered(mask: Tensor) -> Tensor:
@@ -137,7 +130,7 @@ def variable_length_attention(
     dropout
         Probability that an attention weight is dropped.
     key_cu_seqlens
-        ``cu_seqlens`` of ``key`` and ``value`` where they have other rows than ``query``.
+        ``cu_seqlens`` of ``key`` and ``value`` where not all rows are attended to.
 
     Returns
     -------
@@ -239,22 +232,6 @@ def _put_back() -> None:
     _replaced.clear()
 
 
-class _AttendedRows(torch.autograd.Function):
-    """Keys and values of the rows that are attended to. Autograd would add gradients up, row by row and atomically."""
-
-    @staticmethod
-    def forward(ctx, key: Tensor, value: Tensor, attended: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(places)
-        return key.index_select(0, attended), value.index_select(0, attended)
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        nowhere = (places < 0)[:, None, None]
-        rows = places.clamp(min=0)
-        return *(gradient.index_select(0, rows).masked_fill(nowhere, 0) for gradient in gradients), None, None
-
-
 def _packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -272,15 +249,10 @@ def _packed_attention(
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    texts, longest_apart, max_length, _ = attention_mask.shape
-    cu_seqlens, key_cu_seqlens = attention_mask[0, 0, -1], None
-    if texts > 1:
-        if causal or -1 < reach < longest_apart - 1:
-            raise PackingUnsupported("where tokens are not attended to, those of a text must all see the same ones")
-        places = cu_seqlens[-query.shape[0] :]
-        attended = cu_seqlens[2 * texts : -query.shape[0]]
-        cu_seqlens, key_cu_seqlens = cu_seqlens[:texts], cu_seqlens[texts : 2 * texts]
-        key, value = _AttendedRows.apply(key, value, attended, places)
+    kinds, longest_apart, max_length, _ = attention_mask.shape
+    if kinds > 1 and (causal or -1 < reach < longest_apart - 1):
+        # FlashAttention aligns the ends of a text's rows and of those that they attend to, not their beginnings.
+        raise PackingUnsupported("where tokens are not attended to, those of a text must all see the same ones")
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -291,11 +263,11 @@ def _packed_attention(
         query,
         key,
         value,
-        cu_seqlens,
+        attention_mask[0, 0, -1],
         max_length,
         scale=scaling,
         window=(reach, 0 if causal else reach),
         dropout=dropout,
-        key_cu_seqlens=key_cu_seqlens,
+        key_cu_seqlens=attention_mask[-1, 0, -1],
     )
     return states.unsqueeze(0)

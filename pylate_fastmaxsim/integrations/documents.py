@@ -71,8 +71,7 @@ class Documents:
         length = max(column["input_ids"].shape[1] for column in columns)
         token_index, cu_seqlens, gaps, rows, tokens = [], [], False, 0, 0
         for column in columns:
-            if not _is_left(column):
-                gaps = gaps or has_gaps(column["attention_mask"])
+            gaps = gaps or column_has_gaps(column)
             index, ends = left_index(column)
             count, width = column["input_ids"].shape
             if width != length:
@@ -295,6 +294,11 @@ def has_gaps(attention_mask: Tensor) -> bool:
     """
     attended = attention_mask != 0
     return bool((attended[:, 1:] & ~attended[:, :-1]).any())
+
+
+def column_has_gaps(column: dict[str, Tensor]) -> bool:
+    """The same of a tokenized column. Waits for the device where the collator did not look."""
+    return not _is_left(column) and has_gaps(column["attention_mask"])
 
 
 def _is_left(column: dict[str, Tensor]) -> bool:

@@ -15,8 +15,8 @@ def joint_call(
     """The call that encodes queries behind packed documents, in the same row.
 
     All positions of a query are encoded, and only those attended to that its mask names, as in the padded batch: query
-    expansion scores tokens that are not attended to. Where the collator left the positions of the attended tokens with the
-    queries nothing waits for the device.
+    expansion scores tokens that are not attended to. They have to come behind those that are. Where the collator left the
+    positions of the attended tokens with the queries nothing waits for the device.
 
     Parameters
     ----------
@@ -49,17 +49,16 @@ def joint_call(
     }
     of_documents = documents["attention_mask"]
     max_length = max(of_documents.shape[2], length)
-    offsets = torch.arange(1, count + 1, device=ends.device, dtype=ends.dtype) * length
-    cu_seqlens = torch.cat([of_documents[0, 0, -1], tokens + offsets])
+    rows = tokens + torch.arange(1, count + 1, device=ends.device, dtype=ends.dtype) * length
     if len(attended) == count * length:
-        call["attention_mask"] = packed_mask(cu_seqlens, max_length)
+        call["attention_mask"] = packed_mask(torch.cat([of_documents[0, 0, -1], rows]), max_length)
     else:
+        # Behind each query a text of its rows that are not attended to, of which no row attends.
+        keys = torch.stack([rows - length + ends.diff(), rows], dim=1).reshape(-1)
         call["attention_mask"] = packed_mask_with_keys(
-            cu_seqlens,
-            torch.cat([of_documents[0, 0, -1], tokens + ends[1:]]),
-            torch.cat([torch.arange(tokens, device=attended.device), tokens + attended]),
-            rows=tokens + count * length,
-            longest_apart=longest_query,
-            max_length=max_length,
+            torch.cat([of_documents[0, 0, -1], rows.repeat_interleave(2)]),
+            torch.cat([of_documents[0, 0, -1], keys]),
+            longest_query,
+            max_length,
         )
     return call

@@ -22,6 +22,7 @@ from pylate_fastmaxsim.integrations.attention import PackingUnsupported, is_pack
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
     EncodingPlan,
+    column_has_gaps,
     grouped_plan,
     packed_plan,
     padded_plan,
@@ -312,15 +313,10 @@ def _joins(
     if not is_packed_mask(plan.calls[0]["attention_mask"]):
         return False
     joins = _decided(_joint, model, columns, partial(_can_join, model, queries, columns))
-    core = unwrap(model)
-    if not joins or queries["input_ids"].shape[1] <= core.query_length:
-        return joins
-    if runs_in_step(model):
-        raise ValueError(
-            f"The queries of this batch have {queries['input_ids'].shape[1]} tokens and those before had no more than "
-            f"the model's query_length of {core.query_length}. All processes must encode alike: raise query_length."
-        )
-    return False
+    reason = _reason_not_to_join(unwrap(model), queries) if joins else None
+    if reason is not None and runs_in_step(model):
+        raise ValueError(f"All processes must encode alike, and queries were encoded with documents before: {reason}.")
+    return joins and reason is None
 
 
 def _can_join(model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], agree: Agree) -> bool:
@@ -336,6 +332,8 @@ def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | No
     length = queries["input_ids"].shape[1]
     if length > core.query_length:
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
+    if column_has_gaps(queries):
+        return "one has a gap in its attention_mask"
     unknown = core._first_module().model_forward_params.intersection(queries) - _UNDERSTOOD
     return f"the encoder is given {', '.join(sorted(unknown))}" if unknown else None
 
