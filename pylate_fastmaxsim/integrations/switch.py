@@ -111,7 +111,8 @@ def enable(
     Parameters
     ----------
     padding_free
-        Encode the documents of a batch back to back in one forward, without padding tokens. PyLate only.
+        Encode the documents of a batch back to back in one forward, without padding tokens, and where that is possible
+        its queries in the same forward. PyLate only.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.
