@@ -132,12 +132,13 @@ CASES["options"] = _compare(
 CASES["cached options"] = _compare(
     losses.CachedContrastive, True, True, gather_across_devices=True, size_average=False, score_mini_batch_size=4
 )
-# Stock rounds these scores to float32.
+# Stock rounds these scores to float32. No row has its 46th largest similarity twice, as the 40th: which of equal ones stock
+# lets through depends on the last bit.
 CASES["xtr"] = _compare(
-    losses.Contrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(40)
+    losses.Contrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )
 CASES["cached xtr"] = _compare(
-    losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(40)
+    losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )
 CASES["disagreeing"] = _disagreeing
 for _wrap in (data_parallel, flat_sharded, fully_sharded):
