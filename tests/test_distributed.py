@@ -16,7 +16,7 @@ from sharding import data_parallel, flat_sharded, fully_sharded
 from torch.nn.parallel import DistributedDataParallel
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations import attention, packing, trials
 from pylate_fastmaxsim.integrations.wrappers import unwrap
 
 RANKS = 2
@@ -98,10 +98,10 @@ def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert").double().train()
         attention.variable_length_attention = attend_to_own_document
-        tolerance = dict.fromkeys(packing._TOLERANCE, -1.0) if dist.get_rank() == 1 else packing._TOLERANCE
+        tolerance = dict.fromkeys(trials._TOLERANCE, -1.0) if dist.get_rank() == 1 else trials._TOLERANCE
         pylate_fastmaxsim.enable()
         wrapped = wrap(core)
-        with patch.object(packing, "_TOLERANCE", tolerance):
+        with patch.object(trials, "_TOLERANCE", tolerance):
             losses.Contrastive(wrapped)(_batch(core, dist.get_rank())).backward()
         assert set(packing._modes[unwrap(wrapped)].values()) == {"padded"}
 

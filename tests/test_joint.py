@@ -92,8 +92,8 @@ def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder
         assert_as_stock(model, batch_of(model))
     assert joins(model) == {False} and set(packing._modes[model].values()) == {"packed"}
     assert calls_of(model, partial(step, model, batch_of(model))) == 2
-    (said,) = [record for record in caplog.records if "a call of the encoder to themselves" in record.message]
-    assert said.levelno == logging.INFO and "must all see the same ones" in said.message
+    (said,) = [record for record in caplog.records if "in a call of their own" in record.message]
+    assert said.levelno == logging.WARNING and "must all see the same ones" in said.message
 
 
 def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encoder, monkeypatch, caplog):
@@ -110,12 +110,14 @@ def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encode
     assert "gives other token embeddings beside documents than apart from them" in caplog.text
 
 
-def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, packed):
+def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, packed, caplog):
     model = load(encoder)
     batch = batch_of(model)
     assert_as_stock(model, batch)
     model.query_length = 5
-    assert calls_of(model, partial(step, model, batch)) == 2
+    with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
+        assert calls_of(model, partial(step, model, batch)) == 2
+    assert "in a call of their own: they have 12 tokens" in caplog.text
     packing.release()
     assert_as_stock(model, batch)
     assert joins(model) == {False}
@@ -129,7 +131,10 @@ def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, pac
     assert_as_stock(model, batch)
     assert joins(model) == {True}
     model.query_length = 5
-    with pytest.raises(ValueError, match="must encode alike.*: they have 12 tokens, more than .* query_length of 5"):
+    with pytest.raises(
+        ValueError,
+        match="they have 12 tokens, more than .* query_length of 5. All processes must encode alike: train with",
+    ):
         step(model, batch)
 
 

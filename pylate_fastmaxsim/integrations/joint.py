@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.attention import packed_mask, packed_mask_with_keys
 from pylate_fastmaxsim.integrations.documents import left_index
+from pylate_fastmaxsim.integrations.encoders import positions
 
 
-def joint_call(
-    documents: dict[str, Tensor], queries: dict[str, Tensor], position_ids: Tensor, longest_query: int
-) -> dict[str, Tensor]:
+def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str, Tensor]) -> dict[str, Tensor]:
     """The call that encodes queries behind packed documents, in the same row.
 
     All positions of a query are encoded, and only those attended to that its mask names, as in the padded batch: query
@@ -20,14 +19,12 @@ def joint_call(
 
     Parameters
     ----------
+    core
+        A ``pylate.models.ColBERT``; its ``query_length`` bounds Lq.
     documents
         The call of :func:`~pylate_fastmaxsim.integrations.documents.packed_plan`, of T tokens.
     queries
         What the tokenizer (and the collator) made of Nq queries: ``input_ids`` and ``attention_mask``, ``[Nq, Lq]``.
-    position_ids
-        Position of each token of the queries in the encoder's own counting, ``[Nq, Lq]``.
-    longest_query
-        How long queries may be in other batches, at least Lq.
 
     Returns
     -------
@@ -39,7 +36,7 @@ def joint_call(
     tokens = documents["input_ids"].shape[1]
     appended = {
         "input_ids": queries["input_ids"],
-        "position_ids": position_ids,
+        "position_ids": positions(core, queries["input_ids"]),
         "token_type_ids": queries.get("token_type_ids", torch.zeros_like(queries["input_ids"])),
     }
     call = {
@@ -58,7 +55,7 @@ def joint_call(
         call["attention_mask"] = packed_mask_with_keys(
             torch.cat([of_documents[0, 0, -1], rows.repeat_interleave(2)]),
             torch.cat([of_documents[0, 0, -1], keys]),
-            longest_query,
+            core.query_length,
             max_length,
         )
     return call

@@ -1,0 +1,64 @@
+"""The encoder of a PyLate model: where it is, how it counts positions, and a call of the model that runs it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.documents import Documents
+from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
+
+# Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token types.
+_counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
+
+
+def encoder_of(core: nn.Module) -> nn.Module:
+    """The model of transformers, inside PEFT where that is used."""
+    encoder = core._first_module().auto_model
+    return encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder
+
+
+def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
+    """Token embeddings ``[N, L, d]`` of one call of the model, which leaves the features as they are."""
+    with uninspected():
+        return model(dict(features))["token_embeddings"]
+
+
+def positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tensor]:
+    """Documents with all that the encoder would otherwise make up from the shape of its input, and their positions."""
+    _, takes_types = _how_it_counts(core)
+    if takes_types and documents.token_type_ids is None:
+        documents = replace(documents, token_type_ids=torch.zeros_like(documents.input_ids))
+    return documents, positions(core, documents.input_ids)
+
+
+def positions(core: nn.Module, input_ids: Tensor) -> Tensor:
+    """Position of each token of padded texts in the encoder's own counting, ``[N, L]``."""
+    padding, _ = _how_it_counts(core)
+    if padding is None:
+        return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    # RoBERTa counts from behind the position of its padding token, and only what is not that token.
+    counted = input_ids != padding
+    return counted.cumsum(dim=1) * counted + padding
+
+
+def position_table(core: nn.Module) -> nn.Embedding | None:
+    """Learned positions that are counted from behind that of the padding token, as RoBERTa's are."""
+    for module in encoder_of(core).modules():
+        table = getattr(module, "position_embeddings", None)
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            return table
+    return None
+
+
+def _how_it_counts(core: nn.Module) -> tuple[int | None, bool]:
+    encoder = encoder_of(core)
+    if encoder not in _counting:
+        table = position_table(core)
+        takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters
+        _counting[encoder] = (None if table is None else table.padding_idx, takes_types)
+    return _counting[encoder]
