@@ -74,6 +74,21 @@ def test_distillation(encoder, packed):
     assert joins(model) == {True}
 
 
+def test_beside_many_documents_queries_have_a_call_of_their_own(encoder, packed, caplog, monkeypatch):
+    model = load(encoder)
+    many, few = batch_of(model, count=9), batch_of(model, count=2)
+    tokens = sum(int(column["attention_mask"].sum()) for column in many[1:])
+    for most, together in ((tokens - 1, False), (tokens, True)):
+        packing.release()
+        monkeypatch.setattr(packing, "_MOST_TOKENS_BESIDE_QUERIES", most)
+        with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+            assert_as_stock(model, many)
+        # The first batch decides for all.
+        for batch in (many, few):
+            assert calls_of(model, partial(step, model, batch)) == (1 if together else 2)
+        assert joins(model) == {together} and "call of their own" not in caplog.text
+
+
 def test_queries_with_gaps_have_a_call_of_their_own(encoder, packed):
     model = load(encoder)
     batch = batch_of(model, collate=features)

@@ -45,6 +45,10 @@ _modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
 
 _APART = "Queries are not encoded with the documents but in a call of their own: %s."
 
+# Document tokens that keep a GPU busy while the host launches a call for the queries. More of them cost less apart from
+# the queries: FlashAttention starts as many blocks for each text of a call as the longest needs, queries included.
+_MOST_TOKENS_BESIDE_QUERIES = 2**16
+
 # Whether a packed encoder takes the queries with the documents.
 _joint: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
 
@@ -93,8 +97,9 @@ def encode_batch(
 ) -> tuple[Tensor, TokenBatch]:
     """Encode the queries and the documents of a batch, in one call where the documents are packed.
 
-    Small batches are bound by the host, which launches everything once for each call and layer. Where a packed encoder
-    does not give queries the same embeddings beside documents, they have a call of their own, as in stock PyLate.
+    Small batches are bound by the host, which launches everything once for each call and layer. Where the first batch
+    has more than 65,536 document tokens, or where a packed encoder does not give queries the same embeddings beside
+    documents, they have a call of their own, as in stock PyLate.
 
     Parameters
     ----------
@@ -295,7 +300,8 @@ def _joins(
     """Whether the queries go into the call of the documents."""
     if not is_packed_mask(plan.calls[0]["attention_mask"]):
         return False
-    if not _decided(_joint, model, columns, partial(_can_join, model, queries, columns)):
+    tokens = plan.calls[0]["input_ids"].shape[1]
+    if not _decided(_joint, model, columns, partial(_should_join, model, queries, columns, tokens)):
         return False
     reason = _reason_not_to_join(unwrap(model), queries)
     if reason is not None and runs_in_step(model):
@@ -306,8 +312,12 @@ def _joins(
     return _works(bool, reason, _APART)
 
 
-def _can_join(model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], agree: Agree) -> bool:
+def _should_join(
+    model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], tokens: int, agree: Agree
+) -> bool:
     core = unwrap(model)
+    if not agree(tokens <= _MOST_TOKENS_BESIDE_QUERIES):
+        return False
     if not _works(agree, _reason_not_to_join(core, queries), _APART):
         return False
     pair = shortest_and_longest(core, Documents.from_columns(columns))
