@@ -24,7 +24,7 @@ from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel,
 from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not isinstance(forward_kernel, triton.runtime.JITFunction), reason="kernels are interpreted in this process"
+    not isinstance(forward_kernel.kernel, triton.runtime.JITFunction), reason="kernels are interpreted in this process"
 )
 
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -55,8 +55,9 @@ SIZES = [
 ]  # fmt: skip
 
 
-def compiled(kernel, arch, operand, options, absent=(), winners=torch.uint8, **constants):
+def compiled(launcher, arch, operand, options, absent=(), winners=torch.uint8, **constants):
     """PTX and shared memory of a kernel, called the way maxsim.py calls it; `absent` pointers are None."""
+    kernel = launcher.kernel
     types = TYPES | dict.fromkeys(POINTERS, "*i64") | dict.fromkeys(SIZES, "i32")
     types |= dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
     constants["SENTINEL"] = no_winner(winners)

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 
+
+@Launcher
 @triton.jit(do_not_specialize=["num_pairs", "num_documents"])
 def candidate_order_kernel(
     candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK: tl.constexpr, BLOCK_SCAN: tl.constexpr

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.products import product, split
 
 
@@ -28,6 +29,7 @@ def _add_weighted_rows(total, here, weight, q_rows, PRECISION: tl.constexpr):
     return total
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_document", "num_rows", "num_chunks", "tiles_per_document"])
 def document_gradient_kernel(
     q_values,
@@ -85,6 +87,7 @@ def document_gradient_kernel(
                 tl.store(out + column[None, :], total, mask=(token < length)[:, None] & in_dim)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "tiles_per_document"])
 def candidate_document_gradient_kernel(
     grad_scores,

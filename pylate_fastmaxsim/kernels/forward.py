@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.running_maximum import maximum_or_nan, running_maximum, same_bits
 from pylate_fastmaxsim.kernels.similarities import inner_products
 
 
+@Launcher
 @triton.jit
 def live_tokens_kernel(d_starts, d_lengths, d_keep, live_tokens, live_lengths, BLOCK: tl.constexpr):
     """Lists the tokens of a document that count, in order, at live_tokens[start of the document]."""
@@ -106,6 +108,7 @@ def _sequence(slot, last_slot, d_starts, d_lengths, candidates, zero_floor):
     return start, length, floor
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["num_queries", "num_slots", "num_tiles", "num_rows", "row_blocks", "documents_per_program"]
 )

@@ -12,9 +12,11 @@ device.
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.similarities import NAN_KEY, key_value, order_key, similarity_tile
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_row", "num_queries", "num_groups", "k", "capacity"])
 def bound_kernel(
     groups, q_offsets, bounds, pending, pool, first_row, num_queries, num_groups, k, capacity, BLOCK: tl.constexpr
@@ -43,6 +45,7 @@ def bound_kernel(
     tl.store(pending + local, live.to(tl.int32))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_row", "num_queries", "num_documents", "num_tiles", "num_parts", "capacity"])
 def collect_kernel(
     q_values,
@@ -103,6 +106,7 @@ def collect_kernel(
             tl.store(pool_pointers + 1 + place, bits, mask=above & (place < capacity))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_row", "k", "capacity"])
 def select_kernel(q_rows, bounds, pending, pool, thresholds, first_row, k, capacity, BLOCK: tl.constexpr):
     """thresholds[row] = the k-th largest of what was collected, if that is all there is; else a better bound."""
@@ -138,6 +142,7 @@ def select_kernel(q_rows, bounds, pending, pool, thresholds, first_row, k, capac
             tl.store(pool, 0)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_row", "num_documents", "k"])
 def bisect_kernel(
     q_values,

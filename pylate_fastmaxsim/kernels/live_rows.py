@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 
+
+@Launcher
 @triton.jit
 def live_rows_kernel(starts, live_tokens, offsets, rows, BLOCK: tl.constexpr):
     """rows[offsets[n] : offsets[n + 1]] = rows of the live tokens of sequence n, in order.

@@ -64,7 +64,7 @@ def forward(
     index_dtype = winner_dtype(max_d_length)
     nothing_to_score = 0 in (num_queries, num_slots, max_q_length, max_d_length, d_values.shape[0], dim)
     size = (num_slots, num_rows) if want_winners else (0, 0)
-    winners = torch.empty(size, dtype=index_dtype, device=q_values.device)
+    winners = q_values.new_empty(size, dtype=index_dtype)
     # Rows of no query and dead rows are not written by the kernel.
     if want_winners and (nothing_to_score or not q_gapless or q_keep is not None):
         winners.fill_(no_winner(index_dtype))
@@ -82,7 +82,7 @@ def forward(
     per_program = launch.documents_per_program(tile, num_tiles, num_slots)
     # Of a query that is cut into blocks, what each of them adds to its scores.
     size = (num_queries, num_slots) if row_blocks == 1 else (row_blocks, num_queries, num_slots)
-    scores = torch.empty(size, dtype=torch.float32, device=q_values.device)
+    scores = q_values.new_empty(size, dtype=torch.float32)
     with on_device_of(q_values):
         live_tokens = None
         if d_keep is not None:

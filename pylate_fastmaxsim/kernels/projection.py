@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.products import product
 
 # F.normalize divides by the norm or by this, whichever is larger.
@@ -14,6 +15,7 @@ def inverse_of_norm(squares):
     return 1.0 / tl.maximum(tl.sqrt(squares), EPSILON)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def project_kernel(
     hidden,
@@ -71,6 +73,7 @@ def project_kernel(
     tl.store(embeddings + row[:, None] * OUT + column[None, :], total, mask=mask)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def normalize_kernel(
     embeddings,

@@ -8,6 +8,7 @@ written. A row whose g is 0, because no query token chose it, has a scale and a 
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.products import product
 from pylate_fastmaxsim.kernels.projection import EPSILON
 
@@ -28,6 +29,7 @@ def _output_gradient(grad, embeddings, scale, shift, row, column, live, NORMALIZ
     return tile
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def hidden_gradient_kernel(
     grad,
@@ -114,6 +116,7 @@ def hidden_gradient_kernel(
                     tl.store(out + first, total, mask=in_rows[:, None] & (first + k[None, :] < IN))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows", "rows_per_part"])
 def weight_gradient_kernel(
     grad,

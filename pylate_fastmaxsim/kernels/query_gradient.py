@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 
+
+@Launcher
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks"])
 def query_gradient_kernel(
     grad_scores,

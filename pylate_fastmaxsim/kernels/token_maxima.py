@@ -3,10 +3,12 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.running_maximum import maximum_or_nan, running_maximum, same_bits
 from pylate_fastmaxsim.kernels.similarities import order_key, similarity_tile
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["first_row", "num_queries", "num_documents", "num_tiles", "num_rows", "documents_per_program"]
 )
@@ -85,6 +87,7 @@ def token_maxima_kernel(
                     tl.store(winners + out, winner.to(winners.dtype.element_ty), mask=live)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_queries", "num_documents", "num_tiles", "num_rows", "documents_per_program"])
 def negative_maxima_kernel(
     q_values,

@@ -7,10 +7,13 @@ of these counts are where each chunk's rows of each tile begin; place_kernel put
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
+
 # Tiles that are counted at once: a field of 16 bits for each in 64 bits.
 _TILES_AT_ONCE = tl.constexpr(4)
 
 
+@Launcher
 @triton.jit
 def row_query_kernel(q_starts, q_lengths, row_query, BLOCK: tl.constexpr):
     """row_query[row] = the query that row belongs to; rows of no query keep what they hold."""
@@ -51,6 +54,7 @@ def _field(packed, place):
     return ((packed >> (16 * (place & 3))) & 0xFFFF).to(tl.int32)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document"])
 def count_kernel(
     grad_scores,
@@ -92,6 +96,7 @@ def count_kernel(
         tl.store(counts + 1 + tile * num_chunks + chunk, count, mask=tile < num_tiles)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_document", "num_documents", "num_rows", "num_chunks", "tiles_per_document"])
 def place_kernel(
     grad_scores,

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.launcher import Launcher
 
+
+@Launcher
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "slot_blocks"])
 def xtr_scores_kernel(
     maxima,
