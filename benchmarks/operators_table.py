@@ -119,17 +119,41 @@ def accuracy(results: Results) -> str:
     return table(["largest relative error", *TITLES.values()], rows)
 
 
+def runs_by_machine(results: Results) -> dict[tuple, list[dict]]:
+    """The runs that cells are of, those of one kind of machine and the same versions together."""
+    found: dict[tuple, list[dict]] = {}
+    for index in sorted({cell["run"] for cell in results.cells.values()}):
+        run = results.runs[index]
+        where = run["environment"]
+        kind = (where["device"], where["torch"], where["triton"], run["ceilings"]["matmul_size"])
+        found.setdefault(kind, []).append(run)
+    return found
+
+
+def machine(runs: list[dict]) -> str:
+    """Versions, dates and ceilings of runs on one kind of machine."""
+    where, ceilings = runs[0]["environment"], [run["ceilings"] for run in runs]
+    rates = ", ".join(
+        f"{name} {span([each['matmul_flops_per_s'][name] / 1e12 for each in ceilings], '.0f')}"
+        for name in ceilings[0]["matmul_flops_per_s"]
+    )
+    dates = sorted({run["environment"]["date"] for run in runs})
+    return (
+        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
+        f"In the same {'run' if len(runs) == 1 else f'{len(runs)} runs'}: {ceilings[0]['matmul_size']}-cubed matrix products at "
+        f"{rates} Tflop/s, device-to-device copy at {span([each['copy_bytes_per_s'] / 1e12 for each in ceilings], '.2f')} "
+        "TB/s, read plus written."
+    )
+
+
+def span(numbers: list[float], form: str) -> str:
+    """The smallest and the largest, or the one that they both are."""
+    return " to ".join(dict.fromkeys(format(number, form) for number in (min(numbers), max(numbers))))
+
+
 def sentences(results: Results) -> str:
     """Ceilings, bandwidth, host time and the sweeps' steps."""
-    lines = []
-    for index in sorted({cell["run"] for cell in results.cells.values()}):
-        measured, where = results.runs[index]["ceilings"], results.runs[index]["environment"]
-        rates = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in measured["matmul_flops_per_s"].items())
-        lines.append(
-            f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {where['date']}. In the same run: "
-            f"{measured['matmul_size']}-cubed matrix products at {rates} Tflop/s, device-to-device copy at "
-            f"{measured['copy_bytes_per_s'] / 1e12:.2f} TB/s, read plus written."
-        )
+    lines = [machine(runs) for runs in runs_by_machine(results).values()]
     lines += [
         "Medians in ms; in brackets the share of our time that the floor explains: the matrix product at the measured "
         "rate, or inputs read once and outputs written once at the copy's bandwidth, whichever is longer. Extra memory is "

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from pylate_fastmaxsim.kernels.launch import cdiv, next_power_of_2, row
+from pylate_fastmaxsim.kernels.releases import RELEASE
 
 # Programs that the parts of the weight's gradient add up to: a few for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264
@@ -74,7 +75,11 @@ def project_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> Projection
 
 
 def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
-    return _fitted(row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+    tiles = _fitted(row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+    # This release cannot compile loads of 16-bit gradients ahead of their use in the loop over parts of d.
+    if RELEASE == (3, 5) and kind == "half" and dim_out > tiles.block_d:
+        tiles = tiles._replace(num_stages=1)
+    return tiles
 
 
 def weight_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> WeightGradientTiles:

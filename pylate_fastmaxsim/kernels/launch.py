@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from pylate_fastmaxsim.kernels.releases import RELEASE
+
 # The most that a thread can have. Left to itself (None), ptxas may allow itself fewer, to fit one more block on a
 # multiprocessor, and spill a few values for that.
 ALL_REGISTERS = 255
@@ -206,6 +208,9 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
     # The matrix units of sm_90 and sm_100 take 64 rows; fewer would go to older and slower instructions.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
+    # Earlier releases use 64 KiB of shared memory more, which beside the largest tiles leaves room for one stage.
+    if RELEASE < (3, 4) and tiles.block_m * min(tiles.block_k, next_power_of_2(dim)) > 256 * 128:
+        tiles = tiles._replace(num_stages=1)
     return tiles._replace(
         block_m=block_m,
         block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),

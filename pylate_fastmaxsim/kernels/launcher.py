@@ -6,8 +6,10 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-# Of the releases whose compiled kernels take their arguments as `Launcher` hands them over, those that were tested.
-_KNOWN = triton.__version__.startswith("3.6.")
+from pylate_fastmaxsim.kernels.releases import RELEASE
+
+# Of the releases whose compiled kernels take their arguments as `Launcher` hands them over, the one that was tested.
+_KNOWN = RELEASE == (3, 6)
 _LARGEST_INT32 = 2**31 - 1
 
 

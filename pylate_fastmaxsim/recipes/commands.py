@@ -322,14 +322,15 @@ def tune(
     """Measure the tiles of the kernels on this GPU and print rows for the tables in kernels/launch.py."""
     import torch
 
+    if not torch.cuda.is_available():
+        errors.print("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", style="red")
+        raise typer.Exit(NO_GPU)
+
     from pylate_fastmaxsim.kernels import launch
     from pylate_fastmaxsim.tuning import gpu
     from pylate_fastmaxsim.tuning.report import measured_table, row_text
     from pylate_fastmaxsim.tuning.search import TuningError
 
-    if not torch.cuda.is_available():
-        errors.print("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", style="red")
-        raise typer.Exit(NO_GPU)
     major, minor = torch.cuda.get_device_capability()
     arithmetic = launch.arithmetic(gpu.DTYPES[dtype.value], gpu.PRECISION)
     rows = []

@@ -1,0 +1,6 @@
+"""The release of Triton that is installed, for what depends on it."""
+
+import triton
+
+# As in (3, 6).
+RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
