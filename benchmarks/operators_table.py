@@ -137,18 +137,18 @@ def machine(runs: list[dict]) -> str:
         f"{name} {span([each['matmul_flops_per_s'][name] / 1e12 for each in ceilings], '.0f')}"
         for name in ceilings[0]["matmul_flops_per_s"]
     )
-    dates = sorted({run["environment"]["date"] for run in runs})
+    dates = span([run["environment"]["date"] for run in runs], "")
     return (
-        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. "
+        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, {dates}. "
         f"In the same {'run' if len(runs) == 1 else f'{len(runs)} runs'}: {ceilings[0]['matmul_size']}-cubed matrix products at "
         f"{rates} Tflop/s, device-to-device copy at {span([each['copy_bytes_per_s'] / 1e12 for each in ceilings], '.2f')} "
         "TB/s, read plus written."
     )
 
 
-def span(numbers: list[float], form: str) -> str:
+def span(values: list[float] | list[str], form: str) -> str:
     """The smallest and the largest, or the one that they both are."""
-    return " to ".join(dict.fromkeys(format(number, form) for number in (min(numbers), max(numbers))))
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
 def sentences(results: Results) -> str:

@@ -208,12 +208,13 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
     # The matrix units of sm_90 and sm_100 take 64 rows; fewer would go to older and slower instructions.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
+    block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))
     # Earlier releases use 64 KiB of shared memory more, which beside the largest tiles leaves room for one stage.
-    if RELEASE < (3, 4) and tiles.block_m * min(tiles.block_k, next_power_of_2(dim)) > 256 * 128:
+    if RELEASE < (3, 4) and tiles.block_m * block_k > 256 * 128:
         tiles = tiles._replace(num_stages=1)
     return tiles._replace(
         block_m=block_m,
-        block_k=max(16, min(tiles.block_k, next_power_of_2(dim))),
+        block_k=block_k,
         # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
         # Few rows wait for memory, where more programs at a time help more than more loads of each.
