@@ -19,6 +19,7 @@ ITERATIONS = 25
 WARM_UP = 3
 CACHE_BYTES = 50 * 2**20  # L2 of an H100 or H200
 SLEEP_LIMIT = 0.3  # seconds
+HOST_WARMUP_SECONDS = 1.0
 
 
 def time_calls(calls: list[Callable[[], object]], device: torch.device, iterations: int = ITERATIONS) -> dict:
@@ -213,18 +214,24 @@ def ceilings(device: torch.device) -> dict:
 
 
 def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[str, dict[str, float]]:
-    """Median host microseconds of one call on an input so small that the device keeps up, without waiting for it."""
+    """Median host microseconds of one call on an input so small that the device keeps up, without waiting for it.
+
+    Of the calls after the first second: until then every launch of a young process, PyTorch's own too, costs more.
+    """
     result: dict[str, dict[str, float]] = {}
     sets = [make_inputs(shape, device, seed=0)]
     for entry in entries:
         for measure in MEASURES:
             call = calls(entry, shape, measure, sets)[0]
-            times = []
-            for index in range(330):
-                began = time.perf_counter()
-                call()
-                times.append((time.perf_counter() - began) * 1e6)
-                if device.type == "cuda" and index % 30 == 29:
+            times: list[float] = []
+            first = time.perf_counter()
+            while len(times) < 300:
+                for _ in range(30):
+                    began = time.perf_counter()
+                    call()
+                    if began - first > HOST_WARMUP_SECONDS:
+                        times.append((time.perf_counter() - began) * 1e6)
+                if device.type == "cuda":
                     torch.cuda.synchronize()  # between calls, so that none finds the queue full
-            result.setdefault(entry.name, {})[measure] = statistics.median(times[30:])
+            result.setdefault(entry.name, {})[measure] = statistics.median(times)
     return result
