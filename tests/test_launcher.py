@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import pkgutil
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +110,21 @@ def test_what_a_launcher_relies_on(launcher):
 
     numbers = {parameter.name for parameter in launcher.kernel.params if parameter.name in SIZES}
     assert numbers == {parameter.name for parameter in launcher.kernel.params if parameter.do_not_specialize}
+
+
+def constants_of_launches():
+    """Of each kernel, what its launches name after the positional arguments, in the order of each call."""
+    found = {}
+    for path in Path(kernels.__path__[0]).glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                names = tuple(keyword.arg or ast.unparse(keyword.value) for keyword in call.keywords)
+                found.setdefault(ast.unparse(call.func.value), set()).add(names)
+    return found
+
+
+def test_all_launches_of_a_kernel_name_its_constants_in_one_order():
+    # A program is found by their values alone.
+    launches = constants_of_launches()
+    assert {parameter.id for parameter in launchers()} <= set(launches)
+    assert {kernel: orders for kernel, orders in launches.items() if len(orders) > 1} == {}
