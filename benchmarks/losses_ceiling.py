@@ -7,7 +7,8 @@ from cell_processes import measure
 SMALLEST, LARGEST = 32, 2**20
 # Powers of two and the sizes half-way between them.
 GRID = sorted({size for power in range(5, 21) for size in (2**power, 3 * 2 ** (power - 1)) if size <= LARGEST})
-MINI_BATCH = 32
+# Of GradCache, and how many rows of its batch differ, as in gradcache_step.json.
+MINI_BATCH = 128
 TILE = 512
 
 # By how far a straight line through two peaks may miss a third.

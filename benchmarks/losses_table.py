@@ -98,7 +98,9 @@ def ceiling_table(content: dict) -> str:
     if not groups:
         return ""
     lines = ["| loss | path | largest batch | peak memory | next size tried |", "|---|---|---|---|---|"]
-    for (loss, layers, path, compiled), tried in groups.items():
+    order = [(loss, path) for loss in LOSS_TITLES for path in PATHS]
+    for loss, layers, path, compiled in sorted(groups, key=lambda group: (order.index((group[0], group[2])), group[3])):
+        tried = groups[loss, layers, path, compiled]
         largest, stopped = ceiling(tried)
         peak = "" if largest is None or tried[largest]["peak_gib"] is None else f"{tried[largest]['peak_gib']:.1f} GiB"
         reason = "not tried" if stopped is None else f"{stopped['cell']['batch']}: {stopped['status']}"

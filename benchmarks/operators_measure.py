@@ -22,8 +22,16 @@ SLEEP_LIMIT = 0.3  # seconds
 HOST_WARMUP_SECONDS = 1.0
 
 
-def time_calls(calls: list[Callable[[], object]], device: torch.device, iterations: int = ITERATIONS) -> dict:
+def time_calls(
+    calls: list[Callable[[], object]],
+    device: torch.device,
+    iterations: int = ITERATIONS,
+    at_once: int = ITERATIONS,
+) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
+
+    So many calls ``at_once`` are queued while the device idles. A queue holds some 1,000 launches; calls that launch
+    more than that together keep the host waiting, and then the device.
 
     ``host_ms`` is what queueing one call costs the host: where it exceeds ``ms``, a program that calls nothing else
     is bound by the host. Where a call itself waits for the device, ``ms`` holds that wait as well.
@@ -51,24 +59,27 @@ def time_calls(calls: list[Callable[[], object]], device: torch.device, iteratio
                 call()
                 times.append((time.perf_counter() - began) * 1e3)
             return {"ms": statistics.median(times), "host_ms": None, "iterations": iterations}
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
-        # The device idles while the host fills its queue (about 2e9 cycles a second).
-        torch.cuda._sleep(int(2e9 * min(SLEEP_LIMIT, 1e-3 + 1.5 * iterations * host)))
-        began = time.perf_counter()
-        marks[0].record()
-        for mark, call in zip(marks[1:], turns, strict=False):
-            call()
-            mark.record()
-        host_ms = (time.perf_counter() - began) * 1e3 / iterations
-        torch.cuda.synchronize()
+        times, host_times = [], []
+        while len(times) < iterations:
+            count = min(at_once, iterations - len(times))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            # The device idles while the host fills its queue (about 2e9 cycles a second).
+            torch.cuda._sleep(int(2e9 * min(SLEEP_LIMIT, 1e-3 + 1.5 * count * host)))
+            marks[0].record()
+            for mark, call in zip(marks[1:], turns, strict=False):
+                began = time.perf_counter()
+                call()
+                mark.record()
+                host_times.append((time.perf_counter() - began) * 1e3)
+            torch.cuda.synchronize()
+            times += [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
     finally:
         gc.enable()
-    times = [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
     return {
         "ms": statistics.median(times),
         "ms_min": min(times),
         "ms_max": max(times),
-        "host_ms": host_ms,
+        "host_ms": statistics.median(host_times),
         "iterations": iterations,
     }
 
