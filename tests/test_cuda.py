@@ -86,6 +86,17 @@ def test_random_shapes(seed):
     check(queries, documents, candidates, zero_floor)
 
 
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("longest", [32, 40])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_no_more_pairs_than_documents(repeated, longest, gap):
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 8, longest, 96, torch.bfloat16, gap=gap)
+    documents = ragged(generator, 40, 300, 96, torch.bfloat16, gap=gap)
+    candidates = torch.randperm(40, generator=generator).view(8, 5)
+    check(queries, documents, (candidates // 3 if repeated else candidates).to(DEVICE))
+
+
 @pytest.mark.parametrize("layout", ["all", "candidates"])
 def test_long_sums_of_float32_do_not_shrink(layout):
     # With d = 1 one of two tokens wins for every query token, and its gradient sums thousands of them.

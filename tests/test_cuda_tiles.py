@@ -25,6 +25,7 @@ INPUTS = {
 TABLES = {
     "forward": (
         launch._FORWARD,
+        launch._FORWARD_OF_FEW_ROWS,
         launch._FORWARD_WITH_WINNERS,
         launch._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
     ),

@@ -55,7 +55,7 @@ POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pai
 POINTERS += ["starts", "offsets", "q_offsets", "d_offsets"]
 SIZES = [
     "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_chunks", "num_pairs",
-    "first_document", "documents_per_program", "row_blocks", "tiles_per_document", "first_row", "num_groups",
+    "first_document", "documents_per_program", "row_blocks", "tiles_per_document", "programs_per_document", "first_row", "num_groups",
     "rows_per_part", "num_parts", "slot_blocks", "capacity", "k",
 ]  # fmt: skip
 
@@ -212,7 +212,8 @@ def test_document_gradient(arch, operand, dim, tmp_path):
 
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
-def test_candidate_document_gradient(arch, operand, dim, tmp_path):
+@pytest.mark.parametrize("write_zeros", [False, True], ids=["zeros-there", "zeros-written"])
+def test_candidate_document_gradient(arch, operand, dim, write_zeros, tmp_path):
     tile = launch.candidate_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
         candidate_document_gradient_kernel,
@@ -221,7 +222,7 @@ def test_candidate_document_gradient(arch, operand, dim, tmp_path):
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         DIM=dim,
         SHORT_QUERIES=True,
-        WRITE_ZEROS=False,
+        WRITE_ZEROS=write_zeros,
         PRECISION=precision(operand),
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
@@ -243,13 +244,16 @@ def test_buckets(arch, winners, tmp_path):
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 def test_helpers(arch, tmp_path):
     check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", {"num_warps": 1}, BLOCK=128), tmp_path)
-    order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=16, BLOCK_SCAN=256)
+    order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=8, BLOCK_SCAN=1024)
     check(arch, "bf16", *order, tmp_path)
     check(arch, "bf16", *compiled(live_tokens_kernel, arch, "bf16", {"num_warps": 2}, BLOCK=256), tmp_path)
 
 
 def test_tiles_shrink_to_the_input():
+    tiles = launch.forward_tiles(90, "half", 48, 33, False)
+    assert (tiles.block_m, tiles.block_k, tiles.num_stages) == (64, 64, 2)
     tiles = launch.forward_tiles(90, "half", 48, 5, False)
-    assert (tiles.block_m, tiles.block_k) == (64, 64)
+    assert (tiles.block_m, tiles.block_k, tiles.num_warps, tiles.num_stages) == (32, 64, 1, 3)
+    assert launch.xtr_maxima_tiles(90, "half", 48, 5).block_m == 64
     assert launch.document_gradient_tiles(90, "half", 7).block_d == 16
     assert launch.query_gradient_tiles(90, "half", 1).block_d == 1

@@ -121,10 +121,14 @@ else:
         check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
 
     @pytest.mark.parametrize("gap", [0, 1])
-    def test_documents_of_one_query_each(generator, gap):
-        queries = ragged(generator, [4, 7, 1], 48, gap=gap)
+    @pytest.mark.parametrize("longest", [7, 20])
+    @pytest.mark.parametrize(
+        "candidates", [[[2, 0], [1, 3], [5, 4]], [[2, 0], [2, 2], [5, 0]]], ids=["once", "repeated"]
+    )
+    def test_no_more_pairs_than_documents(generator, candidates, longest, gap):
+        queries = ragged(generator, [4, longest, 1], 48, gap=gap)
         documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
-        check(queries, documents, torch.tensor([[2, 0], [1, 3], [5, 4]]))
+        check(queries, documents, torch.tensor(candidates))
 
     @pytest.mark.parametrize("layout", ["all", "candidates"])
     @pytest.mark.parametrize("dim", [16, 80])

@@ -88,7 +88,7 @@ def document_gradient_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "tiles_per_document"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "programs_per_document"])
 def candidate_document_gradient_kernel(
     grad_scores,
     winners,
@@ -102,7 +102,7 @@ def candidate_document_gradient_kernel(
     grad_d,
     num_slots,
     num_rows,
-    tiles_per_document,
+    programs_per_document,
     DIM: tl.constexpr,
     SENTINEL: tl.constexpr,
     SHORT_QUERIES: tl.constexpr,
@@ -112,18 +112,19 @@ def candidate_document_gradient_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradient of BLOCK_T tokens of one document from the pairs (query, slot) that name it as a candidate.
+    """Gradient of one document from the pairs (query, slot) that name it as a candidate.
 
     pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Tokens
     without a gradient are written with WRITE_ZEROS only; otherwise `grad_d` comes filled with zeros.
 
-    Where one short query names a document, as in distillation, its first program does all tiles with the rows at hand, or
-    where zeros are there already sums the rows that share a token straight away; the others have nothing to do.
+    A document has a program for each tile of BLOCK_T tokens, or one for all its tiles. Where one short query names it, as
+    in distillation, its first program does all tiles with the rows at hand, or where zeros are there already sums the rows
+    that share a token straight away; the others have nothing to do.
     """
     program = tl.program_id(0)
-    document = (program // tiles_per_document).to(tl.int64)
-    first = (program % tiles_per_document) * BLOCK_T
-    length = tl.load(d_lengths + document)
+    document = (program // programs_per_document).to(tl.int64)
+    first = (program % programs_per_document) * BLOCK_T
+    length = tl.load(d_lengths + document).to(tl.int32)
     first_pair = tl.load(pair_offsets + document)
     last_pair = tl.load(pair_offsets + document + 1)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -141,7 +142,7 @@ def candidate_document_gradient_kernel(
             weight = tl.where(won, tl.load(grad_scores + pair), 0.0)
             q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
             if WRITE_ZEROS:
-                for first_token in range(0, length.to(tl.int32), BLOCK_T):
+                for first_token in range(0, length, BLOCK_T):
                     token = first_token + tl.arange(0, BLOCK_T)
                     here = (token[:, None] == winner[None, :]) & won[None, :]
                     total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -159,27 +160,31 @@ def candidate_document_gradient_kernel(
                     total,
                     mask=is_first[:, None] & in_dim,
                 )
-    elif (first < length) & (WRITE_ZEROS or first_pair < last_pair):
-        total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-        for i in range(first_pair, last_pair):
-            pair = tl.load(pairs + i)
-            query = pair // num_slots
-            start = tl.load(q_starts + query)
-            query_length = tl.load(q_lengths + query).to(tl.int32)
-            pair_weight = tl.load(grad_scores + pair)
-            for first_row in range(0, query_length, BLOCK_R):
-                offset = first_row + tl.arange(0, BLOCK_R)
-                row = start + offset
-                winner = tl.load(
-                    winners + (pair % num_slots) * num_rows + row, mask=offset < query_length, other=SENTINEL
-                ).to(tl.int32)
-                won = (winner != SENTINEL) & (winner >= first) & (winner < first + BLOCK_T)
-                q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
-                here = (first + tl.arange(0, BLOCK_T)[:, None] == winner[None, :]) & won[None, :]
-                weight = tl.where(won, pair_weight, 0.0)
-                total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
-        token = first + tl.arange(0, BLOCK_T)
-        mask = (token < length)[:, None] & in_dim
-        if not WRITE_ZEROS:
-            mask = mask & (total != 0.0)
-        tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=mask)
+    elif WRITE_ZEROS or first_pair < last_pair:
+        end = tl.where(programs_per_document == 1, length, tl.minimum(first + BLOCK_T, length))
+        for first_token in range(first, end, BLOCK_T):
+            total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+            for i in range(first_pair, last_pair):
+                pair = tl.load(pairs + i)
+                query = pair // num_slots
+                start = tl.load(q_starts + query)
+                query_length = tl.load(q_lengths + query).to(tl.int32)
+                pair_weight = tl.load(grad_scores + pair)
+                for first_row in range(0, query_length, BLOCK_R):
+                    offset = first_row + tl.arange(0, BLOCK_R)
+                    row = start + offset
+                    winner = tl.load(
+                        winners + (pair % num_slots) * num_rows + row, mask=offset < query_length, other=SENTINEL
+                    ).to(tl.int32)
+                    won = (winner != SENTINEL) & (winner >= first_token) & (winner < first_token + BLOCK_T)
+                    q_rows = tl.load(
+                        q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0
+                    )
+                    here = (first_token + tl.arange(0, BLOCK_T)[:, None] == winner[None, :]) & won[None, :]
+                    weight = tl.where(won, pair_weight, 0.0)
+                    total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
+            token = first_token + tl.arange(0, BLOCK_T)
+            mask = (token < length)[:, None] & in_dim
+            if not WRITE_ZEROS:
+                mask = mask & (total != 0.0)
+            tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=mask)

@@ -111,6 +111,10 @@ _FORWARD = {
     "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
+# Where queries have no more rows for a tile: programs of one warp, of which more fit on a multiprocessor, so that more
+# bytes are on their way. These shapes are bound by memory.
+_FEW_ROWS = 32
+_FORWARD_OF_FEW_ROWS = {(90, "half"): [(128, ForwardTiles(32, 32, 128, 1, 1, 3))]}
 # Where winners are wanted as well, rows that come before those above; and before these, rows for queries that fill a tile
 # alone, which have more to keep in registers.
 _FORWARD_WITH_WINNERS = {
@@ -190,18 +194,24 @@ def row(table: dict, arch: int, kind: str, dim: int):
 @functools.lru_cache(maxsize=256)
 def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool, query_rows: int = 1) -> ForwardTiles:
     """Tiles of the forward; `q_rows` query rows share a tile, and a query has at most `query_rows` of them."""
+    tiles = row(_FORWARD_OF_FEW_ROWS, arch, kind, dim) if q_rows <= _FEW_ROWS else None
+    return _fitted(tiles or _forward_row(arch, kind, dim, want_winners, query_rows), arch, dim, q_rows)
+
+
+def _forward_row(arch: int, kind: str, dim: int, want_winners: bool, query_rows: int) -> ForwardTiles:
     tiles = row(_FORWARD, arch, kind, dim)
     if want_winners:
         tiles = row(_FORWARD_WITH_WINNERS, arch, kind, dim) or tiles
         if query_rows >= tiles.block_m:
             tiles = row(_FORWARD_OF_LONG_QUERIES_WITH_WINNERS, arch, kind, dim) or tiles
-    return _fitted(tiles, arch, dim, q_rows)
+    return tiles
 
 
 def xtr_maxima_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
     """Tiles of XTR's maxima; `q_rows` is how many query rows there are to share a tile."""
-    tiles = row(_XTR_MAXIMA, arch, kind, dim)
-    return _fitted(tiles, arch, dim, q_rows) if tiles else forward_tiles(arch, kind, dim, q_rows, True)
+    # Not the tiles of few rows: XTR compares these similarities bit by bit with those that it collects, and fewer than 64
+    # rows go to other matrix instructions.
+    return _fitted(row(_XTR_MAXIMA, arch, kind, dim) or _forward_row(arch, kind, dim, True, 1), arch, dim, q_rows)
 
 
 def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTiles:
@@ -217,8 +227,10 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
         block_k=block_k,
         # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
-        # Few rows wait for memory, where more programs at a time help more than more loads of each.
-        num_stages=min(tiles.num_stages, 2) if block_m <= 64 and dim <= tiles.block_k else tiles.num_stages,
+        # Of few rows that wait for memory, more programs at a time help more than more loads of each.
+        num_stages=min(tiles.num_stages, 2)
+        if block_m <= 64 and block_m < tiles.block_m and dim <= tiles.block_k
+        else tiles.num_stages,
         max_registers=tiles.max_registers if block_m == tiles.block_m else ALL_REGISTERS,
     )
 

@@ -287,8 +287,11 @@ def _candidate_document_gradient(
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.candidate_gradient or launch.candidate_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
-    tiles_per_document = launch.cdiv(max_d_length, tile.block_t)
-    grid = (d_starts.shape[0] * tiles_per_document, launch.cdiv(dim, tile.block_d))
+    short_queries = max_q_length <= tile.block_r
+    # Programs for the tiles of a document that one of them does alone would come and go, and take a third of the time.
+    named_once = short_queries and candidates.numel() <= d_starts.shape[0]
+    programs_per_document = 1 if named_once else launch.cdiv(max_d_length, tile.block_t)
+    grid = (d_starts.shape[0] * programs_per_document, launch.cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
         grad_scores,
         winners,
@@ -302,10 +305,10 @@ def _candidate_document_gradient(
         grad_d,
         candidates.shape[1],
         num_rows,
-        tiles_per_document,
+        programs_per_document,
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
-        SHORT_QUERIES=max_q_length <= tile.block_r,
+        SHORT_QUERIES=short_queries,
         WRITE_ZEROS=d_gapless,
         PRECISION=launch.INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
@@ -327,8 +330,8 @@ def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Te
         return pairs, torch.searchsorted(named, torch.arange(num_documents + 1, device=named.device))
     pairs = candidates.new_empty(num_pairs)
     pair_offsets = candidates.new_empty(num_documents + 1)
-    block = 16
+    block = 8
     candidate_order_kernel[(launch.cdiv(num_pairs + num_documents + 1, block),)](
-        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=256
+        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=1024
     )
     return pairs, pair_offsets
