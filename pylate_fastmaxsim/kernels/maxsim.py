@@ -288,7 +288,7 @@ def _candidate_document_gradient(
     tile = tiles.candidate_gradient or launch.candidate_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
     short_queries = max_q_length <= tile.block_r
-    # Programs for the tiles of a document that one of them does alone would come and go, and take a third of the time.
+    # Where a program does all tiles of its document, those for the other tiles would come only to go.
     named_once = short_queries and candidates.numel() <= d_starts.shape[0]
     programs_per_document = 1 if named_once else launch.cdiv(max_d_length, tile.block_t)
     grid = (d_starts.shape[0] * programs_per_document, launch.cdiv(dim, tile.block_d))
