@@ -219,6 +219,9 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
     block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))
+    # Fewer than the tiles were chosen for. These wait for memory, where more programs at a time help more than more loads
+    # of each.
+    few_rows = block_m < tiles.block_m and block_m <= 64 and dim <= tiles.block_k
     # Earlier releases use 64 KiB of shared memory more, which beside the largest tiles leaves room for one stage.
     if RELEASE < (3, 4) and tiles.block_m * block_k > 256 * 128:
         tiles = tiles._replace(num_stages=1)
@@ -227,10 +230,7 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
         block_k=block_k,
         # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
-        # Of few rows that wait for memory, more programs at a time help more than more loads of each.
-        num_stages=min(tiles.num_stages, 2)
-        if block_m <= 64 and block_m < tiles.block_m and dim <= tiles.block_k
-        else tiles.num_stages,
+        num_stages=min(tiles.num_stages, 2) if few_rows else tiles.num_stages,
         max_registers=tiles.max_registers if block_m == tiles.block_m else ALL_REGISTERS,
     )
 
