@@ -115,6 +115,6 @@ def markdown(content: dict) -> str:
         "One loss, from token embeddings to their gradients, and its peak memory beyond them:": embedded_table(content),
         "The same on several GPUs, median of the slowest rank; in brackets its efficiency, which is what the path takes on "
         "1 rank for as many scores, over its time:": ring_table(content),
-        "The largest batch that trains:": ceiling_table(content),
+        "The largest batch of which a step fits:": ceiling_table(content),
     }
     return "\n\n".join(f"{title}\n\n{table}" for title, table in tables.items() if table)

@@ -111,9 +111,8 @@ _FORWARD = {
     "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
-# Where queries have no more rows for a tile: programs of one warp, of which more fit on a multiprocessor, so that more
-# bytes are on their way. These shapes are bound by memory.
-_FEW_ROWS = 32
+# Where there are no more query rows than such a tile has: programs of one warp, of which more fit on a multiprocessor, so
+# that more bytes are on their way. These shapes are bound by memory.
 _FORWARD_OF_FEW_ROWS = {(90, "half"): [(128, ForwardTiles(32, 32, 128, 1, 1, 3))]}
 # Where winners are wanted as well, rows that come before those above; and before these, rows for queries that fill a tile
 # alone, which have more to keep in registers.
@@ -194,8 +193,10 @@ def row(table: dict, arch: int, kind: str, dim: int):
 @functools.lru_cache(maxsize=256)
 def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool, query_rows: int = 1) -> ForwardTiles:
     """Tiles of the forward; `q_rows` query rows share a tile, and a query has at most `query_rows` of them."""
-    tiles = row(_FORWARD_OF_FEW_ROWS, arch, kind, dim) if q_rows <= _FEW_ROWS else None
-    return _fitted(tiles or _forward_row(arch, kind, dim, want_winners, query_rows), arch, dim, q_rows)
+    tiles = row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
+    if tiles is None or q_rows > tiles.block_m:
+        tiles = _forward_row(arch, kind, dim, want_winners, query_rows)
+    return _fitted(tiles, arch, dim, q_rows)
 
 
 def _forward_row(arch: int, kind: str, dim: int, want_winners: bool, query_rows: int) -> ForwardTiles:
@@ -215,13 +216,12 @@ def xtr_maxima_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTile
 
 
 def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTiles:
-    # The matrix units of sm_90 and sm_100 take 64 rows; fewer would go to older and slower instructions.
+    # The matrix units of sm_90 and sm_100 take 64 rows; fewer go to older and slower instructions, so only a table says so.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
     block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))
-    # Fewer than the tiles were chosen for. These wait for memory, where more programs at a time help more than more loads
-    # of each.
-    few_rows = block_m < tiles.block_m and block_m <= 64 and dim <= tiles.block_k
+    # To so few rows that they wait for memory, where more programs at a time help more than more loads of each.
+    shrunk = block_m < tiles.block_m and block_m <= 64 and dim <= tiles.block_k
     # Earlier releases use 64 KiB of shared memory more, which beside the largest tiles leaves room for one stage.
     if RELEASE < (3, 4) and tiles.block_m * block_k > 256 * 128:
         tiles = tiles._replace(num_stages=1)
@@ -230,7 +230,7 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
         block_k=block_k,
         # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
-        num_stages=min(tiles.num_stages, 2) if few_rows else tiles.num_stages,
+        num_stages=min(tiles.num_stages, 2) if shrunk else tiles.num_stages,
         max_registers=tiles.max_registers if block_m == tiles.block_m else ALL_REGISTERS,
     )
 

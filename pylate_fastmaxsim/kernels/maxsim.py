@@ -286,12 +286,14 @@ def _candidate_document_gradient(
     num_rows, dim = q_values.shape
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.candidate_gradient or launch.candidate_gradient_tiles(launch.architecture(q_values.device), kind, dim)
-    pairs, pair_offsets = _candidate_order(candidates.contiguous(), d_starts.shape[0])
+    num_documents = d_starts.shape[0]
+    pairs, pair_offsets = _candidate_order(candidates.contiguous(), num_documents)
     short_queries = max_q_length <= tile.block_r
-    # Where a program does all tiles of its document, those for the other tiles would come only to go.
-    named_once = short_queries and candidates.numel() <= d_starts.shape[0]
-    programs_per_document = 1 if named_once else launch.cdiv(max_d_length, tile.block_t)
-    grid = (d_starts.shape[0] * programs_per_document, launch.cdiv(dim, tile.block_d))
+    # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles, and
+    # those for the others would come only to go.
+    alone = short_queries and candidates.numel() <= num_documents
+    programs_per_document = 1 if alone else launch.cdiv(max_d_length, tile.block_t)
+    grid = (num_documents * programs_per_document, launch.cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
         grad_scores,
         winners,
