@@ -150,6 +150,7 @@ def test_forward(arch, operand, dim, name, tmp_path):
     query_rows = batch.rows if batch.long_queries else 32
     tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None, query_rows)
     absent = (() if batch.candidates else ("candidates",)) + (() if batch.masks else MASKS)
+    absent += () if batch.winners else ("winners",)
     ptx, shared = compiled(
         forward_kernel,
         arch,

@@ -183,8 +183,8 @@ def forward(
     d_gapless: bool,
     want_winners: bool,
     precision: str,
-) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`.
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[Nq, P]`` and winners ``[P, Tq]``, which are ``None`` if not wanted; see :mod:`pylate_fastmaxsim.ops.maxsim`.
 
     ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
     """
@@ -192,12 +192,11 @@ def forward(
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     scores = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
     index_dtype = winner_dtype(max_d_length)
-    winners = torch.full(
-        (columns, len(q_values)) if want_winners else (0, 0),
-        no_winner(index_dtype),
-        dtype=index_dtype,
-        device=q_values.device,
-    )
+    winners = None
+    if want_winners:
+        winners = torch.full(
+            (columns, len(q_values)), no_winner(index_dtype), dtype=index_dtype, device=q_values.device
+        )
     queries = _live(q_starts, q_lengths, q_keep)
     documents = _live(d_starts, d_lengths, d_keep)
     if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:

@@ -12,6 +12,7 @@ from pylate_fastmaxsim.kernels.document_gradient import (
     document_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel
+from pylate_fastmaxsim.kernels.forward_plan import forward_plan
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
 from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
@@ -55,33 +56,29 @@ def forward(
     want_winners: bool,
     precision: str,
     tiles: launch.Tiles = launch.FROM_TABLES,
-) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
     num_queries = q_starts.shape[0]
     num_rows, dim = q_values.shape
     num_slots = d_starts.shape[0] if candidates is None else candidates.shape[1]
     index_dtype = winner_dtype(max_d_length)
     nothing_to_score = 0 in (num_queries, num_slots, max_q_length, max_d_length, d_values.shape[0], dim)
-    size = (num_slots, num_rows) if want_winners else (0, 0)
-    winners = q_values.new_empty(size, dtype=index_dtype)
-    # Rows of no query and dead rows are not written by the kernel.
-    if want_winners and (nothing_to_score or not q_gapless or q_keep is not None):
-        winners.fill_(no_winner(index_dtype))
+    winners = None
+    if want_winners:
+        winners = q_values.new_empty((num_slots, num_rows), dtype=index_dtype)
+        # Rows of no query and dead rows are not written by the kernel.
+        if nothing_to_score or not q_gapless or q_keep is not None:
+            winners.fill_(no_winner(index_dtype))
     if nothing_to_score:
         return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
 
-    kind = launch.arithmetic(q_values.dtype, precision)
-    slot = launch.next_power_of_2(max_q_length)
-    q_rows = slot if candidates is not None else slot * num_queries
-    architecture = launch.architecture(q_values.device)
-    tile = tiles.forward or launch.forward_tiles(architecture, kind, dim, q_rows, want_winners, slot)
-    one_query = candidates is not None or slot >= tile.block_m
-    row_blocks = launch.cdiv(max_q_length, tile.block_m)
-    num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // slot)
-    per_program = launch.documents_per_program(tile, num_tiles, num_slots)
+    plan = forward_plan(
+        launch.architecture(q_values.device), q_values.dtype, precision, dim, num_queries, max_q_length, num_slots,
+        candidates is not None, want_winners, index_dtype, tiles.forward,
+    )  # fmt: skip
     # Of a query that is cut into blocks, what each of them adds to its scores.
-    size = (num_queries, num_slots) if row_blocks == 1 else (row_blocks, num_queries, num_slots)
+    size = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
     scores = q_values.new_empty(size, dtype=torch.float32)
     with on_device_of(q_values):
         live_tokens = None
@@ -92,7 +89,7 @@ def forward(
                 d_starts, d_lengths, as_bytes(d_keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
             )
             d_lengths = live_lengths
-        forward_kernel[(num_tiles * launch.cdiv(num_slots, per_program),)](
+        forward_kernel[(plan.programs,)](
             q_values.contiguous(),
             q_starts,
             q_lengths,
@@ -107,24 +104,13 @@ def forward(
             winners,
             num_queries,
             num_slots,
-            num_tiles,
+            plan.num_tiles,
             num_rows,
-            row_blocks,
-            per_program,
-            DIM=dim,
-            SLOT=tile.block_m if one_query else slot,
-            ONE_QUERY=one_query,
-            WANT_WINNERS=want_winners,
-            SENTINEL=no_winner(index_dtype),
-            PRECISION=launch.INPUT_PRECISION[precision],
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            maxnreg=tile.max_registers,
+            plan.row_blocks,
+            plan.documents_per_program,
+            **plan.constants,
         )
-    return (scores if row_blocks == 1 else scores.sum(dim=0)), winners
+    return (scores if plan.row_blocks == 1 else scores.sum(dim=0)), winners
 
 
 def backward(

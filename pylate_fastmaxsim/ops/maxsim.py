@@ -131,9 +131,9 @@ def prepared(
     queries = as_batch(operator, "queries", queries, queries_mask)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
-    device = q_values.device.type
-    if device == "meta":
+    if q_values.is_meta:
         raise ValueError(f"{operator}: queries are on the meta device, which holds no numbers to score.")
+    device = q_values.device.type
     if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
@@ -264,8 +264,17 @@ torch.library.define(
 
 
 # The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
-def _forward(q_values, *arguments):
+def _scores_and_winners(q_values, *arguments):
     return path(q_values).forward(q_values, *arguments, torch.get_float32_matmul_precision())
+
+
+def _forward(*arguments):
+    scores, winners = _scores_and_winners(*arguments)
+    if winners is None:
+        # A registered operator returns tensors.
+        *_, max_d_length, _, _, _ = arguments
+        winners = scores.new_empty((0, 0), dtype=winner_dtype(max_d_length))
+    return scores, winners
 
 
 def _backward(grad_scores, winners, q_values, *arguments):
@@ -278,10 +287,13 @@ torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutogr
 torch.library.impl("pylate_fastmaxsim::maxsim_backward", "CompositeExplicitAutograd", _backward)
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def _plain(*tensors: Tensor) -> bool:
     """Whether a registered operator on these tensors comes to its function, without fake tensors, modes and transforms."""
     return (
-        all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        _PLAIN.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
@@ -289,7 +301,7 @@ def _plain(*tensors: Tensor) -> bool:
 
 def _eager_forward(q_values, q_starts, q_lengths, q_keep, d_values, *arguments):
     # The dispatcher costs the host more than a launch.
-    forward = _forward if _plain(q_values, d_values) else torch.ops.pylate_fastmaxsim.maxsim_forward
+    forward = _scores_and_winners if _plain(q_values, d_values) else torch.ops.pylate_fastmaxsim.maxsim_forward
     return forward(q_values, q_starts, q_lengths, q_keep, d_values, *arguments)
 
 

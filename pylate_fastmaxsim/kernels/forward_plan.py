@@ -1,0 +1,59 @@
+"""How the forward is launched: it follows from sizes alone, so that a call of known sizes looks it up."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.winners import no_winner
+
+
+class ForwardPlan(NamedTuple):
+    programs: int
+    num_tiles: int
+    # Into how many blocks of rows each query is cut; each adds its part to the query's scores.
+    row_blocks: int
+    documents_per_program: int
+    # Of the kernel and of Triton, by name; one object for all calls of these sizes, not to be changed.
+    constants: dict[str, int | bool | str | None]
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_plan(
+    architecture: int,
+    dtype: torch.dtype,
+    precision: str,
+    dim: int,
+    num_queries: int,
+    max_q_length: int,
+    num_slots: int,
+    with_candidates: bool,
+    want_winners: bool,
+    index_dtype: torch.dtype,
+    tiles: launch.ForwardTiles | None,
+) -> ForwardPlan:
+    """`num_slots` documents are scored by each query, `with_candidates` its own ones; `tiles` are the tables' if `None`."""
+    slot = launch.next_power_of_2(max_q_length)
+    q_rows = slot if with_candidates else slot * num_queries
+    kind = launch.arithmetic(dtype, precision)
+    tile = tiles or launch.forward_tiles(architecture, kind, dim, q_rows, want_winners, slot)
+    one_query = with_candidates or slot >= tile.block_m
+    row_blocks = launch.cdiv(max_q_length, tile.block_m)
+    num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // slot)
+    per_program = launch.documents_per_program(tile, num_tiles, num_slots)
+    constants = {
+        "DIM": dim,
+        "SLOT": tile.block_m if one_query else slot,
+        "ONE_QUERY": one_query,
+        "WANT_WINNERS": want_winners,
+        "SENTINEL": no_winner(index_dtype),
+        "PRECISION": launch.INPUT_PRECISION[precision],
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "maxnreg": tile.max_registers,
+    }
+    return ForwardPlan(num_tiles * launch.cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants)
