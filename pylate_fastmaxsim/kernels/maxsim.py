@@ -38,6 +38,16 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
+def live_tokens_of(starts: Tensor, lengths: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the live tokens of each sequence, one after the other from its start on, and how many they are."""
+    live_tokens = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
+    live_lengths = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
+    live_tokens_kernel[(starts.shape[0],)](
+        starts, lengths, as_bytes(keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
+    )
+    return live_tokens, live_lengths
+
+
 def forward(
     q_values: Tensor,
     q_starts: Tensor,
@@ -83,12 +93,7 @@ def forward(
     with on_device_of(q_values):
         live_tokens = None
         if d_keep is not None:
-            live_tokens = torch.empty(d_keep.shape, dtype=torch.int32, device=d_keep.device)
-            live_lengths = torch.empty(d_lengths.shape, dtype=torch.int32, device=d_lengths.device)
-            live_tokens_kernel[(d_starts.shape[0],)](
-                d_starts, d_lengths, as_bytes(d_keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
-            )
-            d_lengths = live_lengths
+            live_tokens, d_lengths = live_tokens_of(d_starts, d_lengths, d_keep)
         forward_kernel[(plan.programs,)](
             q_values.contiguous(),
             q_starts,

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels import launch
-from pylate_fastmaxsim.kernels.forward import live_tokens_kernel
 from pylate_fastmaxsim.kernels.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.live_rows import live_rows_kernel
-from pylate_fastmaxsim.kernels.maxsim import as_bytes, contiguous, on_device_of
+from pylate_fastmaxsim.kernels.maxsim import as_bytes, contiguous, live_tokens_of, on_device_of
 from pylate_fastmaxsim.kernels.token_maxima import negative_maxima_kernel, token_maxima_kernel
 from pylate_fastmaxsim.kernels.xtr_scores import xtr_scores_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
@@ -36,10 +35,7 @@ def _live_rows(starts: Tensor, lengths: Tensor, keep: Tensor | None, max_length:
     device, count = starts.device, len(starts)
     live_tokens = None
     if keep is not None:
-        live_tokens = torch.empty(keep.shape, dtype=torch.int32, device=device)
-        live_lengths = torch.empty(lengths.shape, dtype=torch.int32, device=device)
-        live_tokens_kernel[(count,)](starts, lengths, as_bytes(keep), live_tokens, live_lengths, BLOCK=256, num_warps=2)
-        lengths = live_lengths
+        live_tokens, lengths = live_tokens_of(starts, lengths, keep)
     offsets = torch.zeros(count + 1, dtype=torch.int64, device=device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     rows = torch.empty(count * max_length, dtype=torch.int32, device=device)
