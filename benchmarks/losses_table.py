@@ -98,8 +98,10 @@ def ceiling_table(content: dict) -> str:
     if not groups:
         return ""
     lines = ["| loss | path | largest batch | peak memory | next size tried |", "|---|---|---|---|---|"]
-    order = [(loss, path) for loss in LOSS_TITLES for path in PATHS]
-    for loss, layers, path, compiled in sorted(groups, key=lambda group: (order.index((group[0], group[2])), group[3])):
+    losses, paths = list(LOSS_TITLES), list(PATHS)
+    # All layers first.
+    order = {group: (losses.index(group[0]), group[1] or 0, paths.index(group[2]), group[3]) for group in groups}
+    for loss, layers, path, compiled in sorted(groups, key=order.get):
         tried = groups[loss, layers, path, compiled]
         largest, stopped = ceiling(tried)
         peak = "" if largest is None or tried[largest]["peak_gib"] is None else f"{tried[largest]['peak_gib']:.1f} GiB"
