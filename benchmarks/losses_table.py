@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from losses_ceiling import ceiling
 from train_step import PATHS, row_title
 
@@ -111,12 +113,21 @@ def ceiling_table(content: dict) -> str:
     return "\n".join(lines)
 
 
-def markdown(content: dict) -> str:
-    """The tables of what has been measured, each under a line that says what it is."""
-    tables = {
-        "One loss, from token embeddings to their gradients, and its peak memory beyond them:": embedded_table(content),
+TABLES = {
+    "embedded": (
+        "One loss, from token embeddings to their gradients, and its peak memory beyond them:",
+        embedded_table,
+    ),
+    "ring": (
         "The same on several GPUs, median of the slowest rank; in brackets its efficiency, which is what the path takes on "
-        "1 rank for as many scores, over its time:": ring_table(content),
-        "The largest batch of which a step fits:": ceiling_table(content),
-    }
+        "1 rank for as many scores, over its time:",
+        ring_table,
+    ),
+    "ceiling": ("The largest batch of which a step fits:", ceiling_table),
+}
+
+
+def markdown(content: dict, kinds: Iterable[str] = TABLES) -> str:
+    """The tables of what has been measured, each under a line that says what it is."""
+    tables = {title: table(content) for title, table in map(TABLES.get, kinds)}
     return "\n\n".join(f"{title}\n\n{table}" for title, table in tables.items() if table)

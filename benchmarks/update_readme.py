@@ -1,4 +1,4 @@
-"""Write the tables of the README from the committed results.
+"""Write the tables of the README and of docs/ from the committed results.
 
 python benchmarks/update_readme.py
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from corpus_search import markdown as corpus_markdown
 from cranfield_table import markdown as cranfield_markdown
 from losses_table import markdown as losses_markdown
+from losses_table import ring_table
 from operators_table import readme_table
 from page_step import markdown_table as page_table
 from train_step import PATHS, cell_name, markdown_table
@@ -87,27 +88,36 @@ def long_documents_table() -> str:
     return "\n".join(lines)
 
 
-def updated(readme: str) -> str:
-    """The README with its tables made anew."""
-    tables = {
-        "train-step-table": train_step_tables(),
-        "summary-table": summary_table(),
-        "operators-table": readme_table(results("operators")),
-        "losses-table": losses_markdown(results("losses")),
-        "long-documents-table": long_documents_table(),
-        "corpus-search-table": corpus_markdown(results("corpus_search")),
-        "quickstart-table": quickstart_table(),
-        "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
-        "page-step-table": page_table(results("page_step")),
+def tables() -> dict[str, dict[str, str]]:
+    """The tables of each document, by the name that marks their place."""
+    losses = results("losses")
+    return {
+        "README.md": {
+            "train-step-table": train_step_tables(),
+            "summary-table": summary_table(),
+            "operators-table": readme_table(results("operators")),
+            "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
+            "long-documents-table": long_documents_table(),
+            "corpus-search-table": corpus_markdown(results("corpus_search")),
+            "quickstart-table": quickstart_table(),
+            "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
+            "page-step-table": page_table(results("page_step")),
+        },
+        "docs/across_devices.md": {"ring-table": ring_table(losses)},
     }
-    for name, table in tables.items():
-        pattern = f"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        readme, count = re.subn(pattern, lambda match, t=table: f"{match[1]}{t}\n{match[2]}", readme, flags=re.DOTALL)
+
+
+def updated(name: str, text: str) -> str:
+    """A document with its tables made anew."""
+    for mark, table in tables()[name].items():
+        pattern = f"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
+        text, count = re.subn(pattern, lambda match, t=table: f"{match[1]}{t}\n{match[2]}", text, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"README.md must have one place marked {name}, found {count}.")
-    return readme
+            raise ValueError(f"{name} must have one place marked {mark}, found {count}.")
+    return text
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in tables():
+        path = ROOT / name
+        path.write_text(updated(name, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The README: its tables are those of the committed results, and its operator example runs."""
+"""The README and docs/: tables are those of the committed results, links lead somewhere, the operator example runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_tables_are_made_from_the_committed_results(monkeypatch):
+@pytest.mark.parametrize("name", ["README.md", "docs/across_devices.md"])
+def test_tables_are_made_from_the_committed_results(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "update_readme", raising=False)
     from update_readme import updated
 
-    assert updated(README) == README, "run: python benchmarks/update_readme.py"
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert updated(name, text) == text, "run: python benchmarks/update_readme.py"
 
 
 def test_the_operator_example_runs():
@@ -54,7 +56,15 @@ def test_layers_to_wrap_are_those_of_transformers():
         assert command == "train" and (ROOT / recipe).is_file()
 
 
-def test_links_lead_somewhere():
-    headings = {"#" + title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", README, flags=re.MULTILINE)}
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", README):
-        assert target in headings or (ROOT / target).exists(), target
+def headings(path):
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {title.lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(name):
+    path = ROOT / name
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text(encoding="utf-8")):
+        file, _, heading = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists() and (not heading or heading in headings(found)), target
