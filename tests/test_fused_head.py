@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import wraps
+from types import MethodType
 
 import pytest
 import torch
@@ -94,6 +96,41 @@ def test_the_last_of_chained_dense_modules_is_fused(encoder, projected):
     assert projected
 
 
+def _cut_short(features):
+    return {**features, "token_embeddings": features["token_embeddings"][..., :8]}
+
+
+def _subclass_of_model(model):
+    class Cutting(type(model)):
+        def forward(self, *args, **kwargs):
+            return _cut_short(super().forward(*args, **kwargs))
+
+    model.__class__ = Cutting
+
+
+def _replaced_forward(model):
+    forward = model.forward
+    model.forward = wraps(forward)(lambda *args, **kwargs: _cut_short(forward(*args, **kwargs)))
+
+
+def _replaced_forward_in_mixed_precision(model):
+    _replaced_forward(model)
+    model.forward = convert_outputs_to_fp32(model.forward)
+
+
+def _hook_on_dense(model):
+    model[-1].register_forward_hook(lambda _module, _args, output: _cut_short(output))
+
+
+def _hook_on_model(model):
+    model.register_forward_hook(lambda _module, _args, output: _cut_short(output))
+
+
+def _linear_forward(model):
+    forward = model[-1].linear.forward
+    model[-1].linear.forward = lambda hidden: forward(hidden) + 1
+
+
 def _activate(model):
     model[-1].activation_function = nn.Tanh()
 
@@ -140,6 +177,12 @@ def _forgets(model):
         (_activate, "activation Tanh"),
         (_residual, "adds a residual"),
         (_hook, "has hooks"),
+        (_hook_on_dense, "Dense has forward hooks"),
+        (_hook_on_model, "ColBERT has forward hooks"),
+        (_linear_forward, "forward of Dense's linear layer was replaced"),
+        (_subclass_of_model, "forward of Cutting is not PyLate's own"),
+        (_replaced_forward, "forward of ColBERT was replaced"),
+        (_replaced_forward_in_mixed_precision, "forward of ColBERT was replaced"),
         (_adapter, "ends with Identity"),
         (_subclass, "forward of Doubled is not PyLate's own"),
         (_parametrized, "linear layer of Dense is a ParametrizedLinear"),
@@ -182,13 +225,8 @@ def test_lora_on_the_encoder_and_on_the_dense_layer(encoder, projected):
 
 def _prepared_for_bfloat16(model):
     """What accelerate makes of a model's forward for bf16=True."""
-    forward = type(model).forward
-
-    def in_bfloat16(*args, **kwargs):
-        with torch.autocast("cpu", torch.bfloat16):
-            return forward(model, *args, **kwargs)
-
-    model.forward = convert_outputs_to_fp32(in_bfloat16)
+    in_bfloat16 = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
+    model.forward = MethodType(convert_outputs_to_fp32(in_bfloat16), model)
 
 
 @pytest.mark.parametrize("loss_class, options", LOSSES)

@@ -6,11 +6,12 @@ there and its gradient arrives under DistributedDataParallel and FSDP as it does
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 
 import torch
-from pylate.models import Dense
+from pylate.models import ColBERT, Dense
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -116,11 +117,46 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"Dense has the activation {type(last.activation_function).__name__}"
     if last.use_residual:
         return "Dense adds a residual"
+    core = _unsharded(unwrap(model))
+    for module in (core, last):
+        if reason := _reason_to_expect_changes(module):
+            return reason
     linear = last.linear
     # FSDP 2 has made the weight whole by the time the module runs.
     whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
     if type(linear) is not nn.Linear or type(linear.weight) not in whole:
         return f"the linear layer of Dense is a {type(linear).__name__} with a {type(linear.weight).__name__}"
+    if "forward" in vars(linear):
+        return "the forward of Dense's linear layer was replaced"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "the linear layer of Dense has hooks, which would not be called"
     return None
+
+
+def _reason_to_expect_changes(module: nn.Module) -> str | None:
+    """Why what the module returns may differ from what PyLate's code made, as where embeddings are cut short."""
+    name = type(module).__name__
+    if isinstance(module, ColBERT) and type(module).forward is not ColBERT.forward:
+        return f"the forward of {name} is not PyLate's own"
+    if not _is_own(vars(module).get("forward"), type(module).forward):
+        return f"the forward of {name} was replaced"
+    if not all(_module_of(hook).startswith("torch.") for hook in module._forward_hooks.values()):
+        return f"{name} has forward hooks, which may change what it returns"
+    return None
+
+
+def _is_own(forward: Callable | None, of_class: Callable) -> bool:
+    """Whether it is the class's, which `None` stands for, or what accelerate makes of that for mixed precision."""
+    if forward is None:
+        return True
+    while getattr(forward, "__func__", forward) is not of_class:
+        if _module_of(forward).partition(".")[0] not in ("torch", "accelerate") or not hasattr(forward, "__wrapped__"):
+            return False
+        forward = forward.__wrapped__
+    return True
+
+
+def _module_of(function: Callable) -> str:
+    """Where it was written; what a decorator returns often says the module of what it decorates."""
+    written = getattr(getattr(function, "__func__", function), "__globals__", {})
+    return written.get("__name__", type(function).__module__)
