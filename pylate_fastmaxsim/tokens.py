@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,9 @@ class TokenBatch:
         require_tensor("TokenBatch", "values", self.values, "[T, d]")
         require_tensor("TokenBatch", "starts", self.starts, "int64 [N]")
         require_tensor("TokenBatch", "lengths", self.lengths, "int64 [N]")
+        # NumPy's integers compare and hash like these, but are no numbers to a kernel.
+        if not isinstance(self.max_length, (int, torch.SymInt)):
+            object.__setattr__(self, "max_length", _integer("TokenBatch: max_length", self.max_length))
         if self.values.dim() != 2:
             raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
         if self.starts.dim() != 1 or self.starts.shape != self.lengths.shape:
@@ -212,8 +216,9 @@ class TokenBatch:
             require_tensor("TokenBatch.from_packed", "keep", keep, "[T]")
             keep = keep.to(device=values.device)
             keep = keep if keep.dtype == torch.bool else keep != 0
-        # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
-        if (max_length is None or cu_seqlens.device.type == "cpu") and not torch.compiler.is_compiling():
+        # Elsewhere this would wait for the device, and in a graph or a fake tensor there is nothing to look at.
+        on_host = cu_seqlens.device.type == "cpu" and type(cu_seqlens) is Tensor
+        if (max_length is None or on_host) and not torch.compiler.is_compiling():
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length
         cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64)
@@ -292,6 +297,13 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}.") from None
 
 
 def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:

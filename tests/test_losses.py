@@ -239,12 +239,22 @@ def test_a_loss_built_while_enabled_is_stock_again_afterwards(model):
         assert torch.equal(run(loss_function, batch, labels)[0], stock[0])
 
 
-def test_a_subclass_that_changes_gradcache_keeps_its_changes(model, caplog):
-    class Doubled(losses.CachedContrastive):
-        def calculate_loss(self, *args, **kwargs):
-            return 2 * super().calculate_loss(*args, **kwargs)
+class Doubled(losses.CachedContrastive):
+    def calculate_loss(self, *args, **kwargs):
+        return 2 * super().calculate_loss(*args, **kwargs)
 
-    loss_function = Doubled(model)
+
+def doubled(model):
+    """As Sentence Transformers decorates a loss."""
+    loss_function = losses.CachedContrastive(model)
+    calculate_loss = loss_function.calculate_loss
+    loss_function.calculate_loss = lambda *args, **kwargs: 2 * calculate_loss(*args, **kwargs)
+    return loss_function
+
+
+@pytest.mark.parametrize("make", [Doubled, doubled])
+def test_a_loss_that_changes_gradcache_keeps_its_changes(model, caplog, make):
+    loss_function = make(model)
     batch = batch_of(model)
     stock = run(loss_function, batch)
     pylate_fastmaxsim.enable(stock_masking=True)

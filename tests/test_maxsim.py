@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from strategies import ragged
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -368,6 +369,39 @@ def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compila
             actual = compiled(*arguments)
             torch.testing.assert_close(actual, expected)
             torch.testing.assert_close(torch.autograd.grad(actual, arguments[:2]), expected_gradients)
+
+
+class _Scores(torch.nn.Module):
+    def forward(self, queries, documents, mask):
+        return maxsim(queries, documents, documents_mask=mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_any_number_of_queries_and_documents(strict):
+    def inputs(queries, documents):
+        return torch.randn(queries, 3, 8), torch.randn(documents, 6, 8), torch.rand(documents, 6) < 0.7
+
+    some, others = torch.export.Dim("some"), torch.export.Dim("others")
+    sizes = {0: some}, {0: others}, {0: others}
+    program = torch.export.export(_Scores(), inputs(2, 5), dynamic_shapes=sizes, strict=strict).module()
+    arguments = inputs(4, 7)
+    torch.testing.assert_close(program(*arguments), _Scores()(*arguments))
+
+
+def test_fake_tensors_are_not_looked_at():
+    with FakeTensorMode():
+        documents = TokenBatch.from_packed(torch.randn(5, 4), torch.tensor([0, 2, 5]), max_length=3)
+        scores = maxsim(torch.randn(2, 3, 4), documents, torch.tensor([[0], [1]]))
+    assert scores.shape == (2, 1)
+
+
+def test_compiled_autograd_takes_the_backward_whole():
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4, requires_grad=True)
+    expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
+    whole = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(whole):
+        maxsim(queries, documents).square().sum().backward()
+    torch.testing.assert_close((queries.grad, documents.grad), expected)
 
 
 @pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])

@@ -51,6 +51,15 @@ def test_a_script_runs_accelerated_with_its_own_arguments(script, tmp_path):
     assert done.stderr.count("accelerated: fused MaxSim") == 1
 
 
+def test_to_ask_whether_pylate_is_there_is_not_to_import_it(script, tmp_path):
+    asks = "from importlib.util import find_spec\nassert find_spec('pylate')\nfind_spec('colpali_engine')\n"
+    (tmp_path / "asks.py").write_text(asks)
+    script.write_text(asks + SCRIPT)
+    done = run(script, cwd=tmp_path)
+    assert done.returncode == 7 and "accelerated True" in done.stdout, done.stderr
+    assert "asks.py did not import PyLate" in run("asks.py", cwd=tmp_path).stderr
+
+
 def test_a_module_runs_from_the_working_directory_unless_forbidden(script):
     done = run("-m", "train", "-m", cwd=script.parent, PYLATE_FASTMAXSIM="0")
     assert done.returncode == 7, done.stderr

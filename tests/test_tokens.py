@@ -54,6 +54,12 @@ def test_from_packed_takes_any_keep(dtype):
     torch.testing.assert_close(maxsim(queries, batch), expected)
 
 
+@pytest.mark.parametrize("longest", [np.int64(3), np.int32(3), torch.tensor(3)])
+def test_max_length_becomes_a_number_of_python(longest):
+    cu_seqlens = torch.tensor([0, 2, 5])
+    assert type(TokenBatch.from_packed(torch.ones(5, 4), cu_seqlens, max_length=longest).max_length) is int
+
+
 def test_from_list_packs_in_order():
     sequences = [torch.randn(2, 3), torch.randn(0, 3), torch.randn(4, 3)]
     batch = TokenBatch.from_list(sequences)

@@ -102,8 +102,8 @@ def test_the_row_can_be_pasted_and_says_where():
     own = Measured(launch.ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
     out = Measured(own.tiles._replace(num_warps=4), problem="OutOfResources: shared memory")
     found = Search(own, best, [own, out, best], True)
-    comment, row = row_text("forward", 89, "half", 128, found).splitlines()
-    assert comment == '# _FORWARD[89, "half"]: 1.41 times as fast as the table\'s row (add 89 to ARCHITECTURES)'
+    comment, row = row_text("_FORWARD", 86, "half", 128, found).splitlines()
+    assert comment == '# _FORWARD[86, "half"]: 1.41 times as fast as the table\'s row'
     assert eval(row, vars(launch)) == ((128, best.tiles),)
     console = Console(width=200, file=io.StringIO())
     console.print(measured_table("forward", found, gpu.IN_BATCH))
@@ -111,6 +111,25 @@ def test_the_row_can_be_pasted_and_says_where():
     changed = ["block_m=64", "the table's row", "num_warps=4"]
     assert [name for line in lines for name in changed if name in line and "relative" not in line] == changed
     assert "256x32 vs 512x300" in lines[2] and "OutOfResources: shared memory" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
+@pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (1024, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, family, monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
+    table, kind = getattr(launch, gpu.table_name(family, dim, dtype)), launch.arithmetic(dtype, gpu.PRECISION)
+    smaller = gpu.table_row(family, dim, dtype)._replace(num_warps=1)
+    own = table.get((architecture, kind), [])
+    monkeypatch.setitem(table, (architecture, kind), [(dim, smaller), *own])
+    tiles = getattr(launch, f"{family}_tiles")
+    tiles.cache_clear()
+    try:
+        assert gpu.table_row(family, dim, dtype).num_warps == 1
+        # Larger vectors still have a row.
+        assert gpu.table_row(family, 4096, dtype)
+    finally:
+        tiles.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -23,7 +23,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised).
 
-    ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
+    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
     dtype = _accumulation_dtype(hidden)
     embeddings = hidden.new_empty(len(hidden), len(weight))

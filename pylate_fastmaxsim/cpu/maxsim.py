@@ -186,7 +186,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` and winners ``[P, Tq]``, which are ``None`` if not wanted; see :mod:`pylate_fastmaxsim.ops.maxsim`.
 
-    ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
+    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
     dtype = _accumulation_dtype(q_values)
     columns = len(d_starts) if candidates is None else candidates.shape[1]

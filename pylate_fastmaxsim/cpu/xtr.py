@@ -46,15 +46,23 @@ class _Maxima:
             self.threshold.masked_fill_(largest.isnan().all(dim=1, keepdim=True), torch.nan)
 
     def _fold(self, similarities: Tensor, documents: _Live, block: Tensor) -> None:
-        count = documents.count[block]
-        # Behind its end a document repeats its last token, which changes neither extreme and is never the first one.
-        rank = torch.arange(int(count[0]), device=count.device)
-        column = (count.cumsum(0) - count)[:, None] + torch.minimum(rank, count[:, None] - 1)
-        padded = similarities.index_select(1, column.reshape(-1)).view(len(similarities), *column.shape)
-        best, place = padded.max(dim=2)
-        self.best[:, block] = best
-        self.worst[:, block] = padded.amin(dim=2)
-        self.position[:, block] = documents.position[documents.first[block] + place]
+        """Extremes of a block of documents, longest first, from their similarities one after the other."""
+        begin = 0
+        while begin < len(block):
+            # As many as, padded to the longest, are no more than the similarities that there are.
+            longest = int(documents.count[block[begin]])
+            some = block[begin : begin + max(1, similarities.shape[1] // longest)]
+            count = documents.count[some]
+            # Behind its end a document repeats its last token, which changes neither extreme and is never the first one.
+            rank = torch.arange(longest, device=count.device)
+            column = (count.cumsum(0) - count)[:, None] + torch.minimum(rank, count[:, None] - 1)
+            padded = similarities.index_select(1, column.reshape(-1)).view(len(similarities), *column.shape)
+            best, place = padded.max(dim=2)
+            self.best[:, some] = best
+            self.worst[:, some] = padded.amin(dim=2)
+            self.position[:, some] = documents.position[documents.first[some] + place]
+            similarities = similarities[:, int(count.sum()) :]
+            begin += len(some)
 
     def passing(self, zero_floor: Tensor | None, empty: Tensor) -> Tensor:
         """Which maxima count, ``[R, Nd]``: they pass, and no 0 is larger."""
@@ -85,7 +93,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` if not wanted); see :mod:`pylate_fastmaxsim.ops.xtr`.
 
-    ``precision`` is not used: float32 products follow ``torch.get_float32_matmul_precision()`` by themselves.
+    ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
     dtype = _accumulation_dtype(q_values)
     columns = len(d_starts) if candidates is None else candidates.shape[1]

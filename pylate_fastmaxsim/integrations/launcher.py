@@ -91,13 +91,20 @@ class _EnableWithHost(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
         if name not in switch.HOST_MODULES:
             return None
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            # Whoever asks may only want to know whether there is such a module.
+            sys.meta_path.insert(place, self)
         if spec is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_enable(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             switch.enable(**self.options)
 

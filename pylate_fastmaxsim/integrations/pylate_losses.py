@@ -75,9 +75,13 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
         return f"the environment asks for PYLATE_SCORES_BACKEND={os.environ['PYLATE_SCORES_BACKEND']}"
     if isinstance(loss, CachedContrastive):
         steps = ("embed_minibatch", "embed_minibatch_iter", "calculate_loss", "calculate_loss_and_cache_gradients")
-        changed = [step for step in steps if getattr(type(loss), step) is not getattr(CachedContrastive, step)]
+        changed = [
+            step
+            for step in steps
+            if step in vars(loss) or getattr(type(loss), step) is not getattr(CachedContrastive, step)
+        ]
         if changed:
-            return f"its class overrides {', '.join(changed)}"
+            return f"{', '.join(changed)} of it is not PyLate's own"
     return None
 
 

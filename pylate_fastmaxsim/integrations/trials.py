@@ -13,6 +13,7 @@ from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_
 from pylate_fastmaxsim.integrations.documents import Documents, EncodingPlan, grouped_plan, packed_plan, without_index
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
+from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
@@ -162,7 +163,7 @@ def _recorded_dtype(core: nn.Module) -> Iterator[set[torch.dtype]]:
 
 
 def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
-    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    if dtype == torch.float32 and device.type == "cuda" and float32_precision(dtype) != "highest":
         return _TOLERANCE_TF32
     return _TOLERANCE[dtype]
 

@@ -186,7 +186,8 @@ def architecture(device: torch.device) -> int:
 
 
 def row(table: dict, arch: int, kind: str, dim: int):
-    rows = table.get((arch, kind)) or table.get(kind, [])
+    # An architecture's own rows need not reach to the largest d.
+    rows = [*table.get((arch, kind), []), *table.get(kind, [])]
     return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
 
 

@@ -23,8 +23,8 @@ def filtered(scores: Tensor) -> Tensor:
     """The scores ``[Nq, P]`` as they are; their gradient passes without the pairs that do not matter.
 
     Of each query's pairs those are dropped whose absolute gradient is at most ``DROPPED_AT_MOST / P`` of the sum over
-    the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes. Nothing waits for the
-    device.
+    the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes, and of a query whose sum is infinite all
+    pairs do. Nothing waits for the device.
 
     Examples
     --------
@@ -46,4 +46,5 @@ class _Filter(torch.autograd.Function):
     def backward(ctx, gradient):
         size = gradient.abs()
         limit = size.sum(dim=1, keepdim=True) * (DROPPED_AT_MOST / max(1, gradient.shape[1]))
-        return gradient.masked_fill(size <= limit, 0.0)
+        # Of an infinite sum every part is small; a GradScaler has to see the infinity.
+        return gradient.masked_fill((size <= limit) & limit.isfinite(), 0.0)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import head as blocked
 from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
+from pylate_fastmaxsim.ops.forward_mode import refuse_tangents
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path
+from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 
 Projected = Literal["documents", "queries", "both"]
@@ -121,7 +123,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
 
     Notes
     -----
-    Float32 products follow ``torch.get_float32_matmul_precision()``.
+    Float32 products follow ``torch.set_float32_matmul_precision`` and what else asks PyTorch for TF32.
 
     Examples
     --------
@@ -140,6 +142,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     if autocast:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     _check(hidden, weight, bias, autocast)
+    refuse_tangents("project_normalize", hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     differentiate = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
@@ -203,12 +206,12 @@ torch.library.define(
 # The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
 @torch.library.impl("pylate_fastmaxsim::project_forward", "CompositeExplicitAutograd")
 def _forward(hidden, weight, bias, normalize):
-    return _path(hidden).forward(hidden, weight, bias, normalize, torch.get_float32_matmul_precision())
+    return _path(hidden).forward(hidden, weight, bias, normalize, float32_precision(hidden.dtype))
 
 
 @torch.library.impl("pylate_fastmaxsim::project_backward", "CompositeExplicitAutograd")
 def _backward(grad, hidden, weight, embeddings, inverse_norms, normalize, *needs):
-    precision = torch.get_float32_matmul_precision()
+    precision = float32_precision(hidden.dtype)
     return _path(hidden).backward(grad, hidden, weight, embeddings, inverse_norms, normalize, precision, *needs)
 
 

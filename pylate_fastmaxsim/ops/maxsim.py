@@ -11,7 +11,9 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.forward_mode import refuse_tangents
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.winners import winner_dtype
 
@@ -69,11 +71,14 @@ def maxsim(
         neither ``"auto"`` nor ``None``.
     TypeError
         An argument is of the wrong type.
+    NotImplementedError
+        Vectors carry forward-mode derivatives, or second derivatives are asked for.
 
     Notes
     -----
     Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``.
-    Otherwise float32 products follow ``torch.get_float32_matmul_precision()``. Sums are taken in float32.
+    Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and what else asks PyTorch for TF32. Sums are
+    taken in float32.
 
     Examples
     --------
@@ -137,7 +142,9 @@ def prepared(
     if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    _check(operator, q_values, d_values, len(queries), len(documents), candidates, zero_floor)
+    refuse_tangents(operator, q_values, d_values)
+    # Not `len`, which makes a symbolic size of torch.export a number.
+    _check(operator, q_values, d_values, queries.starts.shape[0], documents.starts.shape[0], candidates, zero_floor)
     return queries, documents, q_values, d_values
 
 
@@ -195,8 +202,9 @@ def _check(
             raise ValueError(
                 f"{operator}: candidates must be on {q_values.device}, as the queries, got {candidates.device}."
             )
-        # Elsewhere this would wait for the device, and in a compiled graph there is nothing to look at.
-        if candidates.device.type == "cpu" and not torch.compiler.is_compiling() and candidates.numel() > 0:
+        # Elsewhere this would wait for the device, and in a graph or a fake tensor there is nothing to look at.
+        on_host = candidates.device.type == "cpu" and type(candidates) is Tensor
+        if on_host and not torch.compiler.is_compiling() and candidates.numel() > 0:
             low, high = torch.aminmax(candidates)
             if low < 0 or high >= num_documents:
                 raise ValueError(
@@ -265,7 +273,7 @@ torch.library.define(
 
 # The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
 def _scores_and_winners(q_values, *arguments):
-    return path(q_values).forward(q_values, *arguments, torch.get_float32_matmul_precision())
+    return path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
 
 
 def _forward(*arguments):
@@ -279,7 +287,7 @@ def _forward(*arguments):
 
 def _backward(grad_scores, winners, q_values, *arguments):
     *arguments, need_q, need_d = arguments
-    precision = torch.get_float32_matmul_precision()
+    precision = float32_precision(q_values.dtype)
     return path(q_values).backward(grad_scores, winners, q_values, *arguments, precision, need_q, need_d)
 
 
@@ -334,7 +342,8 @@ def _differentiate(ctx, grad_scores, _):
     if grad_scores is not None:
         need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         # With gradients enabled somebody asks for second ones, which the registered operator refuses.
-        direct = _plain(grad_scores) and not torch.is_grad_enabled()
+        # A compiled backward takes the registered operator as one.
+        direct = not torch.compiler.is_compiling() and _plain(grad_scores) and not torch.is_grad_enabled()
         backward = _backward if direct else torch.ops.pylate_fastmaxsim.maxsim_backward
         grad_q, grad_d = backward(grad_scores, *ctx.saved_tensors, *ctx.sizes, need_q, need_d)
         gradients[0] = grad_q if need_q else None

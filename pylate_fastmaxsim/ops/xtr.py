@@ -13,6 +13,7 @@ from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops import maxsim as maxsim_ops
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
 from pylate_fastmaxsim.winners import winner_dtype
 
@@ -144,7 +145,7 @@ torch.library.define(
 @torch.library.impl("pylate_fastmaxsim::xtr_forward", "CompositeExplicitAutograd")
 def _forward(q_values, *arguments):
     """Scores, what their sums were divided by, and winners."""
-    sums, counts, winners = _path(q_values).forward(q_values, *arguments, torch.get_float32_matmul_precision())
+    sums, counts, winners = _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
 

@@ -331,13 +331,14 @@ def tune(
     from pylate_fastmaxsim.tuning.report import measured_table, row_text
     from pylate_fastmaxsim.tuning.search import TuningError
 
-    major, minor = torch.cuda.get_device_capability()
+    architecture = launch.architecture(torch.device("cuda"))
     arithmetic = launch.arithmetic(gpu.DTYPES[dtype.value], gpu.PRECISION)
     rows = []
     try:
         for family, found in gpu.tune(d, dtype.value, budget):
             errors.print(measured_table(family, found, gpu.SHAPES[family]))
-            rows.append(row_text(family, 10 * major + minor, arithmetic, d, found))
+            table = gpu.table_name(family, d, gpu.DTYPES[dtype.value])
+            rows.append(row_text(table, architecture, arithmetic, d, found))
     except TuningError as error:
         errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None

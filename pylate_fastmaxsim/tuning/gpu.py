@@ -90,10 +90,22 @@ def tune(dim: int, dtype: str, budget: float) -> Iterator[tuple[str, Search]]:
         )
 
 
+def table_name(family: str, dim: int, dtype: torch.dtype) -> str:
+    """Of the table in kernels/launch.py that this GPU's row is in."""
+    # The forward is measured with winners, as training needs it.
+    if family == "forward" and launch.row(launch._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
+        return "_FORWARD_WITH_WINNERS"
+    return f"_{family.upper()}"
+
+
+def _key(dim: int, dtype: torch.dtype) -> tuple[int, str, int]:
+    return launch.architecture(torch.device("cuda")), launch.arithmetic(dtype, PRECISION), dim
+
+
 def table_row(family: str, dim: int, dtype: torch.dtype) -> NamedTuple:
     """What the tables hold for this GPU."""
     row = getattr(launch, f"{family}_tiles")
-    arguments = launch.architecture(torch.device("cuda")), launch.arithmetic(dtype, PRECISION), dim
+    arguments = _key(dim, dtype)
     # Enough rows for a tile of any size.
     return row(*arguments, q_rows=2**20, want_winners=True) if family == "forward" else row(*arguments)
 

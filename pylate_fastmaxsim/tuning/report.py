@@ -8,18 +8,20 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from pylate_fastmaxsim.kernels import launch
 from pylate_fastmaxsim.tuning.search import Measured, Search
 
 
-def row_text(family: str, capability: int, arithmetic: str, dim: int, found: Search) -> str:
+def row_text(table: str, architecture: int, arithmetic: str, dim: int, found: Search) -> str:
     """Python text: a comment that says where the row belongs, and the row.
+
+    `table` is the name of a table, `architecture` that of its rows which this GPU takes.
 
     Examples
     --------
+    >>> from pylate_fastmaxsim.kernels import launch
     >>> from pylate_fastmaxsim.tuning.search import Measured, Search
     >>> own = Measured(launch.QueryGradientTiles(4, 128, 8, 2), (1.0,))
-    >>> print(row_text("query_gradient", 90, "half", 128, Search(own, own, [own], True)))
+    >>> print(row_text("_QUERY_GRADIENT", 90, "half", 128, Search(own, own, [own], True)))
     # _QUERY_GRADIENT[90, "half"]: the table's own row, nothing was clearly faster
     (128, QueryGradientTiles(block_rows=4, block_d=128, unroll=8, num_warps=2)),
     """
@@ -27,9 +29,7 @@ def row_text(family: str, capability: int, arithmetic: str, dim: int, found: Sea
         verdict = "the table's own row, nothing was clearly faster"
     else:
         verdict = f"{1 / found.best.relative_to(found.table):.2f} times as fast as the table's row"
-    if capability not in launch.ARCHITECTURES:
-        verdict += f" (add {capability} to ARCHITECTURES)"
-    return f'# _{family.upper()}[{capability}, "{arithmetic}"]: {verdict}\n({dim}, {found.best.tiles}),'
+    return f'# {table}[{architecture}, "{arithmetic}"]: {verdict}\n({dim}, {found.best.tiles}),'
 
 
 def measured_table(family: str, found: Search, shapes: Sequence[object]) -> Table:
