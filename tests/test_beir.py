@@ -104,6 +104,60 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(expansion, encoder, tmp_p
     assert 0 < metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
 
 
+def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[str, float]]:
+    model = models.load_model(encoder("bert"))
+    collection = beir.load_collection(EvaluationSection(beir=str(write_folder(folder, **changed))))
+    return beir.retrieve(model, collection, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"title": "", "text": text(3, 5)},
+        {"title": "a topic", "text": f" {text(3, 5)}\n"},  # as in ArguAna
+        {"title": text(3, 5), "text": "an abstract"},  # as in SciDocs
+        {"title": text(3, 2), "text": text(3, 5).removeprefix(text(3, 2)).strip()},
+    ],
+)
+def test_the_query_itself_is_no_result(own, encoder, tmp_path):
+    content = tables()
+    # With the query itself one more than are looked at, so that it would be among them or take a rank from another.
+    corpus = content["corpus"][: beir.DEPTH]
+    plain = ranked_with(tmp_path / "plain", encoder, corpus=corpus)
+    corpus = [{"_id": "q1", **own}, *corpus]
+    assert content["queries"][1] == {"_id": "q1", "text": text(3, 5)}
+    found = ranked_with(tmp_path / "own", encoder, corpus=corpus)
+    assert len(found["q1"]) == len(plain["q1"]) == beir.DEPTH
+    assert found["q1"] == pytest.approx(plain["q1"], rel=1e-5)
+    # A result of other queries it remains, and of its own once it is judged relevant.
+    all_of_it = [{"_id": "q1", "title": "", "text": text(3, 5)}, *content["corpus"][:60]]
+    qrels = [row for row in content["qrels"] if row["corpus-id"] < "0060"]
+    assert "q1" in ranked_with(tmp_path / "others", encoder, corpus=all_of_it, qrels=qrels)["q2"]
+    for grade in (0, 1):
+        judged = [*qrels, {"query-id": "q1", "corpus-id": "q1", "score": grade}]
+        found = ranked_with(tmp_path / f"grade-{grade}", encoder, corpus=all_of_it, qrels=judged)
+        assert ("q1" in found["q1"]) == bool(grade)
+
+
+def test_a_document_that_only_has_the_id_of_the_query_is_a_result(encoder, tmp_path):
+    """Queries and documents are numbered independently of each other, as in Cranfield."""
+    content = tables()
+    corpus = [row | {"_id": f"q{number}"} for number, row in enumerate(content["corpus"][:90])]
+    qrels = [{"query-id": f"q{row}", "corpus-id": f"q{row + 7}", "score": 1} for row in range(QUERIES)]
+    found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
+    assert all(len(results) == 90 for results in found.values())
+
+
+def test_a_corpus_of_nothing_but_a_query_has_no_result_for_it(encoder, tmp_path):
+    corpus = [{"_id": "q1", "text": text(3, 5)}]
+    qrels = [{"query-id": query, "corpus-id": "q1", "score": int(query == "q2")} for query in ("q1", "q2")]
+    folder = write_folder(tmp_path / "data", corpus=corpus, qrels=qrels)
+    collection = beir.load_collection(EvaluationSection(beir=str(folder)))
+    model = models.load_model(encoder("bert"))
+    assert beir.retrieve(model, collection, batch_size=8)["q1"] == {}
+    assert beir.evaluate_collection(model, collection, batch_size=8) == dict.fromkeys(beir.METRICS, 0.5)
+
+
 @pytest.mark.parametrize("table", ["corpus", "queries"])
 @pytest.mark.parametrize("layout", ["files", "parquet"])
 def test_an_empty_table_gets_one_sentence(layout, table, tmp_path):
@@ -157,6 +211,20 @@ def test_a_recipe_reports_it_stock_and_fast(tmp_path):
         (
             {"qrels": [{"query-id": "q1", "corpus-id": "0001", "score": "high"}]},
             "evaluation.beir: the grade of query q1 and document 0001 must be an integer, got 'high'.",
+        ),
+        (
+            {"corpus": [{"_id": "d1", "text": "a"}]},
+            "does not fit together: no judged document is in the corpus, whose first id is 'd1' where a judged one is "
+            "'0000'.",
+        ),
+        (
+            {"corpus": [{"_id": f"2020-01-{day}", "text": "a"} for day in range(10, 20)]},
+            "evaluation.beir: the ids of the subset corpus look like dates, which datasets reads from JSON as timestamp[s] "
+            "and not as they are written; store that subset as .parquet, with ids that are strings.",
+        ),
+        (
+            {"queries": [{"_id": f"2020-01-{day}T10:00:00Z", "text": "a"} for day in range(10, 20)]},
+            "evaluation.beir: the ids of the subset queries look like dates, ",
         ),
         ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
     ],

@@ -13,6 +13,7 @@ pytest.importorskip("pylate")
 pytest.importorskip("matplotlib")
 
 import datasets
+from datasets import Dataset
 from pylate import evaluation
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
 from pylate.models import ColBERT
@@ -132,6 +133,49 @@ def test_the_divergence_is_that_of_held_out_rows(normalize, tmp_path, calls, mon
     assert len(calls) == 3
 
 
+def model_of(recipe: Recipe) -> ColBERT:
+    return ColBERT(prepare(recipe).model.name_or_path, device="cpu", query_length=8, document_length=24)
+
+
+@pytest.mark.parametrize("kind", ["triplets", "distillation"])
+def test_texts_that_occur_in_several_held_out_rows_count_once(kind, tmp_path):
+    rows, loss = {"triplets": (triplets(), "contrastive"), "distillation": (taught(), "distillation")}[kind]
+    recipe = recipe_of(tmp_path, rows, loss={"name": loss})
+    model = model_of(recipe)
+    once = load_data(prepare(recipe)).held_out
+    thrice = Dataset.from_list([row for row in once for _ in range(3)])
+    expected = held_out.evaluate_held_out(recipe, model, once)
+    assert 0 < expected["ndcg@10"] < 1 and len(expected) == 2
+    assert held_out.evaluate_held_out(recipe, model, thrice) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_held_out_query_has_the_relevant_documents_of_all_its_rows(tmp_path):
+    recipe = recipe_of(tmp_path, triplets())
+    rows = Dataset.from_list(
+        [
+            {"query": "a", "positive": "first", "negative": "other"},
+            {"query": "b", "positive": "other", "negative": "second"},
+            {"query": "a", "positive": "second", "negative": "third"},
+        ]
+    )
+    evaluator = held_out.retrieval_evaluator(recipe, rows, model_of(recipe))
+    assert (evaluator.queries, evaluator.corpus) == (["a", "b"], ["first", "other", "second", "third"])
+    # Without repeated texts they are numbered by row, and PyLate goes by the number where scores are equal.
+    assert (evaluator.queries_ids, evaluator.corpus_ids) == (["q0", "q1"], ["d0-0", "d0-1", "d1-1", "d2-1"])
+    assert evaluator.relevant_docs == {"q0": {"d0-0", "d1-1"}, "q1": {"d0-1"}}
+    taught_rows = Dataset.from_list(
+        [
+            {"query": "a", "documents": ["first", "other"], "scores": [2.0, 1.0]},
+            {"query": "a", "documents": ["other", "second"], "scores": [0.5, 0.7]},
+            {"query": "b", "documents": ["second", "first"], "scores": [0.0, 1.0]},
+        ]
+    )
+    recipe = recipe_of(tmp_path, taught(), loss={"name": "distillation"})
+    evaluator = held_out.retrieval_evaluator(recipe, taught_rows, model_of(recipe))
+    assert (evaluator.queries, evaluator.corpus) == (["a", "b"], ["first", "other", "second"])
+    assert evaluator.relevant_docs == {"q0": {"d0-0", "d1-1"}, "q2": {"d0-0"}}
+
+
 @pytest.fixture
 def nano_beir(tmp_path, monkeypatch) -> Path:
     """Two sets laid out as those on the Hub, where PyLate looks for them."""
@@ -179,7 +223,7 @@ def test_nano_beir_is_that_of_pylate(nano_beir, calls):
 def test_nano_beir_is_scored_in_parts_that_fit(nano_beir, calls, monkeypatch):
     recipe = recipe_of(nano_beir, triplets(), evaluation={"rows": 0, "nano_beir": list(SETS)})
     data = load_data(prepare(recipe))
-    model = ColBERT(prepare(recipe).model.name_or_path, device="cpu", query_length=8, document_length=24)
+    model = model_of(recipe)
     monkeypatch.setattr(held_out, "EVALUATION_SIMILARITIES", 50 * 6 * 8 * 24)
     with switched(recipe.fast):
         fast = evaluate(recipe, model, data)

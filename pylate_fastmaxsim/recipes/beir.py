@@ -29,6 +29,7 @@ JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
 
 # Documents that are encoded and then scored together: PyLate sorts them by length, so many pad little.
 BATCHES_AT_ONCE = 64
+IDS_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,17 @@ def load_collection(section: EvaluationSection) -> Collection:
     Raises
     ------
     RecipeError
-        A table or a column is missing, or there are no judgements for any query.
+        A table or a column is missing, there are no judgements for any query, or no judged document is in the corpus.
     """
     corpus = load_subset(KEY, section.beir, "corpus", ("_id", "text"))
     texts = load_subset(KEY, section.beir, "queries", ("_id", "text"))
+    for subset, table in (("corpus", corpus), ("queries", texts)):
+        kind = str(getattr(table.features["_id"], "dtype", ""))
+        if kind.startswith(("timestamp", "date")):
+            raise RecipeError(
+                f"{KEY}: the ids of the subset {subset} look like dates, which datasets reads from JSON as {kind} and "
+                "not as they are written; store that subset as .parquet, with ids that are strings."
+            )
     judgements: dict[str, dict[str, int]] = {}
     rows = _load_judgements(section)
     for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
@@ -77,6 +85,14 @@ def load_collection(section: EvaluationSection) -> Collection:
     if missing is not None or not queries:
         reason = f"the query {missing} is judged but is not among the queries" if queries else "no query is judged"
         raise RecipeError(f"{KEY}: {section.beir} does not fit together: {reason}.")
+    judged = {document for grades in judgements.values() for document in grades}
+    if not any(
+        str(document) in judged for rows in corpus.select_columns("_id").iter(IDS_AT_ONCE) for document in rows["_id"]
+    ):
+        raise RecipeError(
+            f"{KEY}: {section.beir} does not fit together: no judged document is in the corpus, whose first id is "
+            f"{str(corpus[0]['_id'])!r} where a judged one is {next(iter(next(iter(judgements.values()))))!r}."
+        )
     return Collection(corpus, queries, judgements)
 
 
@@ -116,22 +132,54 @@ def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int)
 
 
 def retrieve(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, dict[str, float]]:
-    """The scores of the best documents of each query, by their ids."""
+    """The scores of the best documents of each query, by their ids.
+
+    A document that is the query itself is no result, as in ArguAna and Quora.
+    """
     queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH)
+    scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH + 1)
     return {
-        query: dict(zip(map(str, collection.corpus[found]["_id"]), best, strict=True))
+        query: _results(collection, query, found, best)
         for query, found, best in zip(collection.queries, positions.tolist(), scores.tolist(), strict=True)
     }
+
+
+def _results(collection: Collection, query: str, positions: list[int], scores: list[float]) -> dict[str, float]:
+    rows = collection.corpus[positions]
+    results = [
+        (document, score)
+        for document, score, title, text in zip(map(str, rows["_id"]), scores, _titles(rows), rows["text"], strict=True)
+        if document != query or not _is_query(collection, query, title, text)
+    ]
+    return dict(results[:DEPTH])
+
+
+def _is_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
+    """Whether the document that has the id of a query is that query.
+
+    BEIR's evaluator goes by the id alone, which loses documents where queries and documents are numbered independently
+    of each other, as in Cranfield. ArguAna's documents have a title that the queries lack, SciDocs' queries are titles.
+    """
+    if collection.judgements[query].get(query, 0) > 0:
+        return False
+    wanted = (collection.queries[query] or "").strip()
+    return wanted != "" and wanted in ((title or "").strip(), (text or "").strip(), _joined(title, text))
 
 
 def _encoded(model: ColBERT, corpus: Dataset, batch_size: int) -> Iterator[TokenBatch]:
     with tqdm(total=len(corpus), desc="Searching", unit=" documents", unit_scale=True) as progress:
         for rows in corpus.iter(BATCHES_AT_ONCE * batch_size):
-            titles = rows.get("title") or [""] * len(rows["text"])
-            texts = [f"{title or ''} {text}".strip() for title, text in zip(titles, rows["text"], strict=True)]
+            texts = [_joined(title, text) for title, text in zip(_titles(rows), rows["text"], strict=True)]
             yield encode(model, texts, batch_size, is_query=False)
             progress.update(len(texts))
+
+
+def _titles(rows: dict[str, list]) -> list[str | None]:
+    return rows.get("title") or [None] * len(rows["text"])
+
+
+def _joined(title: str | None, text: str | None) -> str:
+    return f"{title or ''} {text}".strip()
 
 
 def encode(

@@ -21,6 +21,8 @@ from pylate_fastmaxsim.recipes.tables import load_table
 
 ROWS_AT_ONCE = 100_000
 
+LABEL_COLUMNS = ("label", "scores")  # what PyLate's collator reads as teacher scores, whatever the loss
+
 
 @dataclass(frozen=True)
 class RecipeData:
@@ -86,9 +88,10 @@ def _scores_as_floats(dataset: Dataset) -> Dataset:
 
 
 def load_columns(data: DataSection, section: str) -> Dataset:
-    """The columns that a section of the recipe names, of rows in files or on the Hub."""
+    """The columns that a section of the recipe names, of rows in files or on the Hub; all but ids if it names none."""
     dataset = _load_rows(data, section)
-    columns = data.columns or dataset.column_names
+    # Where there is nothing but ids, what checks the columns refuses them.
+    columns = data.columns or [name for name in dataset.column_names if not _is_id(name)] or dataset.column_names
     for column in columns:
         if column not in dataset.column_names:
             raise RecipeError(
@@ -104,18 +107,41 @@ def _load_rows(data: DataSection, section: str) -> Dataset:
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")
 
 
+def _is_id(column: str) -> bool:
+    """Whether PyLate's collator leaves a column out of the texts."""
+    return "_id" in column or column == "dataset_name"
+
+
 def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
     """PyLate's collator tells queries, documents and scores apart by the names of the columns."""
+    for column in filter(_is_id, columns):
+        raise RecipeError(
+            f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
+            "in its name; leave it out as well, or rename it if it holds texts."
+        )
     query, *others = columns
     if not ("query" in query or "anchor" in query):
         raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
-    if recipe.loss.name == "distillation" and (len(others) != 2 or others[1] not in ("scores", "label")):
-        raise RecipeError(
-            f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
-        )
-    require_text(dataset, columns if recipe.loss.name != "distillation" else [query], "data")
+    labels = [column for column in columns if column in LABEL_COLUMNS]
     if recipe.loss.name == "distillation":
+        if len(others) != 2 or labels != others[1:]:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+            )
+        require_text(dataset, [query], "data")
         _require_a_score_each(dataset, *others)
+        return
+    if labels:
+        raise RecipeError(
+            f"data.columns: PyLate's collator reads {labels[0]!r} as scores, which the {recipe.loss.name} loss does not "
+            "take; name only the query, its positive and any negatives, and rename the column if it holds texts."
+        )
+    if not others:
+        raise RecipeError(
+            f"data.columns must be the query, its positive and any negatives, got [{query}]; "
+            "a column with _id in its name counts as an id."
+        )
+    require_text(dataset, columns, "data")
 
 
 def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:

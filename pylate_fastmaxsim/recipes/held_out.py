@@ -36,22 +36,28 @@ def evaluate_held_out(recipe: Recipe, model: ColBERT, held_out: Dataset) -> dict
 def retrieval_evaluator(recipe: Recipe, held_out: Dataset, model: ColBERT) -> PyLateInformationRetrievalEvaluator:
     """nDCG@10 of the held-out queries over all held-out documents.
 
-    The relevant document of a query is its first one, or for distillation the teacher's best.
+    The relevant document of a query is its first one, or for distillation the teacher's best. Equal texts are one query
+    or one document, so that a query that stands in several rows has the relevant documents of all of them.
     """
     query_column, *document_columns = held_out.column_names
-    queries, corpus, relevant = {}, {}, {}
+    queries: dict[str, str] = {}
+    corpus: dict[str, str] = {}
+    relevant: dict[str, set[str]] = {}
     for number, row in enumerate(held_out):
         if recipe.loss.name == "distillation":
             documents, scores = (row[column] for column in document_columns)
             best = scores.index(max(scores))
         else:
             documents, best = [row[column] for column in document_columns], 0
-        queries[f"q{number}"] = row[query_column]
-        for place, document in enumerate(documents):
-            corpus[f"d{number}-{place}"] = document
-        relevant[f"q{number}"] = {f"d{number}-{best}"}
+        query = queries.setdefault(row[query_column], f"q{number}")
+        ids = [corpus.setdefault(document, f"d{number}-{place}") for place, document in enumerate(documents)]
+        relevant.setdefault(query, set()).add(ids[best])
     return PyLateInformationRetrievalEvaluator(
-        queries, corpus, relevant, corpus_chunk_size=at_once(len(queries), model), **_options(recipe)
+        {query: text for text, query in queries.items()},
+        {document: text for text, document in corpus.items()},
+        relevant,
+        corpus_chunk_size=at_once(len(queries), model),
+        **_options(recipe),
     )
 
 

@@ -91,7 +91,8 @@ class DataSection:
 
     ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
-    .parquet ``files``. ``columns`` says which columns are used and in which order, the query first;
+    .parquet ``files``. ``columns`` says which columns are used and in which order, the query first, and without it all are,
+    but those that PyLate's collator leaves out: ``dataset_name`` and those with ``_id`` in their name;
     for distillation they are the query, a list of documents and a list of teacher scores, and for retrieval of
     pages the query, the image of its page, and, for losses with negatives, a list of images of others.
 

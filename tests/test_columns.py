@@ -1,0 +1,127 @@
+"""Columns of the data: which are texts, for training and for evaluation alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from pylate.utils import ColBERTCollator
+from tiny_recipe import text, tiny, write
+
+from pylate_fastmaxsim.recipes.data import load_columns, load_data
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.pairs import load_pairs
+from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.train import train
+
+ROWS = 30
+PAIRS = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(ROWS)]
+TAUGHT = [{"query": text(i, 4), "documents": [text(i, 5), text(i + 1, 6)], "scores": [1.0, 0.5]} for i in range(ROWS)]
+
+
+def write_rows(folder: Path, rows: list[dict]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def recipe_of(folder: Path, rows: list[dict], *overrides: str, loss: str = "contrastive") -> Recipe:
+    recipe = tiny(folder, data={"files": [write_rows(folder, rows)]}, loss={"name": loss}, evaluation={"rows": 10})
+    recipe["training"] |= {"max_steps": 2, "save_steps": None}
+    return load_recipe(write(folder, recipe), overrides)
+
+
+@pytest.mark.parametrize(("rows", "loss"), [(PAIRS, "contrastive"), (TAUGHT, "distillation")])
+def test_columns_that_the_collator_leaves_out_are_not_evaluated_either(rows, loss, tmp_path):
+    ids = [
+        {"query_id": f"q{number}", **row, "document_ids": [f"d{number}"], "dataset_name": "x"}
+        for number, row in enumerate(rows)
+    ]
+    recipe = recipe_of(tmp_path / "ids", ids, loss=loss)
+    data = load_data(recipe)
+    assert data.train.column_names == data.held_out.column_names == list(rows[0])
+    plain, result = train(recipe_of(tmp_path / "plain", rows, loss=loss)), train(recipe)
+    assert result["losses"] == plain["losses"] and result["ndcg@10"] == plain["ndcg@10"] > 0
+
+
+def test_ids_are_what_the_collator_takes_for_ids(tmp_path):
+    names = ["query", "query_id", "_id", "doc_ids", "main_idea", "id", "idea", "ID_", "dataset_name", "dataset", "name"]
+    file = write_rows(tmp_path, [dict.fromkeys(names, "a")])
+    kept = load_columns(DataSection(source="files", files=[file]), "data").column_names
+    collate = ColBERTCollator(lambda texts, **options: {"input_ids": texts})
+    collated = [name for name in collate([dict.fromkeys(names, "a")]) if name.endswith("_input_ids")]
+    assert [f"{name}_input_ids" for name in kept] == collated
+    assert kept == ["query", "id", "idea", "ID_", "dataset", "name"]
+
+
+def test_pairs_to_mine_may_have_ids_too(tmp_path):
+    file = write_rows(tmp_path, [{"query_id": "q", **row} for row in PAIRS])
+    pairs = load_pairs(MiningSection(pairs=DataSection(source="files", files=[file]), teacher="none"))
+    assert set(pairs.queries["text"]) == {row["query"] for row in PAIRS}
+    assert pairs.documents["text"][:] == [row["positive"] for row in PAIRS]
+
+
+LEFT_OUT = "as it does dataset_name and every column with _id in its name; leave it out as well, or rename it if it holds texts."
+
+
+@pytest.mark.parametrize(
+    ("added", "columns", "loss", "sentence"),
+    [
+        (
+            {"label": "l"},
+            None,
+            "contrastive",
+            "data.columns: PyLate's collator reads 'label' as scores, which the contrastive loss does not take; name only "
+            "the query, its positive and any negatives, and rename the column if it holds texts.",
+        ),
+        (
+            {"scores": 1.0},
+            "[query, positive, scores]",
+            "cached_contrastive",
+            "data.columns: PyLate's collator reads 'scores' as scores, which the cached_contrastive loss does not take; ",
+        ),
+        (
+            {"label": "l", "scores": [1.0]},
+            "[query, label, scores]",
+            "distillation",
+            "data.columns must be [query, documents, scores] for distillation, got [query, label, scores].",
+        ),
+        (
+            {"positive_id": "p"},
+            "[query, positive_id]",
+            "contrastive",
+            f"data.columns: PyLate's collator leaves out 'positive_id', {LEFT_OUT}",
+        ),
+        (
+            {"query_id": "q"},
+            "[query_id, documents, scores]",
+            "distillation",
+            f"data.columns: PyLate's collator leaves out 'query_id', {LEFT_OUT}",
+        ),
+    ],
+)
+def test_columns_that_the_collator_would_read_otherwise_get_one_sentence(added, columns, loss, sentence, tmp_path):
+    rows = [row | added for row in (TAUGHT if loss == "distillation" else PAIRS)]
+    overrides = [f"data.columns={columns}"] if columns else []
+    with pytest.raises(RecipeError) as error:
+        train(recipe_of(tmp_path, rows, *overrides, loss=loss))
+    assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_a_document_beside_the_ids_get_one_sentence(tmp_path):
+    rows = [{"query": f"q{i}", "main_idea": f"d{i}"} for i in range(ROWS)]
+    with pytest.raises(RecipeError) as error:
+        train(recipe_of(tmp_path, rows))
+    assert str(error.value) == (
+        "data.columns must be the query, its positive and any negatives, got [query]; "
+        "a column with _id in its name counts as an id."
+    )
+    with pytest.raises(RecipeError, match="^data.columns: PyLate's collator leaves out 'query_id', as it does "):
+        train(recipe_of(tmp_path, [{"query_id": row["query"], "main_idea": row["main_idea"]} for row in rows]))
