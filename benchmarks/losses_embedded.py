@@ -12,7 +12,7 @@ from operators_shapes import SIGMA
 from pylate import losses
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, attended_index
+from pylate_fastmaxsim.integrations.documents import index_to_leave
 
 QUERY_LENGTH = 32
 MEAN_TOKENS = 80.0  # as in training_cell.py
@@ -97,9 +97,7 @@ def make_features(
         ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=device)
         model.lookup.known.add(ids.untyped_storage().data_ptr())
         live = torch.arange(length, device=device) < torch.tensor(lengths, device=device)[:, None]
-        token_index, cu_seqlens = attended_index(live)
-        index = {TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: cu_seqlens.unsqueeze(0)}
-        return {"input_ids": ids, "attention_mask": live.long(), **index}
+        return {"input_ids": ids, "attention_mask": live.long(), **index_to_leave(live)}
 
     def documents(count: int) -> dict[str, Tensor]:
         drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(count))

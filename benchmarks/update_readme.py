@@ -62,14 +62,19 @@ def quickstart_table() -> str:
         ("peak memory", *(f"{run['memory']['peak'] / 2**20:.0f} MiB" for run in (stock, fast))),
         ("live document tokens per second", *(f"{run['live_tokens_per_second']:,.0f}" for run in (stock, fast))),
         ("padding in what the encoder computed", *(f"{run['padding']:.0%}" for run in (stock, fast))),
-        ("last loss", *(f"{run['losses'][-1]:.4f}" for run in (stock, fast))),
+        ("last loss", *(number(run["losses"][-1], ".4f") for run in (stock, fast))),
         ("nDCG@10", *(f"{run['ndcg@10']:.3f}" for run in (stock, fast))),
     ]
     lines = ["| | stock | fast |", "|---|---|---|", *("| " + " | ".join(row) + " |" for row in rows)]
-    return "\n".join(lines) + (
-        f"\n\n{summary['speedup']:.2f} times faster; the loss curves differ by at most "
-        f"{summary['largest_loss_difference']:.1e}."
-    )
+    largest = f"at most {number(summary['largest_loss_difference'], '.1e')}"
+    if (step := summary.get("loss_difference_nan_from")) is not None:
+        largest = f"NaN, first at step {step}"
+    return "\n".join(lines) + f"\n\n{summary['speedup']:.2f} times faster; the loss curves differ by {largest}."
+
+
+def number(value: float | None, pattern: str) -> str:
+    """As text; the results have null for what is not finite."""
+    return "NaN" if value is None else format(value, pattern)
 
 
 def long_documents_table() -> str:

@@ -1,6 +1,7 @@
 """Stock against fast: both really run, and what goes wrong in one of them is said or shown."""
 
 import base64
+import importlib
 import importlib.util
 import io
 import json
@@ -30,11 +31,19 @@ from typer.testing import CliRunner
 
 from pylate_fastmaxsim.recipes import commands, figures
 from pylate_fastmaxsim.recipes.commands import app
-from pylate_fastmaxsim.recipes.compare import Progress, _last_bar, contrast, read_steps, summarize
+from pylate_fastmaxsim.recipes.compare import (
+    Progress,
+    _last_bar,
+    _write_json,
+    contrast,
+    read_steps,
+    summarize,
+    without_nan,
+)
 from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
 from pylate_fastmaxsim.recipes.phases import PHASES
-from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison, sweep_table
+from pylate_fastmaxsim.recipes.report import LABELS, comparison_table, draw_comparison, sweep_table
 
 MEBIBYTE = 2**20
 
@@ -282,6 +291,46 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
     assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock)})
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+@pytest.mark.parametrize("modes", [("fast",), ("stock",), ("stock", "fast")])
+def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
+    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": None}
+    runs = {mode: summarize({**result}, steps([1.0] * 4, encoded=50)) for mode in ("stock", "fast")}
+    for mode in modes:
+        # Between finite ones, where max() returns the larger of those.
+        runs[mode]["losses"] = [1.5, lost, 0.1, lost]
+    summary = contrast(runs["stock"], runs["fast"])
+    assert math.isnan(summary["largest_loss_difference"]) and summary["loss_difference_nan_from"] == 2
+    comparison = without_nan({"recipe": {"name": "x"}, "runs": runs, "summary": summary})
+    _write_json(tmp_path / "compare.json", comparison)
+
+    def refused(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    comparison = json.loads((tmp_path / "compare.json").read_text(), parse_constant=refused)
+    assert comparison["runs"][modes[0]]["losses"] == [1.5, None, 0.1, None]
+    assert comparison["summary"]["largest_loss_difference"] is None
+    draw_comparison(comparison, tmp_path / "compare.png")
+    write_html(comparison, tmp_path / "compare.html")
+    page = " ".join(Page((tmp_path / "compare.html").read_text()).text.split())
+    for text in (page, " ".join(shown(comparison).split())):
+        assert "Largest difference of the loss curves over 4 steps: NaN, first at step 2." in text
+        final = text.partition("last loss" if text is page else "final loss")[2][:60]
+        assert final.count("NaN") == len(modes) and final.count("0.2500") == 2 - len(modes)
+
+
+def test_the_readme_says_where_losses_are_not_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    update_readme = importlib.import_module("update_readme")
+    result = update_readme.results("quickstart")
+    assert "the loss curves differ by at most" in update_readme.quickstart_table()
+    result["runs"]["fast"]["losses"][-1] = None
+    result["summary"] |= {"largest_loss_difference": None, "loss_difference_nan_from": 7}
+    monkeypatch.setattr(update_readme, "results", {"quickstart": result}.get)
+    table = update_readme.quickstart_table()
+    assert table.endswith("the loss curves differ by NaN, first at step 7.") and "| NaN |" in table
+
+
 def test_each_run_has_a_bar_with_its_rate_and_the_time_left(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
@@ -315,6 +364,14 @@ def test_a_sweep_says_how_far_each_path_went():
         }
 
     sizes = (64, 256, 1024)
+    # Without a step there is nothing but the status.
+    empty = {mode: [point(64, "finished"), {"batch_size": 4096, "status": "no batch of this size"}] for mode in LABELS}
+    assert sweep_sentence(empty) == (
+        "Stock takes every batch tried, up to 64. Fast takes every batch tried, up to 64. No batch of 4,096 can be made "
+        "of the rows."
+    )
+    Console(file=io.StringIO()).print(sweep_table(empty))
+    assert "out of memory" not in figures.svg(figures.sweep(empty), 8, 4)
     points = {
         "stock": list(map(point, sizes, ("finished", "out of memory", "not run"))),
         "fast": list(map(point, sizes, ("finished",) * 3)),

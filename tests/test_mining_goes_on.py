@@ -3,6 +3,7 @@
 # ruff: noqa: F811  (fixtures of another file)
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ pytest.importorskip("pylate")
 
 import torch
 import yaml
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401  (a fixture)
 from transformers import AutoConfig, BertForSequenceClassification
@@ -119,6 +121,47 @@ def test_other_weights_in_the_same_folder_are_mined_anew(encoder, teacher, other
     weights = Path(model, "model.safetensors")
     save_file({name: value * 1.5 for name, value in load_file(weights).items()}, weights, {"format": "pt"})
     assert parts_written(recipe_for(tmp_path, model, grader), monkeypatch) == [*SEARCH, *POSITIVES, *TEACHER]
+
+
+def test_finished_data_is_not_taken_for_that_of_other_inputs(encoder, teacher, other_teacher, tmp_path):
+    model, grader = (
+        shutil.copytree(folder, tmp_path / name)
+        for name, folder in {"model": encoder("modernbert"), "grader": teacher}.items()
+    )
+    recipe = recipe_for(tmp_path, str(model), str(grader))
+    pairs = tmp_path / "pairs" / "pair" / "train-00000-of-00001.parquet"
+    summary = mining.mine(recipe)
+    assert mining.mine(recipe) == summary and "inputs" not in summary
+    weights = model / "model.safetensors"
+    rows = Dataset.from_list([{"query": f"question {i}", "answer": f"another answer {i}"} for i in range(40)])
+    changes = {
+        "mining.pairs or mining.corpus": (pairs, lambda: rows.to_parquet(pairs)),
+        "model": (
+            weights,
+            lambda: save_file({name: 2 * x for name, x in load_file(weights).items()}, weights, {"format": "pt"}),
+        ),
+        "mining.teacher": (
+            grader / "model.safetensors",
+            lambda: shutil.copy(Path(other_teacher) / "model.safetensors", grader),
+        ),
+    }
+    for name, (file, change) in changes.items():
+        before = file.read_bytes()
+        change()
+        with pytest.raises(RecipeError) as error:
+            mining.mine(recipe)
+        assert str(error.value) == (
+            f"data.name: {tmp_path / 'mined'} was mined with other content of {name} than there is now; bring it back, "
+            "choose another folder, or start over with --no-resume."
+        )
+        file.write_bytes(before)
+        assert mining.mine(recipe) == summary
+    # What was mined before inputs were recorded is taken as it is.
+    record = tmp_path / "mined" / "mining.json"
+    record.write_text(json.dumps({name: x for name, x in json.loads(record.read_text()).items() if name != "inputs"}))
+    rows.to_parquet(pairs)
+    assert mining.mine(recipe) == summary
+    assert mining.mine(recipe, resume=False)["queries"] == 40
 
 
 def test_the_way_out_that_an_error_names_keeps_the_search(encoder, teacher, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import multiprocessing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -308,6 +309,33 @@ def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
     assert packing._mode(model, columns) == "packed"
 
 
+def test_it_is_decided_anew_when_the_dtype_of_the_parameters_changes(model, monkeypatch):
+    def half_only(query, *args, **options):
+        if query.dtype != torch.bfloat16:
+            raise attention.PackingUnsupported("half precision only")
+        return attend_to_own_document(query, *args, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", half_only)
+    pylate_fastmaxsim.enable()
+    columns = batch_of(model)[1:]
+    modes = []
+    for dtype in (torch.bfloat16, torch.float64, torch.bfloat16):
+        model.to(dtype)
+        encode(model, [{}, *columns])
+        modes.append(packing._mode(model, columns))
+    assert modes == ["packed", "grouped", "packed"]
+
+
+def test_it_is_decided_anew_when_the_attention_changes(encoder, packed):
+    model = load_model(encoder("bert")).double()
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, batch_of(model))
+    assert mode_of(model) == {"packed"}
+    model[0].auto_model.set_attn_implementation("eager")
+    assert_encodes_as_stock(model, batch_of(model))
+    assert mode_of(model) == {"packed", "grouped"}
+
+
 def test_the_collator_spares_the_encoder_the_search(model, packed, monkeypatch):
     pylate_fastmaxsim.enable()
     packing._mode(model, batch_of(model)[1:])
@@ -326,6 +354,99 @@ def test_what_the_collator_added_is_not_used_for_a_part_of_its_batch(model, pack
     pylate_fastmaxsim.enable()
     part = [{key: value[rows] for key, value in column.items()} for column in batch_of(model)]
     assert_encodes_as_stock(model, part)
+
+
+def _documents_of(batch):
+    return [name for key in batch if (name := key.removesuffix("_input_ids")) != key and "query" not in name]
+
+
+def _trim_tokens(batch):
+    """Cut documents to the longest of their column."""
+    for name in _documents_of(batch):
+        longest = int(batch[f"{name}_attention_mask"].sum(dim=1).max())
+        for part in ("input_ids", "attention_mask", "token_type_ids"):
+            if f"{name}_{part}" in batch:
+                batch[f"{name}_{part}"] = batch[f"{name}_{part}"][:, :longest]
+
+
+def _trim_everything(batch):
+    for name in _documents_of(batch):
+        longest = int(batch[f"{name}_attention_mask"].sum(dim=1).max())
+        batch |= {key: value[:, :longest] for key, value in batch.items() if key.startswith(name)}
+
+
+def _pad_tokens(batch):
+    for name in _documents_of(batch):
+        for part in ("input_ids", "attention_mask"):
+            batch[f"{name}_{part}"] = nn.functional.pad(batch[f"{name}_{part}"], (0, 3))
+
+
+def _drop_tokens(batch):
+    generator = torch.Generator().manual_seed(0)
+    for name in _documents_of(batch):
+        mask = batch[f"{name}_attention_mask"]
+        batch[f"{name}_attention_mask"] = mask * (torch.rand(mask.shape, generator=generator) > 0.3)
+
+
+def _drop_tokens_in_place(batch):
+    for name in _documents_of(batch):
+        batch[f"{name}_attention_mask"][:, 5:] = 0
+
+
+@pytest.fixture
+def short(encoder):
+    """A model whose documents of 40 words are not as long as they are padded to."""
+    return load_model(encoder("modernbert"), document_length=60).double()
+
+
+def _collated_with(collator, model):
+    texts = [sentences(6, longest=longest, seed=longest) for longest in (8, 30, 20)]
+    names = ["query", "document_0", "document_1"]
+    batch = collator([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)])
+    return [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)} for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_trim_tokens, _trim_everything, _pad_tokens, _drop_tokens, _drop_tokens_in_place],
+    ids=lambda f: f.__name__,
+)
+def test_a_collator_that_changes_columns_after_ours(short, mode, change):
+    class Changing(ColBERTCollator):
+        def __call__(self, features):
+            batch = super().__call__(features)
+            change(batch)
+            return batch
+
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        assert_encodes_as_stock(short, _collated_with(Changing(tokenize_fn=short.tokenize), short))
+    assert mode_of(short) == {mode}
+
+
+@pytest.mark.parametrize("change", [_trim_tokens, _trim_everything, _pad_tokens], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("count", [1, 6])
+def test_columns_of_another_width_than_the_collator_made(short, mode, change, count):
+    def collator(features):
+        batch = ColBERTCollator(tokenize_fn=short.tokenize)(features[:count])
+        assert f"document_0_{TOKEN_INDEX}" in batch
+        change(batch)
+        return batch
+
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        assert_encodes_as_stock(short, _collated_with(collator, short))
+    assert mode_of(short) == {mode}
+
+
+def test_a_collator_that_is_only_configured_spares_the_search_too(model):
+    class Configured(ColBERTCollator):
+        pass
+
+    pylate_fastmaxsim.enable()
+    assert all(TOKEN_INDEX in column for column in _collated_with(Configured(tokenize_fn=model.tokenize), model))
 
 
 def test_the_collator_is_stock_where_padding_stays(model):
@@ -388,6 +509,59 @@ def test_a_backward_after_release_still_attends_inside_documents(model, packed, 
     del loss
     gc.collect()
     assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
+
+
+def test_a_compiled_loss(encoder, mode):
+    model = load_model(encoder("bert")).double()
+    loss_function = losses.Contrastive(model)
+
+    def gradients(step, seed):
+        model.zero_grad()
+        loss = step([dict(column) for column in batch_of(model, seed)])
+        loss.backward()
+        # Compiled code gives the pooler, which no loss uses, gradients of 0.
+        used = {name: weight.grad for name, weight in model.named_parameters() if "pooler" not in name}
+        return loss.detach(), used
+
+    expected = [gradients(loss_function, seed) for seed in range(2)]
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_function, backend="eager")
+    pylate_fastmaxsim.enable(stock_masking=True)
+    for seed in range(2):
+        torch.testing.assert_close(gradients(compiled, seed), expected[seed], atol=1e-9, rtol=1e-9)
+    assert mode_of(model) == {mode}
+
+
+def texts_with_keys(model):
+    """A batch of texts that are dictionaries, of which the tokenizer leaves the keys."""
+    texts = [sentences(6, longest=8), sentences(6, seed=1)]
+    rows = [{"query": {"title": query}, "document": {"body": document}} for query, document in zip(*texts, strict=True)]
+    batch = ColBERTCollator(tokenize_fn=model.tokenize)(rows)
+    return [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)}
+        for name in ("query", "document")
+    ]
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=4)])
+def test_texts_that_are_dictionaries(encoder, mode, loss_class, padding_free):
+    model = load_model(encoder("bert")).double()
+    loss_function = loss_class(model)
+    assert isinstance(texts_with_keys(model)[0]["text_keys"], list)
+    expected = loss_function(texts_with_keys(model))
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
+    for _ in range(2):
+        torch.testing.assert_close(loss_function(texts_with_keys(model)), expected)
+    assert all(decided for joins in packing._joint.values() for decided in joins.values())
+
+
+def test_texts_that_are_dictionaries_in_a_compiled_model(model, mode):
+    loss_function = losses.CachedContrastive(model, mini_batch_size=4)
+    expected = loss_function(texts_with_keys(model))
+    loss_function.model = torch.compile(model, backend="eager")
+    pylate_fastmaxsim.enable(stock_masking=True)
+    torch.testing.assert_close(loss_function(texts_with_keys(model)), expected)
 
 
 def test_a_saved_model_is_an_ordinary_model(model, packed, tmp_path):

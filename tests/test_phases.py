@@ -100,6 +100,12 @@ def test_no_moment_counts_twice(clock):
     assert set(watch.lap()) == {"score"}
 
 
+def test_the_warm_up_is_at_most_a_third_of_the_steps():
+    assert median_phases([{"score": 9.0}] * 2 + [{"score": 1.0}] * 5)["score"] == 1.0
+    # As many as an epoch has before one without a batch ends the training.
+    assert median_phases([{"score": 2.0}]) == {phase: 2.0 * (phase == "score") for phase in PHASES}
+
+
 @pytest.mark.parametrize("module", [phases, compare])
 def test_examples_run(module):
     assert doctest.testmod(module).failed == 0

@@ -27,6 +27,7 @@ from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.compare import compare
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
+from pylate_fastmaxsim.recipes.output import last_checkpoint
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
 
@@ -270,7 +271,7 @@ def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(sa
         patch.setattr(training, "build_trainer", build_interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.train(recipe("parts"))
-    assert training.last_checkpoint(recipe("parts")).name == "checkpoint-11"
+    assert last_checkpoint(recipe("parts")).name == "checkpoint-11"
     assert not (tmp_path / "parts" / "train.json").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -300,18 +301,18 @@ def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(tmp
 
 def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
-    assert training.last_checkpoint(recipe) is None
+    assert last_checkpoint(recipe) is None
     for step, complete in ((4, True), (12, True), (100, False)):
         directory = tmp_path / "out" / f"checkpoint-{step}"
         directory.mkdir(parents=True)
         if complete:
             (directory / "trainer_state.json").write_text("{}")
-    assert training.last_checkpoint(recipe).name == "checkpoint-12"
+    assert last_checkpoint(recipe).name == "checkpoint-12"
 
 
 def test_saved_models_are_pylate_models_whose_cards_name_the_recipe(tmp_path):
     result = training.train(load_recipe(write(tmp_path, tiny(tmp_path), name="my-recipe")))
-    for folder in (Path(result["model"]), training.last_checkpoint(load_recipe(tmp_path / "my-recipe.yaml"))):
+    for folder in (Path(result["model"]), last_checkpoint(load_recipe(tmp_path / "my-recipe.yaml"))):
         model = models.ColBERT(str(folder), device="cpu")
         assert model.encode(["a query"], is_query=True)[0].shape == (8, 8)
         card = (folder / "README.md").read_text()

@@ -51,7 +51,8 @@ def compile_layers(model: nn.Module) -> None:
 def mark_varying(features: dict[str, Tensor]) -> None:
     """Tell ``torch.compile`` that the sizes of these inputs vary, before it learns so by compiling twice."""
     for tensor in features.values():
-        for dim, size in enumerate(tensor.shape):
+        # Of texts that are dictionaries PyLate's tokenizer leaves the keys as well.
+        for dim, size in enumerate(getattr(tensor, "shape", ())):
             if size > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
 

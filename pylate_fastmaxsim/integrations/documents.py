@@ -275,8 +275,19 @@ def left_index(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
     """
     if _is_left(column):
-        return column[TOKEN_INDEX][0], column[CU_SEQLENS][0]
+        return column[TOKEN_INDEX][0], column[CU_SEQLENS][0, : len(column["attention_mask"]) + 1]
     return attended_index(column["attention_mask"])
+
+
+def index_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
+    """What the collator leaves with a column, for :func:`left_index` to find."""
+    token_index, cu_seqlens = attended_index(attention_mask)
+    # Whoever cuts a column afterwards may cut these too, and wrongly: by rows (a loss in mini-batches, accelerate when
+    # it dispatches) or by columns (whoever trims a batch to its longest text). The leading dimension of 1, and behind
+    # the N + 1 ends as many zeros as the column is wide, make every such cut of these or of the column show in shapes,
+    # which are known without waiting for the device.
+    ends = F.pad(cu_seqlens, (0, attention_mask.shape[1]))
+    return {TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: ends.unsqueeze(0)}
 
 
 def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -302,13 +313,12 @@ def column_has_gaps(column: dict[str, Tensor]) -> bool:
 
 
 def _is_left(column: dict[str, Tensor]) -> bool:
-    """Whether the collator left with a column where its attended tokens are."""
+    """Whether the collator left with a column where its attended tokens are, and the column has its shape since."""
     index, ends = column.get(TOKEN_INDEX), column.get(CU_SEQLENS)
-    # Whoever cuts a batch by rows (a loss in mini-batches, accelerate when it dispatches) cuts these too, and wrongly.
-    # The leading dimension of 1 makes every such cut show in the shapes, which are known without waiting for the device.
     if index is None or ends is None:
         return False
-    return len(index) == 1 and ends.shape == (1, len(column["attention_mask"]) + 1)
+    count, width = column["attention_mask"].shape
+    return column["input_ids"].shape == (count, width) and len(index) == 1 and ends.shape == (1, count + 1 + width)
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:

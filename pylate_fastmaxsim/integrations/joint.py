@@ -10,6 +10,8 @@ from pylate_fastmaxsim.integrations.documents import left_index
 from pylate_fastmaxsim.integrations.encoders import positions
 
 
+# Outside of what is compiled: traced as a part of a compiled loss it is broken up and compiled again as batches vary.
+@torch.compiler.disable
 def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str, Tensor]) -> dict[str, Tensor]:
     """The call that encodes queries behind packed documents, in the same row.
 

@@ -62,7 +62,10 @@ def encode_documents(
 
     ``packed``
         all attended tokens in one row, attention inside each document. Nothing waits for the device
-        if the patched collator made the batch.
+        if the patched collator made the batch: it leaves with each column which tokens are attended to.
+        Where a later change leaves the shape of an ``attention_mask`` as it was, it is therefore not noticed:
+        drop tokens in a subclass of the collator. Nothing is left by one with a ``__call__`` of its own, and its
+        masks are looked at here, which waits for the device.
     ``grouped``
         documents of similar length together, cut to the longest of the group. Where the encoder
         cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
@@ -129,6 +132,8 @@ def encode_batch(
     return rows.view(*queries["input_ids"].shape, -1), plan.batch([documents])
 
 
+# Where a loss is compiled, this and what it decides stay outside: a trial sets how to compile, which cannot be traced.
+@torch.compiler.disable
 def plan_documents(
     model: nn.Module,
     document_features: Sequence[dict[str, Tensor]],
@@ -180,7 +185,10 @@ def query_calls(
     calls = -(-count // max(mini_batch_size, tokens // length))
     if runs_in_step(model):
         calls = _most_of_all_ranks(calls, features["input_ids"].device)
-    parts = {key: value.tensor_split(calls) for key, value in without_index(features).items()}
+    parts = {
+        key: value.tensor_split(calls) if _has_rows(value, count) else [value] * calls
+        for key, value in without_index(features).items()
+    }
     queries = [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
     if is_compiled(model):
         for call in queries:
@@ -210,6 +218,11 @@ def _token_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
 def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     # Not torch.isin, which for some sizes sorts and waits for the device.
     return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
+
+
+def _has_rows(value: object, count: int) -> bool:
+    # Of texts that are dictionaries PyLate's tokenizer leaves the keys as well, in a list.
+    return isinstance(value, Tensor) and value.shape[:1] == (count,)
 
 
 def _most_of_all_ranks(count: int, device: torch.device) -> int:
@@ -244,6 +257,7 @@ def _decided(
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         # accelerate replaces this attribute to switch mixed precision on.
         id(vars(core).get("forward")),
+        *_encoder_state(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
         0 if runs_in_step(model) else max(column["input_ids"].shape[1] for column in columns).bit_length(),
     )
@@ -253,6 +267,16 @@ def _decided(
         with torch.compiler.set_stance("force_eager"):
             decided[situation] = decide(partial(_on_all_ranks, device=device) if runs_in_step(model) else bool)
     return decided[situation]
+
+
+def _encoder_state(core: nn.Module) -> tuple[torch.dtype | None, str | None]:
+    """What users change of an encoder between batches: the dtype of its parameters and its attention."""
+    try:
+        encoder = core._first_module().auto_model
+        # One parameter for all: this is looked at in every step.
+        return next(encoder.parameters()).dtype, encoder.config._attn_implementation
+    except (AttributeError, StopIteration):  # no encoder that could be packed
+        return None, None
 
 
 def _mode_with_gaps(model: nn.Module) -> str:
@@ -294,6 +318,8 @@ def _works(agree: Agree, reason_not_to: str | None, message: str, level: int = l
     return everywhere
 
 
+# Outside of what is compiled, as plan_documents.
+@torch.compiler.disable
 def _joins(
     model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], plan: EncodingPlan
 ) -> bool:
@@ -321,7 +347,8 @@ def _should_join(
     if not _works(agree, _reason_not_to_join(core, queries), _APART):
         return False
     pair = shortest_and_longest(core, Documents.from_columns(columns))
-    return _works(agree, why_not_joint(core, pair, queries), _APART)
+    rows = {key: value for key, value in queries.items() if _has_rows(value, len(queries["input_ids"]))}
+    return _works(agree, why_not_joint(core, pair, rows), _APART)
 
 
 def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:

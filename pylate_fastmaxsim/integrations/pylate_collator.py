@@ -8,7 +8,7 @@ from pylate.utils import ColBERTCollator
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX, attended_index, has_gaps
+from pylate_fastmaxsim.integrations.documents import has_gaps, index_to_leave
 from pylate_fastmaxsim.integrations.patching import Patch
 
 _MASK = "_attention_mask"
@@ -27,11 +27,12 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     options = switch.options()
     if options is None or not options.padding_free:
         return batch
+    # A subclass that has its own __call__ comes here by super() and may change the masks afterwards.
+    if type(self).__call__ is not collate:
+        return batch
     for key in [key for key in batch if key.endswith(_MASK)]:
         column = key.removesuffix(_MASK)
         # What cannot be packed is left for packing to find.
         if not has_gaps(batch[key]):
-            token_index, cu_seqlens = attended_index(batch[key])
-            batch[f"{column}_{TOKEN_INDEX}"] = token_index.unsqueeze(0)
-            batch[f"{column}_{CU_SEQLENS}"] = cu_seqlens.unsqueeze(0)
+            batch |= {f"{column}_{part}": value for part, value in index_to_leave(batch[key]).items()}
     return batch

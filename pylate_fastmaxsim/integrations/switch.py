@@ -112,7 +112,8 @@ def enable(
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where that is possible
-        its queries in the same forward. PyLate only.
+        its queries in the same forward. PyLate only. Change the masks of a batch in a subclass of the collator: a later
+        change that leaves shapes as they are is not noticed.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.
@@ -175,6 +176,10 @@ def enable(
 def disable() -> None:
     """Put the host libraries back as they came. Does nothing where they are.
 
+    A loss that was computed before can be differentiated afterwards. With ``compile=True`` and dropout do that before:
+    what its backward computes again (CachedContrastive, gradient checkpointing) is computed by layers that are not
+    compiled any more, which draw other dropout masks, and the gradients are not those of the loss.
+
     Examples
     --------
     >>> import pylate_fastmaxsim
@@ -194,6 +199,8 @@ def enabled(
     fused_head: bool = True,
 ) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block; then what was in force before is again.
+
+    With ``compile=True`` and dropout call ``backward()`` inside the block; see :func:`disable`.
 
     Examples
     --------

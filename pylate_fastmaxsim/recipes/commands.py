@@ -101,7 +101,7 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
         yield
     except Exception as error:
         from pylate_fastmaxsim.recipes.memory import is_out_of_memory
-        from pylate_fastmaxsim.recipes.train import last_checkpoint
+        from pylate_fastmaxsim.recipes.output import last_checkpoint
 
         if not is_out_of_memory(error):
             raise
@@ -148,8 +148,8 @@ def train(
     """Train the model of a recipe, with checkpoints, and save it."""
     with _one_sentence_for_a_bad_recipe():
         loaded = load_recipe(recipe, set_ or ())
+        from pylate_fastmaxsim.recipes.output import last_checkpoint
         from pylate_fastmaxsim.recipes.report import training_table
-        from pylate_fastmaxsim.recipes.train import last_checkpoint
         from pylate_fastmaxsim.recipes.train import train as run
 
         def kept() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -72,8 +73,9 @@ def compare(
 
     Returns
     -------
-    The content of ``compare.json``. ``wall_seconds`` in its ``summary`` is how long each of the two runs took as a
-    process, from its start to its end, and the whole, with what is prepared and the sweep.
+    The content of ``compare.json``, in which None stands for a number that is NaN or infinite. ``wall_seconds`` in its
+    ``summary`` is how long each of the two runs took as a process, from its start to its end, and the whole, with what
+    is prepared and the sweep.
 
     Raises
     ------
@@ -103,15 +105,18 @@ def compare(
         runs[mode] = summarize(*measured)
         wall[mode] = time.perf_counter() - run_begun
     wall["whole"] = time.perf_counter() - begun
-    comparison = {
-        "recipe": yaml.safe_load(dump_recipe(recipe)),
-        "runs": runs,
-        "summary": contrast(runs["stock"], runs["fast"]) | {"wall_seconds": wall},
-    }
+    # As it is in the file, so that what is shown now is what is shown of the file later.
+    comparison = without_nan(
+        {
+            "recipe": yaml.safe_load(dump_recipe(recipe)),
+            "runs": runs,
+            "summary": contrast(runs["stock"], runs["fast"]) | {"wall_seconds": wall},
+        }
+    )
     _write_json(directory / RESULT_FILE, comparison)
     for points in _sweep(prepared, directory / "compare", sorted(set(batch_sizes)), on_progress):
-        comparison["sweep"] = points
-        wall["whole"] = time.perf_counter() - begun
+        comparison["sweep"] = without_nan(points)
+        comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
         _write_json(directory / RESULT_FILE, comparison)
     return comparison
 
@@ -172,8 +177,24 @@ def _sweep(
             yield points
 
 
+def without_nan(value: Any) -> Any:
+    """The same with None for each number that is NaN or infinite, which JSON does not have.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.compare import without_nan
+    >>> without_nan({"losses": [0.5, float("nan"), float("inf")], "steps": 3})
+    {'losses': [0.5, None, None], 'steps': 3}
+    """
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _run(
@@ -261,12 +282,19 @@ def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
 
 
 def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
-    """What the fast run gains over the stock run; None where one of them ran out of memory."""
+    """What the fast run gains over the stock run; None where one of them ran out of memory.
+
+    ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one of
+    them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
+    """
     both = stock["status"] == fast["status"] == FINISHED
     differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]
+    # Not max(), which passes over NaN.
+    nan_from = next((step for step, gap in enumerate(differences, start=1) if not math.isfinite(gap)), None)
     return {
         "speedup": stock["step_seconds"] / fast["step_seconds"] if both else None,
         "peak_memory": fast["memory"]["peak"] / stock["memory"]["peak"] if both else None,
-        "largest_loss_difference": max(differences, default=None),
+        "largest_loss_difference": max(differences, default=None) if nan_from is None else math.nan,
+        "loss_difference_nan_from": nan_from,
         "ndcg@10_difference": fast["ndcg@10"] - stock["ndcg@10"] if both and stock["ndcg@10"] is not None else None,
     }

@@ -12,9 +12,9 @@ import yaml
 from jinja2 import Environment
 
 from pylate_fastmaxsim.recipes import figures
-from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.recipes.measure import FINISHED, NO_BATCH, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, PHASES
-from pylate_fastmaxsim.recipes.report import GIBIBYTE, METRICS, caption, form, headline, memory
+from pylate_fastmaxsim.recipes.report import GIBIBYTE, METRICS, caption, final_loss, form, headline, memory
 
 TEMPLATE = "comparison.html.jinja"
 
@@ -101,7 +101,7 @@ def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float] | None) -> R
         ("peak memory", *(memory(run, "peak") for run in both)),
         ("of it before training", *(memory(run, "before") for run in both)),
         _row("documents per second", [run.get("documents_per_second") for run in both], "{:,.0f}"),
-        _row("last loss", [(run["losses"] or [None])[-1] for run in both], "{:.4f}"),
+        ("last loss", *(final_loss(run) for run in both)),
         *([_row("whole run, wall clock", [wall_seconds[mode] for mode in runs], "{:.1f} s")] if wall_seconds else []),
     ]
 
@@ -144,7 +144,7 @@ def _sweep_rows(points: dict[str, list[dict[str, Any]]]) -> Rows:
 
 
 def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:
-    """Where each path runs out of memory, for people."""
+    """Where each path runs out of memory, and of which sizes there is no batch, for people."""
     sentences = []
     for mode, row in points.items():
         fitting = [point["batch_size"] for point in row if point["status"] == FINISHED]
@@ -155,4 +155,7 @@ def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:
             sentences.append(f"{mode} runs out of memory at {min(failing):,}, the smallest batch tried.")
         elif fitting:
             sentences.append(f"{mode} takes every batch tried, up to {max(fitting):,}.")
+    empty = sorted({point["batch_size"] for row in points.values() for point in row if point["status"] == NO_BATCH})
+    if empty:
+        sentences.append(f"no batch of {' or '.join(f'{size:,}' for size in empty)} can be made of the rows.")
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)

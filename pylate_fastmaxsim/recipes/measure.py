@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim.recipes.data import load_data
@@ -27,13 +27,14 @@ from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import build_trainer, evaluate, switched, training_arguments
+from pylate_fastmaxsim.recipes.train import build_trainer, evaluate, require_steps, switched, training_arguments
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.visual import VisualRetriever
 
 FINISHED = "finished"
 OUT_OF_MEMORY = "out of memory"
+NO_BATCH = "no batch of this size"
 
 # What decides about speed; the last two, where installed, score for stock PyLate on a GPU.
 PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
@@ -59,9 +60,14 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
 
     Returns
     -------
-    ``status`` (finished, or out of memory), ``memory`` in bytes, ``phases`` in seconds a step, ``ndcg@10`` and other
-    metrics of the evaluation, ``untrained`` with the same metrics, the ``warnings`` of the plugin (what it could not
-    accelerate, and why) and the environment.
+    ``status`` (finished, out of memory or, with ``steps_only``, no batch of this size), ``memory`` in bytes, ``phases`` in
+    seconds a step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics, the ``warnings``
+    of the plugin (what it could not accelerate, and why) and the environment.
+
+    Raises
+    ------
+    RecipeError
+        The recipe does not fit its data or this machine, or no batch could be made, without ``steps_only``.
     """
     warnings = _Warnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
@@ -76,11 +82,14 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
     }
     with switched(recipe.fast):
         try:
-            memory = _train(recipe, model, data.train, arguments, steps_file)
+            memory, state = _train(recipe, model, data.train, arguments, steps_file)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return result | {"status": OUT_OF_MEMORY}
+        if steps_only and not state.global_step:
+            return result | {"status": NO_BATCH}
+        require_steps(recipe, state)
         result["memory"] = {"before": memory.before, "peak": memory.peak()}
         if steps_only:
             return result
@@ -100,7 +109,7 @@ def _train(
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
     steps_file: Path,
-) -> PeakMemory:
+) -> tuple[PeakMemory, TrainerState]:
     with open(steps_file, "w", encoding="utf-8") as lines:
         trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[0])
         trainer.add_callback(_StepWriter(trainer, lines))
@@ -109,7 +118,7 @@ def _train(
             trainer.train()
         finally:
             trainer.stop_counting()
-    return memory
+    return memory, trainer.state
 
 
 def _phases(

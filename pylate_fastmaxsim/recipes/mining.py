@@ -23,12 +23,13 @@ from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.mining_scores import digest_of, files_digest, grade, load_teacher
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.negatives import hard_negatives, lowest_positive_scores, search_documents
-from pylate_fastmaxsim.recipes.pairs import load_pairs
+from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import progress_shown
 from pylate_fastmaxsim.recipes.train import training_arguments
 
 LOCK_FILE = "lock"
+PAIRS = "mining.pairs or mining.corpus"
 
 
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     ------
     RecipeError
         The recipe does not mine, its pairs or models cannot be loaded, the data set is complete and of other settings,
-        another command mines it at this moment, or memory has run out.
+        pairs, documents or models, another command mines it at this moment, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
@@ -88,7 +89,7 @@ def _mine(
     section = recipe.mining
     options = {name: value for name, value in asdict(section).items() if name != "corpus" or value is not None}
     settings = {"mining": options, "model": asdict(recipe.model), "seed": recipe.training.seed}
-    finished = _finished(output, settings, resume)
+    finished = _finished(output, recipe, settings, processes, resume)
     if finished is not None:
         return finished
     # All that a recipe can have wrong is found before hours of search, and before anything is removed.
@@ -104,9 +105,10 @@ def _mine(
             elif path.name != LOCK_FILE:
                 path.unlink()
     work = Work(unfinished, processes)
+    inputs = _inputs(recipe, pairs)
     common = {
-        "mining.pairs or mining.corpus": pairs.digest,
-        "model": settings["model"] | {"files": files_digest(recipe.model.name_or_path)},
+        PAIRS: inputs[PAIRS],
+        "model": settings["model"] | {"files": inputs["model"]},
         "training.seed": settings["seed"],
     }
     scores, found = search_documents(model, pairs, section, work, common)
@@ -130,7 +132,7 @@ def _mine(
     if processes.is_main_process:
         digest = hashlib.sha256(digest_of(pairs, candidates).encode() + graded.tobytes()).hexdigest()
         with progress_shown():
-            record = summary | {"digest": digest, "settings": settings}
+            record = summary | {"digest": digest, "settings": settings, "inputs": inputs}
             write_data(unfinished / "data", pairs, candidates, graded, record)
         os.replace(unfinished / "data", output)
         shutil.rmtree(unfinished)
@@ -159,7 +161,18 @@ def _only_launch(output: Path, unfinished: Path) -> Iterator[None]:
         lock.release()
 
 
-def _finished(output: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+def _inputs(recipe: Recipe, pairs: Pairs) -> dict[str, str | None]:
+    """Digests of what may change under the same name, by what the recipe calls it."""
+    return {
+        PAIRS: pairs.digest,
+        "model": files_digest(recipe.model.name_or_path),
+        "mining.teacher": files_digest(recipe.mining.teacher),
+    }
+
+
+def _finished(
+    output: Path, recipe: Recipe, settings: dict[str, Any], processes: PartialState, resume: bool
+) -> dict[str, Any] | None:
     """The summary where mining is done already, else None."""
     if not output.exists():
         return None
@@ -173,7 +186,17 @@ def _finished(output: Path, settings: dict[str, Any], resume: bool) -> dict[str,
         raise RecipeError(
             f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
         )
-    return {key: value for key, value in earlier.items() if key not in ("digest", "settings")}
+    # Data mined by an earlier version says nothing of its inputs.
+    if inputs := earlier.get("inputs"):
+        with processes.main_process_first():
+            now = _inputs(recipe, load_pairs(recipe.mining))
+        changed = [name for name in inputs if inputs[name] != now[name]]
+        if changed:
+            raise RecipeError(
+                f"data.name: {output} was mined with other content of {', '.join(changed)} than there is now; bring it "
+                "back, choose another folder, or start over with --no-resume."
+            )
+    return {key: value for key, value in earlier.items() if key not in ("digest", "settings", "inputs")}
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:

@@ -136,5 +136,7 @@ class _Laps(TrainerCallback):
 
 
 def median_phases(laps: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase in a step, the median over all steps but those of the warm-up."""
-    return {phase: statistics.median(lap.get(phase, 0.0) for lap in laps[WARM_UP_STEPS:]) for phase in PHASES}
+    """Seconds of each phase in a step, the median over all steps but those of the warm-up, at most a third of them."""
+    # Where no text may stand twice in a batch, an epoch without a batch ends the training early.
+    measured = laps[min(WARM_UP_STEPS, len(laps) // 3) :]
+    return {phase: statistics.median(lap.get(phase, 0.0) for lap in measured) for phase in PHASES}

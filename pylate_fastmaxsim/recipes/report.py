@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     row("documents per second", "documents_per_second", "{:,.0f}")
     row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
     row("padding in documents encoded", "padding", "{:.0%}")
-    table.add_row("final loss", *(form("{:.4f}", (run["losses"] or [None])[-1]) for run in (stock, fast)), "")
+    table.add_row("final loss", *(final_loss(run) for run in (stock, fast)), "")
     for key, title in METRICS.items():
         if any(key in run for run in (stock, fast)):
             ratio = form("{:+.4f}", summary["ndcg@10_difference"]) if key == "ndcg@10" else ""
@@ -72,13 +73,21 @@ def caption(comparison: dict[str, Any]) -> str:
     """What the numbers mean, how close the two runs stayed and how long all took, in a few sentences."""
     steps = min(run["steps"] for run in comparison["runs"].values())
     difference = comparison["summary"]["largest_loss_difference"]
-    curves = (
-        "" if difference is None else f" Largest difference of the loss curves over {steps} steps: {difference:.2g}."
-    )
+    nan_from = comparison["summary"].get("loss_difference_nan_from")
+    largest = f"NaN, first at step {nan_from}" if nan_from is not None else form("{:.2g}", difference)
+    curves = "" if largest == "-" else f" Largest difference of the loss curves over {steps} steps: {largest}."
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
     seconds = comparison["summary"].get("wall_seconds")
     whole = f" The whole comparison took {seconds['whole']:.0f} s." if seconds else ""
     return f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}{whole}"
+
+
+def final_loss(run: dict[str, Any]) -> str:
+    """As text: a dash without a step, and NaN for what is not finite, which is null in ``compare.json``."""
+    if not run["losses"]:
+        return "-"
+    last = run["losses"][-1]
+    return "NaN" if last is None or not math.isfinite(last) else f"{last:.4f}"
 
 
 def device(comparison: dict[str, Any]) -> str:
@@ -141,7 +150,8 @@ def draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
     for mode, run in runs.items():
         score = run.get("ndcg@10")
         label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
-        axes.plot(range(1, len(run["losses"]) + 1), run["losses"], color=COLORS[mode], label=label, **styles[mode])
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]
+        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **styles[mode])
     axes.set(xlabel="step", ylabel="training loss")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

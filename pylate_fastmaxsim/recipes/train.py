@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from datasets import Dataset
 from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
@@ -23,13 +22,12 @@ from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
-from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
-from pylate_fastmaxsim.recipes.load import dump_recipe
-from pylate_fastmaxsim.recipes.mined import mined_digest
+from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
+from pylate_fastmaxsim.recipes.output import CHECKPOINT_LAST_FILE, open_output
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
@@ -37,49 +35,23 @@ from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.visual import VisualRetriever
 
+logger = logging.getLogger(__name__)
+
 LOSSES = {
     "contrastive": losses.Contrastive,
     "cached_contrastive": losses.CachedContrastive,
     "distillation": losses.Distillation,
 }
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
-RECIPE_FILE = "recipe.yaml"
-MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
 RESULT_FILE = "train.json"
 MODEL_DIRECTORY = "model"
-
-# The trainer writes this file last, so a checkpoint that has it is complete.
-CHECKPOINT_LAST_FILE = "trainer_state.json"
-
-# What a run may change when it goes on from a checkpoint: none of it changes what is learned.
-FREE_TO_CHANGE = {
-    "name",
-    "training.logging_steps",
-    "training.save_steps",
-    "training.save_total_limit",
-    "training.report_to",
-    "training.gradient_checkpointing",
-    "training.dataloader_num_workers",
-    "evaluation.batch_size",
-    "evaluation.beir",
-    "evaluation.nano_beir",
-    "evaluation.split",
-    "loss.mini_batch_size",
-    "fast.enabled",
-    "fast.padding_free",
-    "fast.compile",
-    "fast.ring",
-    "mining.batch_size",
-    "mining.documents_per_part",
-    "mining.rows_per_part",
-}
 
 
 def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Train, evaluate and save the model of a recipe.
 
-    Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``. Under a
-    distributed launcher every process calls this; only the main process writes.
+    Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``; the model is there before it is
+    evaluated. Under a distributed launcher every process calls this; only the main process writes.
 
     Parameters
     ----------
@@ -97,9 +69,10 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not fit its data or this machine, or ``output_dir`` holds checkpoints of another recipe.
+        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe, no batch
+        could be made, or the evaluation ran out of memory.
     KeyboardInterrupt
-        The user interrupted the run; a checkpoint holds everything up to the last step.
+        The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
     """
     why_off = plugin_off(recipe.fast)
     arguments = training_arguments(recipe)
@@ -108,7 +81,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         prepared = prepare(recipe)
         data = load_data(prepared)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
-        checkpoint = _open_output(recipe, resume, writes=arguments.should_save)
+        checkpoint = open_output(recipe, resume, writes=arguments.should_save)
     with switched(recipe.fast):
         state = _trained_state(checkpoint)
         if state is None:
@@ -126,9 +99,28 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
             "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
         }
         if arguments.should_save:
-            result |= evaluate(prepared, model, data)
+            # Before the evaluation, which may take hours, fail or be interrupted: without checkpoints this is all there is.
             _save(recipe, model, result)
+            result |= _evaluate_saved(recipe, prepared, model, data)
+            _save_metrics(recipe, model, result)
     return result
+
+
+def _evaluate_saved(
+    recipe: Recipe, prepared: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData
+) -> dict[str, float | None]:
+    """Evaluate, and say where the model is if that does not come to its end."""
+    directory = Path(recipe.output_dir)
+    saved = f"the trained model is in {directory / MODEL_DIRECTORY}, and {directory / RESULT_FILE} has no metrics"
+    try:
+        return evaluate(prepared, model, data)
+    except BaseException as error:
+        if is_out_of_memory(error):
+            raise RecipeError(
+                f"evaluation.batch_size of {recipe.evaluation.batch_size} is more than fits into memory; {saved}."
+            ) from error
+        logger.warning("The evaluation did not come to its end: %s.", saved)
+        raise
 
 
 def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
@@ -143,7 +135,26 @@ def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> T
         _close_bar(trainer)
     if interrupt.requested:
         raise KeyboardInterrupt
+    require_steps(recipe, trainer.state)
     return trainer.state
+
+
+def require_steps(recipe: Recipe, state: TrainerState) -> None:
+    """Refuse what the trainer only warns of, and calls a finished training: that there was no batch to train on.
+
+    Raises
+    ------
+    RecipeError
+        No step was taken.
+    """
+    if state.global_step:
+        return
+    section = recipe.training
+    incomplete = " or set training.dataloader_drop_last to false" if section.dataloader_drop_last else ""
+    raise RecipeError(
+        f"training.per_device_train_batch_size of {section.per_device_train_batch_size} with training.batch_sampler "
+        f"{section.batch_sampler} leaves no batch of the rows of data, so that no step was taken; lower it{incomplete}."
+    )
 
 
 def _close_bar(trainer: Trainer) -> None:
@@ -327,58 +338,24 @@ def evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: Reci
     return evaluate_held_out(recipe, model, data.held_out)
 
 
-def last_checkpoint(recipe: Recipe) -> Path | None:
-    """The newest complete checkpoint of a recipe; one that an interruption cut short does not count."""
-    complete = [path.parent for path in Path(recipe.output_dir).glob(f"checkpoint-*/{CHECKPOINT_LAST_FILE}")]
-    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
-def _open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
-    """Ready ``output_dir`` for this run and return the checkpoint to go on from."""
-    directory = Path(recipe.output_dir)
-    checkpoint = last_checkpoint(recipe) if resume else None
-    if checkpoint is not None and (directory / RECIPE_FILE).exists():
-        _require_same_run(recipe, yaml.safe_load((directory / RECIPE_FILE).read_text(encoding="utf-8")))
-    digest, mined = mined_digest(recipe.data), directory / MINED_FILE
-    if checkpoint is not None and mined.exists() and json.loads(mined.read_text())["digest"] != digest:
-        raise RecipeError(
-            f"data.name: {recipe.data.name} was mined anew after the checkpoints in {recipe.output_dir} were made; "
-            "choose another output_dir, or start over with --no-resume."
-        )
-    if writes:
-        make_directory("output_dir", directory)
-        if not resume:
-            for path in directory.glob("checkpoint-*"):
-                shutil.rmtree(path)
-        (directory / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
-        mined.unlink(missing_ok=True)
-        if digest is not None:
-            mined.write_text(json.dumps({"digest": digest}) + "\n", encoding="utf-8")
-    return checkpoint
-
-
-def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
-    before, now = _flat(earlier), _flat(asdict(recipe))
-    for key in sorted(before.keys() | now.keys()):
-        if key not in FREE_TO_CHANGE and before.get(key) != now.get(key):
-            raise RecipeError(
-                f"{key} is {now.get(key)!r}, but the checkpoints in {recipe.output_dir} were made with "
-                f"{before.get(key)!r}; keep it, choose another output_dir, or start over with --no-resume."
-            )
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in section.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
 def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
     directory = Path(recipe.output_dir)
+    # Its metrics would be those of another model.
+    (directory / RESULT_FILE).unlink(missing_ok=True)
     model.save_pretrained(str(directory / MODEL_DIRECTORY))
     name_recipe(directory / MODEL_DIRECTORY, recipe)
-    (directory / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    _write_result(recipe, result)
+
+
+def _save_metrics(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
+    """Bring what the evaluation adds into the card and ``train.json``; the weights on disk stay untouched."""
+    if not recipe.model.visual:  # evaluators of pages write nothing into a card
+        directory = Path(recipe.output_dir, MODEL_DIRECTORY)
+        model._create_model_card(str(directory))
+        name_recipe(directory, recipe)
+    _write_result(recipe, result)
+
+
+def _write_result(recipe: Recipe, result: dict[str, Any]) -> None:
+    file = Path(recipe.output_dir, RESULT_FILE)
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
