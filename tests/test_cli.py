@@ -75,6 +75,18 @@ def test_train_says_what_was_in_force_and_why(tmp_path):
         assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
 
 
+def test_brackets_in_names_and_paths_mean_nothing(tmp_path):
+    folder = tmp_path / "rows[1]"
+    folder.mkdir()
+    recipe = tiny(folder, "lr[=1e-3]", training={"max_steps": 2, "save_steps": None})
+    # What the name would match as a pattern.
+    (tmp_path / "rows1").mkdir()
+    (tmp_path / "rows1" / "pairs.jsonl").write_text('{"query": "other", "positive": "rows"}\n')
+    done = CliRunner().invoke(app, ["train", str(write(folder, recipe | {"name": "[/x]"}))], env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    assert "[/x]: trained" in done.stdout and str(folder / "lr[=1e-3]" / "model") in done.stdout
+
+
 @pytest.mark.parametrize("command", ["train", "warmup"])
 def test_a_nonsense_switch_is_one_sentence_before_anything_is_written(command, tmp_path):
     file = write(tmp_path, tiny(tmp_path, fast={"enabled": True}))

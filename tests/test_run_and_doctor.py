@@ -115,6 +115,15 @@ def test_nothing_to_run_is_one_sentence(arguments, sentence, capsys):
     assert capsys.readouterr().err == f"fastmaxsim run: {sentence}\n"
 
 
+def test_a_module_that_misses_another_says_which(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import absent_module")
+    (tmp_path / "package" / "inner.py").write_text("")
+    done = run("-m", "package.inner", cwd=tmp_path)
+    assert done.returncode == 1 and "no module 'package.inner'" not in done.stderr
+    assert "No module named 'absent_module'" in done.stderr.splitlines()[-1]
+
+
 def test_a_nonsense_switch_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setenv("PYLATE_FASTMAXSIM", "maybe")
     with pytest.raises(SystemExit, match="2"):

@@ -146,8 +146,9 @@ def _require_module(prog: str, name: str) -> None:
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:
-        found = None
+    except ModuleNotFoundError as error:
+        # One that it imports may be what is missing, of which running it gives the traceback.
+        found = None if error.name is None or f"{name}.".startswith(f"{error.name}.") else error.name
     finally:
         sys.path.pop(0)
     if found is None:

@@ -35,6 +35,8 @@ app = typer.Typer(
     add_completion=False,
 )
 errors = Console(stderr=True, soft_wrap=True)
+# Names and paths of a recipe may have brackets, which are no markup.
+plain = Console(markup=False)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)]
 Overrides = Annotated[
@@ -166,7 +168,7 @@ def train(
             _say_interrupted(kept())
             raise typer.Exit(INTERRUPTED) from None
     if "ndcg@10" in result:  # the main process of a distributed run
-        Console().print(training_table(result))
+        plain.print(training_table(result))
 
 
 @app.command()
@@ -194,7 +196,7 @@ def mine(
             _say_interrupted(kept)
             raise typer.Exit(INTERRUPTED) from None
     if PartialState().is_main_process:
-        Console().print(mining_table(result))
+        plain.print(mining_table(result))
 
 
 @app.command()
@@ -237,11 +239,10 @@ def compare(
         except KeyboardInterrupt:
             errors.print("\nInterrupted: a comparison is not resumed, the same command starts it again.")
             raise typer.Exit(INTERRUPTED) from None
-    console = Console()
-    console.print(comparison_table(comparison))
+    plain.print(comparison_table(comparison))
     if points := comparison.get("sweep"):
-        console.print(sweep_table(points))
-        console.print(sweep_sentence(points), highlight=False, soft_wrap=True)
+        plain.print(sweep_table(points))
+        plain.print(sweep_sentence(points), highlight=False, soft_wrap=True)
     for warning in comparison["runs"]["fast"].get("warnings", ()):
         errors.print(f"fast run: {warning}", style="yellow", markup=False, highlight=False)
     typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
@@ -300,7 +301,7 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
         _quiet_libraries()
         with Console(stderr=True).status("training two steps on each size of batch"):
             steps = warm_up(loaded)
-    Console().print(warmup_table(loaded.name, steps))
+    plain.print(warmup_table(loaded.name, steps))
 
 
 class Dtype(str, Enum):

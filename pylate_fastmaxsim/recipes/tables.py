@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
         if Path(path).is_dir():
             path, subset, options = _files_of_folder(path, subset, options)
         with progress_shown():
-            table = load_dataset(path, subset, **options)
+            table = load_dataset(path, subset, **_literal(options))
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if write_failure(error):
             raise
@@ -52,6 +53,20 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
         table = next(iter(table.values()))
     return table
+
+
+def _literal(options: dict[str, Any]) -> dict[str, Any]:
+    """With the names of files as patterns that match nothing else: datasets takes brackets for such."""
+
+    def escaped(files: str | list[str]) -> str | list[str]:
+        return glob.escape(files) if isinstance(files, str) else [glob.escape(file) for file in files]
+
+    files = options.get("data_files")
+    if files is None:
+        return options
+    if isinstance(files, dict):
+        return {**options, "data_files": {split: escaped(parts) for split, parts in files.items()}}
+    return {**options, "data_files": escaped(files)}
 
 
 def loading_failure(key: str, error: Exception) -> RecipeError:
