@@ -301,11 +301,16 @@ def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeyp
         train(loaded)
 
 
-def test_pages_that_look_alike_count_as_one(recipe, visual_model):
+@pytest.mark.parametrize(
+    ("queries", "images"),
+    [([text(1, 3), text(2, 4), text(3, 5)], [page(1)] * 3), ([text(1, 3)] * 3, [page(1), page(2), page(3)])],
+    ids=["pages", "queries"],
+)
+def test_equal_pages_and_equal_queries_count_as_one(recipe, visual_model, queries, images):
     loaded = recipe("colqwen2")
     retriever = load_model(loaded.model, "cpu", 0)
     held_out = Dataset.from_dict(
-        {"query": [text(1, 3), text(2, 4), text(3, 5)], "image": [page(1), page(1), page(1)]},
+        {"query": queries, "image": images},
         features=Features({"query": Value("string"), "image": Image()}),
     )
     assert evaluate_pages(retriever, held_out, 2) == {"ndcg@10": 1.0}

@@ -212,21 +212,24 @@ class PagePhaseTrainer(Phases, PageTrainer):
 def evaluate_pages(retriever: VisualRetriever, held_out: Dataset, batch_size: int) -> dict[str, float]:
     """nDCG@10 of the held-out queries over all held-out pages, scored by the processor of the model.
 
-    The relevant page of a query is its own, which others may have as well: pages are told apart by their pixels.
+    The relevant page of a query is its own, which others may have as well: pages are told apart by their pixels. A query
+    that stands in several rows has the pages of all of them.
     """
     # Imported where it is used: ranx compiles for seconds when it is imported.
     from ranx import Qrels, Run, evaluate
 
     query_column, page_column, *_ = held_out.column_names
+    texts: dict[str, str] = {}
     pages: dict[str, Image.Image] = {}
     relevant: dict[str, dict[str, int]] = {}
     for number, row in enumerate(held_out):
         own = row[page_column] if isinstance(row[page_column], list) else [row[page_column]]
         names = [_name(page) for page in own]
         pages |= dict(zip(names, own, strict=True))
-        relevant[f"q{number}"] = dict.fromkeys(names, 1)
+        query = texts.setdefault(row[query_column], f"q{number}")
+        relevant.setdefault(query, {}).update(dict.fromkeys(names, 1))
     processor, model = retriever.processor, retriever.model
-    queries = _encode(model, held_out[query_column], processor.process_queries, batch_size, "Encoding queries")
+    queries = _encode(model, list(texts), processor.process_queries, batch_size, "Encoding queries")
     documents = _encode(model, list(pages.values()), processor.process_images, batch_size, "Encoding pages")
     scores = processor.score(queries, documents, device=model.device)
     best = scores.topk(min(DEPTH, len(pages)), dim=1)
