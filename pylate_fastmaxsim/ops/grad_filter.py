@@ -23,8 +23,8 @@ def filtered(scores: Tensor) -> Tensor:
     """The scores ``[Nq, P]`` as they are; their gradient passes without the pairs that do not matter.
 
     Of each query's pairs those are dropped whose absolute gradient is at most ``DROPPED_AT_MOST / P`` of the sum over
-    the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes, and of a query whose sum is infinite all
-    pairs do. Nothing waits for the device.
+    the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes, and of a query whose sum
+    is infinite all pairs do. Nothing waits for the device.
 
     Examples
     --------
