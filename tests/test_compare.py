@@ -102,6 +102,8 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
             (tmp_path / "out" / "compare" / f"{name}.log").read_text().rpartition("Measuring phases: 100%")
         )
         assert phases and "Measuring phases:   0%|          | 0/7 [" in before
+    # What is measured is what trains: measuring does not keep the head from being fused, for one.
+    assert fast["warnings"] == []
     # Stock and fast begin with the same model, which is evaluated once.
     assert 0 < fast["untrained"]["ndcg@10"] <= 1 and "untrained" not in stock
     # Rows of 4 to 21 words in 64 places: most of what stock encodes is padding, little of what fast does.

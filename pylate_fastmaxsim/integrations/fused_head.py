@@ -140,7 +140,9 @@ def _reason_to_expect_changes(module: nn.Module) -> str | None:
         return f"the forward of {name} is not PyLate's own"
     if not _is_own(vars(module).get("forward"), type(module).forward):
         return f"the forward of {name} was replaced"
-    if not all(_module_of(hook).startswith("torch.") for hook in module._forward_hooks.values()):
+    # Those of FSDP, and of this package, which measures by them, change nothing.
+    own = ("torch.", "pylate_fastmaxsim.")
+    if not all(_module_of(hook).startswith(own) for hook in module._forward_hooks.values()):
         return f"{name} has forward hooks, which may change what it returns"
     return None
 
