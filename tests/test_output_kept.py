@@ -153,7 +153,7 @@ def test_a_run_does_not_go_on_with_files_that_were_rewritten(tmp_path, monkeypat
     assert training.train(recipe, resume=False)["resumed_from"] is None
     # What has not changed since is not read a second time, and a folder of an earlier version says nothing of it.
     with monkeypatch.context() as patch:
-        patch.delattr(run_folder, "_digest")
+        patch.delattr(run_folder, "content_digest")
         assert training.train(recipe)["resumed_from"] == "checkpoint-14"
     (out / "files.json").unlink()
     pairs.write_text(content)

@@ -111,7 +111,7 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return "torch.compile compiles the model as a whole"
     if not isinstance(last, Dense):
         return f"the model ends with {type(last).__name__}, not with PyLate's Dense"
-    if type(last).forward is not project or "forward" in vars(last):
+    if type(last).forward is not project:
         return f"the forward of {type(last).__name__} is not PyLate's own"
     if not isinstance(last.activation_function, nn.Identity):
         return f"Dense has the activation {type(last.activation_function).__name__}"

@@ -145,13 +145,13 @@ def _require_module(prog: str, name: str) -> None:
     # python -m searches the working directory first.
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(name)
+        missing = importlib.util.find_spec(name) is None
     except ModuleNotFoundError as error:
-        # One that it imports may be what is missing, of which running it gives the traceback.
-        found = None if error.name is None or f"{name}.".startswith(f"{error.name}.") else error.name
+        # Where another module that its package imports is missing, running it gives the traceback.
+        missing = error.name is None or f"{name}.".startswith(f"{error.name}.")
     finally:
         sys.path.pop(0)
-    if found is None:
+    if missing:
         _stop(prog, f"there is no module {name!r}.")
 
 

@@ -24,7 +24,7 @@ from pylate_fastmaxsim.integrations.documents import (
     padded_plan,
     without_index,
 )
-from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import shortest_and_longest, why_not_grouped, why_not_joint, why_not_packed
 from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
@@ -272,7 +272,7 @@ def _decided(
 def _encoder_state(core: nn.Module) -> tuple[torch.dtype | None, str | None]:
     """What users change of an encoder between batches: the dtype of its parameters and its attention."""
     try:
-        encoder = core._first_module().auto_model
+        encoder = encoder_of(core)
         # One parameter for all: this is looked at in every step.
         return next(encoder.parameters()).dtype, encoder.config._attn_implementation
     except (AttributeError, StopIteration):  # no encoder that could be packed

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, lacks_tokenizer, load_model
 from pylate_fastmaxsim.recipes.pairs import Pairs
@@ -100,12 +101,7 @@ def files_digest(model: str) -> str | None:
     """Of a model in a folder, which may have been trained again since; None of one on the Hub."""
     if not Path(model).is_dir():
         return None
-    digest = hashlib.sha256()
-    for path in sorted(path for path in Path(model).rglob("*") if path.is_file()):
-        with open(path, "rb") as file:
-            while block := file.read(2**24):
-                digest.update(block)
-    return digest.hexdigest()
+    return content_digest(sorted(path for path in Path(model).rglob("*") if path.is_file()))
 
 
 def digest_of(pairs: Pairs, candidates: Candidates) -> str:

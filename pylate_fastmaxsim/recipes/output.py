@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest
@@ -107,16 +107,8 @@ def _files(recipe: Recipe, earlier: dict[str, dict[str, Any]]) -> dict[str, dict
         known = earlier.get(name, {})
         same = all(known.get(key) == value for key, value in kept.items())
         # The content decides: a copy that is made anew for each job has another time and the same rows.
-        files[name] = kept | {"digest": known["digest"] if same else _digest(name)}
+        files[name] = kept | {"digest": known["digest"] if same else content_digest([name])}
     return files
-
-
-def _digest(file: str) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as content:
-        while block := content.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
