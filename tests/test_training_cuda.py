@@ -28,6 +28,7 @@ LAUNCHERS = {
 }
 # Of losses from step to step: the paths round differently, and AdamW carries that on.
 TOLERANCES = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 1e-2}
+HERE = Path(__file__).parent
 
 
 def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **loss) -> dict:
@@ -48,7 +49,7 @@ def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
     command += ["train_with_deadline", "train", str(write(folder, recipe, name))]
     environment = os.environ | ({} if launcher else {"CUDA_VISIBLE_DEVICES": "0"})
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     if not enabled:  # Where a fused-kernel package is installed PyLate would score with that.
         environment["PYLATE_SCORES_BACKEND"] = "torch"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -74,6 +75,17 @@ def test_one_gpu(loss, precision, tmp_path):
         options["temperature"] = 16.0
     results = [trained(tmp_path, [], precision, enabled, **options) for enabled in (False, True)]
     assert_alike(*results, TOLERANCES[precision])
+
+
+def test_tf32_of_the_trainer():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYLATE_SCORES_BACKEND": "torch"}
+    command = [sys.executable, str(HERE / "train_with_tf32.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-8000:]
+    assert not fell_back(done.stderr)
+    curves = json.loads(done.stdout.splitlines()[-1])
+    assert len(curves["fast"]) == 8
+    assert curves["fast"] == pytest.approx(curves["stock"], rel=TOLERANCES["fp16"])  # which has the precision of TF32
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
