@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -98,5 +99,7 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
             return {"status": f"not finished in {timeout:.0f} s"}
         errors.seek(0)
         text = errors.read()
-    last = (text.strip().splitlines() or ["no output"])[-1]
-    return {"status": "failed", "detail": last[:500], "stderr": text[-3000:]}
+    lines = text.strip().splitlines()
+    # What is aborted ends in the frames of its stack, not in the error.
+    said = [line for line in lines if re.search(r"\w(Error|Exception)\b|CUDA error", line)]
+    return {"status": "failed", "detail": (said or lines or ["no output"])[-1].strip()[:500], "stderr": text[-3000:]}

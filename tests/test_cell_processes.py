@@ -16,6 +16,8 @@ from pathlib import Path
 batch = int(sys.argv[sys.argv.index("--batch") + 1])
 if batch == 3:
     sys.exit("broken before it was warm")
+if batch == 7:
+    sys.exit("Traceback:\\nRuntimeError: CUDA error: misaligned address\\nframe #0: start\\nframe #1: main")
 if batch == 6:
     time.sleep(1)
 print("READY", flush=True)
@@ -65,6 +67,10 @@ def test_one_that_fails_keeps_nobody_waiting(processes):
     good, broken = measured(processes, 10, 3)
     assert good["status"] == "ok"
     assert broken["status"] == "failed" and broken["detail"] == "broken before it was warm"
+
+
+def test_what_is_said_of_one_that_is_aborted_is_its_error(processes):
+    assert measured(processes, 7)[0]["detail"] == "RuntimeError: CUDA error: misaligned address"
 
 
 def test_one_that_dies_while_it_waits_is_a_result(processes):

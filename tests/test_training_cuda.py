@@ -78,7 +78,7 @@ def test_one_gpu(loss, precision, tmp_path):
 
 
 def test_tf32_of_the_trainer():
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PYLATE_SCORES_BACKEND": "torch"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
     command = [sys.executable, str(HERE / "train_with_tf32.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-8000:]
