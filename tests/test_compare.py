@@ -34,12 +34,11 @@ from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.compare import (
     Progress,
     _last_bar,
-    _write_json,
     contrast,
     read_steps,
     summarize,
-    without_nan,
 )
+from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
 from pylate_fastmaxsim.recipes.phases import PHASES
@@ -304,7 +303,7 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
     summary = contrast(runs["stock"], runs["fast"])
     assert math.isnan(summary["largest_loss_difference"]) and summary["loss_difference_nan_from"] == 2
     comparison = without_nan({"recipe": {"name": "x"}, "runs": runs, "summary": summary})
-    _write_json(tmp_path / "compare.json", comparison)
+    write_json(tmp_path / "compare.json", comparison)
 
     def refused(constant):
         raise ValueError(f"{constant} is not JSON")

@@ -1,6 +1,7 @@
 """Recipes: what is accepted, what is built, and that training loses nothing when it is interrupted."""
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -117,6 +118,28 @@ def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, t
     assert "\n" not in str(error.value)
 
 
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "encoder").mkdir()
+    values = tiny(tmp_path, model={"name_or_path": "~/encoder"}, data={"files": ["~/pairs.jsonl"]})
+    values["model"].pop("build")
+    pairs = {"source": "hub", "name": "~/pairs"}
+    values |= {"output_dir": "~/runs", "evaluation": {"beir": "~/scifact"}}
+    values["mining"] = {"pairs": pairs, "teacher": "~/teacher", "num_negatives": 1}
+    recipe = load_recipe(write(tmp_path, values))
+    paths = [recipe.output_dir, recipe.model.name_or_path, *recipe.data.files, recipe.evaluation.beir]
+    paths += [recipe.mining.pairs.name, recipe.mining.teacher]
+    assert paths == [str(tmp_path / name) for name in ("runs", "encoder", "pairs.jsonl", "scifact", "pairs", "teacher")]
+
+
+def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
+    values = tiny(tmp_path, training={"learning_rate": 1e30, "max_grad_norm": 0, "max_steps": 5})
+    losses = training.train(load_recipe(write(tmp_path, values)))["losses"]
+    assert not all(math.isfinite(loss) for _, loss in losses)
+    written = json.loads((tmp_path / "out/train.json").read_text(), parse_constant=pytest.fail)
+    assert [loss for _, loss in written["losses"]] == [loss if math.isfinite(loss) else None for _, loss in losses]
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -131,7 +154,7 @@ def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, t
         ),
         (
             "output_dir: a\nmodel: {name_or_path: ./nowhere}\ndata: {source: hub, name: a}\n",
-            "model.name_or_path must be a model on the Hub or a directory, but nowhere is not there.",
+            "model.name_or_path must be a model on the Hub or a directory, but ./nowhere is not there.",
         ),
     ],
 )

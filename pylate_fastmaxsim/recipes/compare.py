@@ -20,6 +20,7 @@ import yaml
 
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.disk import make_directory
+from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.model import load_model
@@ -113,11 +114,11 @@ def compare(
             "summary": contrast(runs["stock"], runs["fast"]) | {"wall_seconds": wall},
         }
     )
-    _write_json(directory / RESULT_FILE, comparison)
+    write_json(directory / RESULT_FILE, comparison)
     for points in _sweep(prepared, directory / "compare", sorted(set(batch_sizes)), on_progress):
         comparison["sweep"] = without_nan(points)
         comparison["summary"]["wall_seconds"]["whole"] = time.perf_counter() - begun
-        _write_json(directory / RESULT_FILE, comparison)
+        write_json(directory / RESULT_FILE, comparison)
     return comparison
 
 
@@ -175,26 +176,6 @@ def _sweep(
             kept = ("status", "steps", "step_seconds", "documents_per_second", "memory", "warnings")
             points[mode].append({"batch_size": batch_size} | {key: point[key] for key in kept if key in point})
             yield points
-
-
-def without_nan(value: Any) -> Any:
-    """The same with None for each number that is NaN or infinite, which JSON does not have.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.compare import without_nan
-    >>> without_nan({"losses": [0.5, float("nan"), float("inf")], "steps": 3})
-    {'losses': [0.5, None, None], 'steps': 3}
-    """
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -182,10 +183,18 @@ def _build(section: type, values: Any, path: str) -> Any:
         dotted = f"{path}.{name}" if path else name
         if name in values:
             limits = field.metadata.get("minimum"), field.metadata.get("maximum")
-            arguments[name] = _convert(values[name], hints[name], limits, dotted)
+            value = _convert(values[name], hints[name], limits, dotted)
+            arguments[name] = _at_home(value) if field.metadata.get("path") else value
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")
     return section(**arguments)
+
+
+def _at_home(paths: str | list[str] | None) -> str | list[str] | None:
+    """The same with the home directory for a leading ``~``, which no shell sees in a file."""
+    if isinstance(paths, list):
+        return [os.path.expanduser(path) for path in paths]
+    return paths if paths is None else os.path.expanduser(paths)
 
 
 def _unknown_key(name: Any, path: str, known: list[str]) -> str:
@@ -286,8 +295,8 @@ def _check_model(recipe: Recipe) -> None:
     if (model.name_or_path is None) == (model.build is None):
         raise RecipeError("model must have exactly one of name_or_path and build.")
     if model.name_or_path is not None:
-        path = Path(model.name_or_path).expanduser()
-        if model.name_or_path.startswith(("/", ".", "~")) and not path.is_dir():
+        path = model.name_or_path
+        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
             raise RecipeError(f"model.name_or_path must be a model on the Hub or a directory, but {path} is not there.")
     if model.build is not None and model.build.hidden_size % (2 * model.build.num_attention_heads):
         raise RecipeError(

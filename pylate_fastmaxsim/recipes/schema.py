@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 
@@ -17,9 +17,11 @@ INT32_MAX = 2**31 - 1
 LARGEST_SEED = 2**32 - 1
 
 
-def key(default: Any, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A recipe key with a default, and the smallest and the largest value that make sense."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum})
+def key(
+    default: Any = MISSING, *, minimum: float | None = None, maximum: float | None = None, path: bool = False
+) -> Any:
+    """A recipe key with a default, the smallest and the largest value that make sense, and whether ``~`` is a home."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "path": path})
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class ModelSection:
     """
 
     kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
-    name_or_path: str | None = None
+    name_or_path: str | None = key(None, path=True)
     build: BuildSection | None = None
     embedding_size: int | None = key(None, minimum=1, maximum=INT32_MAX)
     query_length: int | None = key(None, minimum=3)
@@ -107,10 +109,10 @@ class DataSection:
 
     source: Literal["docstrings", "hub", "files", "distillation"]
     packages: list[str] | None = None
-    name: str | None = None
+    name: str | None = key(None, path=True)
     config: str | None = None
     split: str | None = None
-    files: list[str] | None = None
+    files: list[str] | None = key(None, path=True)
     columns: list[str] | None = None
     n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)
@@ -136,7 +138,7 @@ class MiningSection:
     """
 
     pairs: DataSection
-    teacher: str
+    teacher: str = key(path=True)
     corpus: DataSection | None = None
     teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
     num_negatives: int = key(15, minimum=1)
@@ -254,7 +256,7 @@ class EvaluationSection:
     """
 
     rows: int = key(0, minimum=0)
-    beir: str | None = None
+    beir: str | None = key(None, path=True)
     split: str = "test"
     nano_beir: list[str] | None = None
     batch_size: int = key(32, minimum=1)
@@ -262,10 +264,10 @@ class EvaluationSection:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run. Relative paths are relative to the working directory."""
+    """One training run. Relative paths are relative to the working directory, and ``~`` is the home directory."""
 
     name: str
-    output_dir: str
+    output_dir: str = key(path=True)
     model: ModelSection
     data: DataSection
     loss: LossSection = field(default_factory=LossSection)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
+from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
@@ -63,8 +63,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Returns
     -------
-    The content of ``train.json``: steps, losses, metrics of the evaluation, where the model is. Its ``fast`` says what
-    was in force, and ``why_off`` in it why the plugin was not.
+    The content of ``train.json``, which has null for a number that is NaN or infinite: steps, losses, metrics of the
+    evaluation, where the model is. Its ``fast`` says what was in force, and ``why_off`` in it why the plugin was not.
 
     Raises
     ------
@@ -357,5 +357,4 @@ def _save_metrics(recipe: Recipe, model: models.ColBERT | VisualRetriever, resul
 
 
 def _write_result(recipe: Recipe, result: dict[str, Any]) -> None:
-    file = Path(recipe.output_dir, RESULT_FILE)
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(Path(recipe.output_dir, RESULT_FILE), without_nan(result))
