@@ -304,3 +304,21 @@ def test_model_compiled_by_its_user(small, stock, family):
         ours = _losses(torch.compile(model), [_batch(model, count=64)])
     ours = ours[0], {name.removeprefix("_orig_mod."): gradient for name, gradient in ours[1].items()}
     _assert_as_exact(ours, expected)
+
+
+def test_a_batch_reordered_behind_its_collator_is_noticed(small):
+    model = small("bert")
+    pylate_fastmaxsim.enable()
+    loss_function, batch = losses.Contrastive(model), _batch(model)
+    rolled = [batch[0], {key: value.roll(1, 0) for key, value in batch[1].items()}]
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(3):
+            loss_function(batch, None)
+            torch.cuda.synchronize()
+        # Nothing waits for the answer, so that it may come as late as with the next batch.
+        with pytest.raises(ValueError, match="reordered or masked after their collator"):
+            for columns in (rolled, batch):
+                loss_function(columns, None)
+                torch.cuda.synchronize()
+        loss_function(batch, None)
+    assert next(iter(packing._modes[model].values())) == "packed"

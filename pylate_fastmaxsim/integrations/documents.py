@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pylate_fastmaxsim.integrations import left_behind
 from pylate_fastmaxsim.integrations.attention import packed_mask
 from pylate_fastmaxsim.integrations.grouping import (
     fill_by_length,
@@ -65,8 +66,13 @@ class Documents:
         """Put the tokenized columns of a batch below each other.
 
         Where the collator left the positions of the attended tokens with the column, nothing here
-        waits for the device. Where it did not, or where they do not fit the column any more, they
+        waits for the device. Where it did not, or where they have not the shape of the column any more, they
         are computed, which on a CUDA device waits for it once per column.
+
+        Raises
+        ------
+        ValueError
+            On a CUDA device, what the collator left with an earlier batch did not fit its masks any more.
         """
         length = max(column["input_ids"].shape[1] for column in columns)
         token_index, cu_seqlens, gaps, rows, tokens = [], [], False, 0, 0
@@ -80,8 +86,8 @@ class Documents:
             cu_seqlens.append(ends[min(rows, 1) :] + tokens)
             rows += count
             tokens += len(index)
-        has_types = all("token_type_ids" in column for column in columns)
-        return cls(
+        has_types = any("token_type_ids" in column for column in columns)
+        documents = cls(
             input_ids=_stack(columns, "input_ids", length),
             attention_mask=_stack(columns, "attention_mask", length),
             token_type_ids=_stack(columns, "token_type_ids", length) if has_types else None,
@@ -89,6 +95,9 @@ class Documents:
             cu_seqlens=torch.cat(cu_seqlens),
             gaps=gaps,
         )
+        if any(_is_left(column) for column in columns):
+            ask_whether_it_fits(documents.attention_mask, documents.token_index, documents.cu_seqlens)
+        return documents
 
 
 @dataclass(frozen=True)
@@ -279,6 +288,12 @@ def left_index(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return attended_index(column["attention_mask"])
 
 
+def ask_whether_it_fits(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> None:
+    """Have a later call raise where what the collator left does not fit a mask; on a CPU :func:`left_index` has looked."""
+    if attention_mask.is_cuda:
+        left_behind.ask(left_behind.fits(attention_mask, token_index, cu_seqlens))
+
+
 def index_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
     """What the collator leaves with a column, for :func:`left_index` to find."""
     token_index, cu_seqlens = attended_index(attention_mask)
@@ -313,16 +328,23 @@ def column_has_gaps(column: dict[str, Tensor]) -> bool:
 
 
 def _is_left(column: dict[str, Tensor]) -> bool:
-    """Whether the collator left with a column where its attended tokens are, and the column has its shape since."""
-    index, ends = column.get(TOKEN_INDEX), column.get(CU_SEQLENS)
+    """Whether the collator left with a column where its attended tokens are, and the column has its shape since.
+
+    On a CPU, where it costs nothing, also whether the column has its masks since.
+    """
+    index, ends, mask = column.get(TOKEN_INDEX), column.get(CU_SEQLENS), column["attention_mask"]
     if index is None or ends is None:
         return False
-    count, width = column["attention_mask"].shape
-    return column["input_ids"].shape == (count, width) and len(index) == 1 and ends.shape == (1, count + 1 + width)
+    count, width = mask.shape
+    if column["input_ids"].shape != mask.shape or len(index) != 1 or ends.shape != (1, count + 1 + width):
+        return False
+    return mask.device.type != "cpu" or bool(left_behind.fits(mask, index[0], ends[0, : count + 1]))
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:
-    parts = [F.pad(column[key], (0, length - column[key].shape[1])) for column in columns]
+    # Of token types, all that may be missing, an encoder takes 0 where it is given none.
+    parts = [column[key] if key in column else torch.zeros_like(column["input_ids"]) for column in columns]
+    parts = [F.pad(part, (0, length - part.shape[1])) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

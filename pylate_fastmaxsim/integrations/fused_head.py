@@ -6,7 +6,6 @@ there and its gradient arrives under DistributedDataParallel and FSDP as it does
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 
@@ -22,7 +21,14 @@ from pylate_fastmaxsim.integrations import log_once, switch
 from pylate_fastmaxsim.integrations.normalization import unit
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
-from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.integrations.wrappers import (
+    forward_is_own,
+    hooks_change_nothing,
+    is_compiled,
+    layers_of_wrapping,
+    unknown_wrapper,
+    unwrap,
+)
 from pylate_fastmaxsim.ops.head import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
@@ -117,8 +123,10 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"Dense has the activation {type(last.activation_function).__name__}"
     if last.use_residual:
         return "Dense adds a residual"
-    core = _unsharded(unwrap(model))
-    for module in (core, last):
+    if (wrapper := unknown_wrapper(model)) is not None:
+        return f"{type(wrapper).__name__} is around the model, which may change what it returns"
+    *around, core = layers_of_wrapping(model)
+    for module in (*around, _unsharded(core), last):
         if reason := _reason_to_expect_changes(module):
             return reason
     linear = last.linear
@@ -138,27 +146,8 @@ def _reason_to_expect_changes(module: nn.Module) -> str | None:
     name = type(module).__name__
     if isinstance(module, ColBERT) and type(module).forward is not ColBERT.forward:
         return f"the forward of {name} is not PyLate's own"
-    if not _is_own(vars(module).get("forward"), type(module).forward):
+    if not forward_is_own(module):
         return f"the forward of {name} was replaced"
-    # Those of FSDP, and of this package, which measures by them, change nothing.
-    own = ("torch.", "pylate_fastmaxsim.")
-    if not all(_module_of(hook).startswith(own) for hook in module._forward_hooks.values()):
+    if not hooks_change_nothing(module):
         return f"{name} has forward hooks, which may change what it returns"
     return None
-
-
-def _is_own(forward: Callable | None, of_class: Callable) -> bool:
-    """Whether it is the class's, which `None` stands for, or what accelerate makes of that for mixed precision."""
-    if forward is None:
-        return True
-    while getattr(forward, "__func__", forward) is not of_class:
-        if _module_of(forward).partition(".")[0] not in ("torch", "accelerate") or not hasattr(forward, "__wrapped__"):
-            return False
-        forward = forward.__wrapped__
-    return True
-
-
-def _module_of(function: Callable) -> str:
-    """Where it was written; what a decorator returns often says the module of what it decorates."""
-    written = getattr(getattr(function, "__func__", function), "__globals__", {})
-    return written.get("__name__", type(function).__module__)

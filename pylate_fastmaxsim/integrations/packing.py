@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import attention, compilation, log_once, switch
+from pylate_fastmaxsim.integrations import attention, compilation, left_behind, log_once, switch
 from pylate_fastmaxsim.integrations.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
@@ -27,7 +27,14 @@ from pylate_fastmaxsim.integrations.documents import (
 from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import shortest_and_longest, why_not_grouped, why_not_joint, why_not_packed
-from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, runs_in_step, unwrap
+from pylate_fastmaxsim.integrations.wrappers import (
+    forward_is_own,
+    is_compiled,
+    layers_of_wrapping,
+    runs_in_step,
+    unknown_wrapper,
+    unwrap,
+)
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.
@@ -63,9 +70,9 @@ def encode_documents(
     ``packed``
         all attended tokens in one row, attention inside each document. Nothing waits for the device
         if the patched collator made the batch: it leaves with each column which tokens are attended to.
-        Where a later change leaves the shape of an ``attention_mask`` as it was, it is therefore not noticed:
-        drop tokens in a subclass of the collator. Nothing is left by one with a ``__call__`` of its own, and its
-        masks are looked at here, which waits for the device.
+        Where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too late: a later
+        batch raises. Drop tokens in a subclass of the collator. Nothing is left by one with a ``__call__`` of its own,
+        and its masks are looked at here, which waits for the device.
     ``grouped``
         documents of similar length together, cut to the longest of the group. Where the encoder
         cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
@@ -205,6 +212,7 @@ def release() -> None:
     """Put the encoders back that were prepared for packing or compiled, and forget what was decided about them."""
     attention.release()
     compilation.release()
+    left_behind.forget()
     _modes.clear()
     _joint.clear()
 
@@ -255,8 +263,8 @@ def _decided(
         core.training,
         device.type,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        # accelerate replaces this attribute to switch mixed precision on.
-        id(vars(core).get("forward")),
+        # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
+        id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
         *_encoder_state(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
         0 if runs_in_step(model) else max(column["input_ids"].shape[1] for column in columns).bit_length(),
@@ -365,11 +373,16 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     core = unwrap(model)
     if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
         return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
+    # A trial calls the model as it is inside, and cannot know what these make of padding, or of more calls.
+    if (wrapper := unknown_wrapper(model)) is not None:
+        return f"{type(wrapper).__name__} is around the model"
+    if not forward_is_own(core):
+        return f"the forward of {type(core).__name__} was replaced"
     try:
         encoder_inputs = core._first_module().model_forward_params
     except AttributeError:
         return f"{type(core).__name__} does not begin with a Transformer of Sentence Transformers"
-    unknown = encoder_inputs.intersection(*columns) - _UNDERSTOOD
+    unknown = encoder_inputs.intersection(set().union(*columns)) - _UNDERSTOOD
     if unknown:
         return f"the encoder is given {', '.join(sorted(unknown))}"
     if getattr(core.tokenizer, "padding_side", "right") != "right":

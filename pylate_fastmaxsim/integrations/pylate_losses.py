@@ -279,6 +279,12 @@ def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
 def _scored(loss: nn.Module, documents: TokenBatch, features: Features) -> _Scored:
     """From column after column to all documents of the first query, of the second, and so on."""
     columns = features[1:]
+    rows = [len(column["input_ids"]) for column in columns]
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"{type(loss).__name__}: all document columns must have as many texts as the first, got "
+            f"{', '.join(map(str, rows))}; a list of negatives is one column for each place in the list."
+        )
     order = torch.arange(len(documents), device=documents.device).view(len(columns), -1).t().reshape(-1)
     zero_floor = None
     k = passing_tokens(loss)

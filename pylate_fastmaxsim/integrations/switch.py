@@ -112,8 +112,10 @@ def enable(
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where that is possible
-        its queries in the same forward. PyLate only. Change the masks of a batch in a subclass of the collator: a later
-        change that leaves shapes as they are is not noticed.
+        its queries in the same forward. PyLate only. PyLate's collator leaves ``token_index`` and ``cu_seqlens`` with
+        every column, which say where its tokens are and are not divided into rows. Whoever reorders, picks or joins the
+        rows of a column or changes its masks afterwards has to leave them out; else a later batch raises a ValueError.
+        A subclass of the collator may change what it wants.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.

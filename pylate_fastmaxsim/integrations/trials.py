@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -122,8 +123,9 @@ def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> None:
     if not core.training:
         return
     device = calls[0]["input_ids"].device
-    # It must not take random numbers from the run.
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    # It must not take random numbers from the run, and reentrant checkpointing warns of inputs without gradients.
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         for call in calls:
             token_embeddings(core, call)
 

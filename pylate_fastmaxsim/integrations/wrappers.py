@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel
 
+_LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
+
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
-    """A model and what DistributedDataParallel, DataParallel, DeepSpeed and ``torch.compile`` wrapped, outermost first.
+    """A model and what DistributedDataParallel, DataParallel, DeepSpeed, PEFT and ``torch.compile`` wrapped, outermost first.
 
     FullyShardedDataParallel counts as innermost: what it wraps has no whole parameters to run with.
 
@@ -21,7 +25,10 @@ def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
     """
     layers = [model]
     while not isinstance(layers[-1], FullyShardedDataParallel):
-        inner = getattr(layers[-1], "_orig_mod", None) or getattr(layers[-1], "module", None)
+        layer = layers[-1]
+        inner = getattr(layer, "_orig_mod", None) or getattr(layer, "module", None)
+        if inner is None and hasattr(layer, "peft_config") and hasattr(layer, "get_base_model"):
+            inner = layer.get_base_model()
         if not isinstance(inner, nn.Module):
             break
         layers.append(inner)
@@ -31,6 +38,34 @@ def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
 def unwrap(model: nn.Module) -> nn.Module:
     """The innermost of :func:`layers_of_wrapping`."""
     return layers_of_wrapping(model)[-1]
+
+
+def unknown_wrapper(model: nn.Module) -> nn.Module | None:
+    """What is around a model that may change its output: all but what was written in one of the libraries here."""
+    around = layers_of_wrapping(model)[:-1]
+    return next((layer for layer in around if not _written_in(type(layer).forward, _LIBRARIES)), None)
+
+
+def forward_is_own(module: nn.Module) -> bool:
+    """Whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
+    forward, of_class = vars(module).get("forward"), type(module).forward
+    while forward is not None and getattr(forward, "__func__", forward) is not of_class:
+        if not _written_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
+            return False
+        forward = forward.__wrapped__
+    return True
+
+
+def hooks_change_nothing(module: nn.Module) -> bool:
+    """Whether its forward hooks, and those of all modules, are FSDP's or this package's, which measures by them."""
+    hooks = [*module._forward_hooks.values(), *nn.modules.module._global_forward_hooks.values()]
+    return all(_written_in(hook, ("torch", "pylate_fastmaxsim")) for hook in hooks)
+
+
+def _written_in(function: Callable, libraries: Iterable[str]) -> bool:
+    # Not of a decorator's result, which often says the module of what it decorates.
+    written = getattr(getattr(function, "__func__", function), "__globals__", {})
+    return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,0 +1,57 @@
+"""Whether what the collator left with a batch still fits its masks, which a GPU is asked without waiting for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Answer(NamedTuple):
+    fits: Tensor  # on the host
+    there: torch.cuda.Event
+
+
+_asked: deque[_Answer] = deque()
+
+
+def fits(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Whether these are the attended tokens of a mask ``[N, L]``, as a tensor on its device.
+
+    Examples
+    --------
+    >>> mask, index, ends = torch.tensor([[1, 1], [1, 0]]), torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3])
+    >>> fits(mask, index, ends), fits(mask.flip(0), index, ends)
+    (tensor(True), tensor(False))
+    """
+    attended = attention_mask != 0
+    return attended.reshape(-1)[token_index].all() & (attended.sum(dim=1) == cu_seqlens.diff()).all()
+
+
+def ask(answer: Tensor) -> None:
+    """Look at what a GPU says of a batch when it has said it, which is when the batches after it are asked about.
+
+    Raises
+    ------
+    ValueError
+        An earlier batch did not fit.
+    """
+    while _asked and _asked[0].there.query():
+        if not _asked.popleft().fits:
+            forget()
+            raise ValueError(
+                "The texts of an earlier batch were reordered or masked after their collator, which had left with them "
+                "where their tokens are, so that losses since then are wrong: leave token_index and cu_seqlens out of "
+                "the columns that you change, or train with enable(padding_free=False)."
+            )
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record(torch.cuda.current_stream(answer.device))
+    _asked.append(_Answer(host, there))
+
+
+def forget() -> None:
+    """Look at no answer that is still to come."""
+    _asked.clear()
