@@ -78,7 +78,7 @@ def write_corpus(
         raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds.")
     dim, documents, tokens = None, 0, 0
     with open(folder / VALUES_FILE, "xb") as values_file, open(folder / BOUNDS_FILE, "xb") as bounds_file:
-        _append(bounds_file, torch.zeros(1, dtype=torch.int64))
+        _append(bounds_file, torch.zeros(1, dtype=torch.int64, device="cpu"))
         for batch in batches:
             dim = batch.dim if dim is None else dim
             if batch.dim != dim:
@@ -88,6 +88,10 @@ def write_corpus(
             _append(bounds_file, tokens + lengths.cumsum(0).cpu())
             documents += len(batch)
             tokens += len(values)
+        for file in (values_file, bounds_file):
+            # A power cut must not leave a description of what never came to the disk.
+            file.flush()
+            os.fsync(file.fileno())
     if dim is None:
         raise ValueError("write_corpus: there must be at least one batch, which says what d is.")
     name = next(name for name, known in DTYPES.items() if known == dtype)
@@ -117,7 +121,7 @@ def _append(file, tensor: Tensor) -> None:
 class Corpus:
     """Token embeddings that :func:`write_corpus` has written.
 
-    Opening reads nothing: the files are mapped into memory, and the operating system reads what is looked at and keeps
+    Opening reads two numbers: the files are mapped into memory, and the operating system reads what is looked at and keeps
     of it what it has room for.
 
     Parameters
@@ -128,7 +132,7 @@ class Corpus:
     Raises
     ------
     ValueError
-        The folder holds no complete corpus, or its files are not of the size that they were written with.
+        The folder holds no complete corpus, or its files do not fit together.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -140,6 +144,12 @@ class Corpus:
         self._documents: int = description["documents"]
         self._values = self._mapped(VALUES_FILE, (self.tokens, self.dim), self.dtype)
         self._bounds = self._mapped(BOUNDS_FILE, (self._documents + 1,), torch.int64)
+        first, last = self._bounds[0].item(), self._bounds[-1].item()
+        if (first, last) != (0, self.tokens):
+            raise ValueError(
+                f"Corpus: {self.folder / BOUNDS_FILE} must go from 0 to {self.tokens}, as {DESCRIPTION_FILE} has it, "
+                f"but goes from {first} to {last}."
+            )
 
     def __len__(self) -> int:
         return self._documents
@@ -207,6 +217,12 @@ class Corpus:
             description = None
         if not isinstance(description, dict) or description.get("format") != FORMAT:
             raise ValueError(f"Corpus: {file} must be of the format {FORMAT!r}, as write_corpus writes it.")
+        sizes = [description.get(key) for key in ("documents", "tokens", "dim")]
+        if any(type(size) is not int or size < 0 for size in sizes) or description.get("dtype") not in [*DTYPES]:
+            raise ValueError(
+                f"Corpus: {file} must hold documents, tokens and dim, integers from 0, and dtype, one of "
+                f"{', '.join(DTYPES)}, as write_corpus writes them."
+            )
         return description
 
     def _mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -217,7 +233,7 @@ class Corpus:
                 f"Corpus: {file} must have {count * dtype.itemsize} bytes, as {DESCRIPTION_FILE} has it, but has {size}."
             )
         if count == 0:  # which cannot be mapped
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         # Not torch.from_file, whose mapping can be written to and is refused where it is larger than the memory.
         with open(file, "rb") as opened, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
@@ -226,7 +242,8 @@ class Corpus:
     def _parts(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """First document and the one after the last of each batch."""
         while begin < end:
-            most = self._bounds[begin] + tokens_per_batch
+            # Not more than there are, which a sum of 64 bits holds.
+            most = self._bounds[begin] + min(tokens_per_batch, self.tokens)
             fitting = int(torch.searchsorted(self._bounds[: end + 1], most, right=True)) - 1
             last = max(begin + 1, fitting)
             yield begin, last
@@ -243,7 +260,8 @@ class Corpus:
         if not parts:
             return
         most = max(int(self._bounds[end] - self._bounds[begin]) for begin, end in parts)
-        slots = [_Slot(torch.empty(most, self.dim, dtype=self.dtype, pin_memory=True)) for _ in parts[:IN_FLIGHT]]
+        options = {"dtype": self.dtype, "device": "cpu", "pin_memory": True}
+        slots = [_Slot(torch.empty(most, self.dim, **options)) for _ in parts[:IN_FLIGHT]]
         stream = torch.cuda.Stream(device)
 
         def load(

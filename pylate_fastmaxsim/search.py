@@ -55,7 +55,7 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     >>> search(queries, batches, k=2)
     (tensor([[6., 4.]]), tensor([[2, 0]]))
     """
-    require_count("search", "k", k)
+    k = require_count("search", "k", k)
     if not isinstance(queries, TokenBatch):
         raise TypeError(f"search: queries must be a TokenBatch, got {type(queries).__name__}.")
     if isinstance(documents, (TokenBatch, Tensor)):

@@ -16,12 +16,16 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
 
 
-def require_count(where: str, name: str, value: object) -> None:
-    """Raise TypeError or ValueError unless the argument ``name`` of ``where`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def require_count(where: str, name: str, value: object) -> int:
+    """The argument ``name`` of ``where``, after TypeError or ValueError unless it is an integer of at least 1."""
+    count = value
+    if not isinstance(value, (int, torch.SymInt)):
+        count = _integer(f"{where}: {name}", value, ", at least 1")
+    elif isinstance(value, bool):
         raise TypeError(f"{where}: {name} must be an integer, at least 1, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{where}: {name} must be at least 1, got {value}.")
+    if count < 1:
+        raise ValueError(f"{where}: {name} must be at least 1, got {count}.")
+    return count
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,16 +271,42 @@ class TokenBatch:
         return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
-        """The same sequences over other vectors ``[T, d']``."""
+        """The same sequences over other vectors ``[T, d']``.
+
+        Raises
+        ------
+        ValueError
+            The number T of rows is another.
+        TypeError
+            ``values`` is not a tensor.
+        """
+        require_tensor("TokenBatch", "values", values, "[T, d]")
+        if values.shape[:1] != self.values.shape[:1]:
+            raise ValueError(
+                f"TokenBatch.with_values: values must be [T, d] with T = {self.values.shape[0]}, as before, "
+                f"got shape {tuple(values.shape)}."
+            )
         return replace(self, values=values)
 
     def select(self, index: Tensor) -> TokenBatch:
         """The sequences ``index`` (int64, any length), in that order. No token is copied.
 
-        An index must not repeat where the result is differentiated as documents; repeat documents
-        with ``candidates`` instead.
+        An index must not repeat where gradients are wanted: of queries at all, of documents where theirs are. Repeat the
+        vectors instead, or name documents more than once in ``candidates``. Checked on a CPU only, where scores are made.
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
+
+    def shares_rows(self) -> bool:
+        """Whether a row of ``values`` belongs to two sequences, as after :meth:`select` with a repeated index.
+
+        Waits for the device, unless the batch is ``gapless``, which no such batch is.
+        """
+        if self.gapless:
+            return False
+        taken = self.lengths > 0
+        starts, order = self.starts[taken].sort()
+        ends = starts + self.lengths[taken][order]
+        return bool((starts[1:] < ends[:-1]).any())
 
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """Copy to ``[N, max_length, d]`` with zeros behind, and its mask ``[N, max_length]`` (bool).
@@ -299,11 +329,11 @@ class TokenBatch:
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
 
 
-def _integer(name: str, value: object) -> int:
+def _integer(name: str, value: object, allowed: str = "") -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}.") from None
+        raise TypeError(f"{name} must be an integer{allowed}, got {value!r}.") from None
 
 
 def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import threading
 import weakref
 
@@ -172,6 +173,48 @@ def test_what_is_not_a_corpus_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        *(({key: None}, "must hold documents, tokens and dim, ") for key in ("documents", "tokens", "dim", "dtype")),
+        *(({"dim": wrong}, "integers from 0, ") for wrong in (-1, 2.0, "2", True)),
+        *(({"dtype": wrong}, "one of bfloat16, float16, float32, as write_corpus writes") for wrong in ("float64", [])),
+        ({"bounds": [0, 0, 0, 0]}, "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 0 to 0.$"),
+        ({"bounds": [1, 2, 5, 6]}, "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 1 to 6.$"),
+    ],
+)
+def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):
+    write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
+    if "bounds" in changed:
+        (tmp_path / "bounds.bin").write_bytes(torch.tensor(changed["bounds"]).numpy().tobytes())
+    description = json.loads((tmp_path / "corpus.json").read_text()) | changed
+    kept = {key: value for key, value in description.items() if value is not None}
+    (tmp_path / "corpus.json").write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match=f"^Corpus: .*{sentence}"):
+        Corpus(tmp_path)
+
+
+def test_the_description_is_written_once_the_rest_is_on_the_disk(tmp_path, monkeypatch):
+    sizes, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "replace", lambda *paths: sizes.append("described") or replace(*paths))
+    write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
+    assert sizes == [6 * 4 * 2, 4 * 8, "described"]
+
+
+def test_the_default_device_does_not_matter(tmp_path):
+    sequences = [*documents(5), torch.empty(0, 3)]
+    torch.set_default_device("meta")
+    try:
+        read = write_corpus(tmp_path / "new", grouped(sequences, 2), torch.float32)
+        blank = write_corpus(tmp_path / "blank", grouped(sequences[-1:], 1))
+        assert lists(read.batches(tokens_per_batch=3)) == [tokens.tolist() for tokens in sequences]
+        assert lists(blank.batches()) == [[]]
+        assert all(batch.device.type == "cpu" for corpus in (read, blank) for batch in corpus.batches())
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize(
     ("batches", "options", "sentence"),
     [
         ([], {}, "there must be at least one batch"),
@@ -182,6 +225,14 @@ def test_what_is_not_a_corpus_is_refused(tmp_path):
 def test_what_cannot_be_written_gets_one_sentence(batches, options, sentence, tmp_path):
     with pytest.raises(ValueError, match=f"write_corpus: {sentence}"):
         write_corpus(tmp_path / "new", (TokenBatch.from_list([each]) for each in batches), **options)
+
+
+def test_a_batch_may_be_as_large_as_all(tmp_path):
+    sequences = documents(5)
+    read = write_corpus(tmp_path / "new", grouped(sequences, 5), torch.float32)
+    for tokens in (sys.maxsize, 2**70):
+        (batch,) = read.batches(tokens_per_batch=tokens, begin=1)
+        assert lists([batch]) == [tokens.tolist() for tokens in sequences[1:]]
 
 
 def test_bad_arguments_are_refused_before_anything_is_read(tmp_path):

@@ -8,8 +8,9 @@ from models import collated, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import maxsim
+from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
 from pylate_fastmaxsim.ops import grad_filter
+from pylate_fastmaxsim.ops.ring import ring_maxsim
 
 BF16_ROUNDING = 2.0**-9
 
@@ -72,6 +73,40 @@ def test_the_operator_differentiates_the_pairs_that_are_left(candidates):
     ours = torch.autograd.grad(scores, (queries, documents), weight)
     expected = torch.autograd.grad(plain, (queries, documents), torch.where(weight == 1.0, 1.0, 0.0))
     assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [maxsim, lambda q, d, **options: xtr_scores(q, d, 3, **options), lambda q, d, **options: ring(q, d, **options)],
+    ids=["maxsim", "xtr_scores", "ring_maxsim"],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_scores_can_be_changed_in_place(operator, compiled, request):
+    if compiled and "ring" in request.node.callspec.id:
+        pytest.skip("ring_maxsim talks to other processes, which a graph does not")
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, 4, 5, generator=generator, requires_grad=True)
+    documents = torch.randn(6, 4, 5, generator=generator)
+
+    def changed(queries, **options):
+        scores = operator(queries, documents, **options)
+        scores /= 0.05
+        return scores.masked_fill_(torch.eye(3, 6, dtype=torch.bool), -1.0)
+
+    def gradients(function, **options):
+        scores = function(queries, **options)
+        return scores.detach(), *torch.autograd.grad(scores.logsumexp(1).sum(), queries)
+
+    compare = torch.compile(changed, fullgraph=True, backend="aot_eager") if compiled else changed
+    scores, gradient = gradients(compare, grad_filter="auto")
+    plain, expected = gradients(changed)
+    torch.testing.assert_close(scores, plain)
+    torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(gradient, expected), "something is dropped"
+
+
+def ring(queries, documents, **options):
+    return ring_maxsim(queries, TokenBatch.from_padded(documents), **options)
 
 
 def test_other_values_are_refused():

@@ -229,6 +229,26 @@ else:
         scores, _ = maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)
         assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
+    @pytest.mark.parametrize("longest", [16, 20], ids=["short", "longer than a block of rows"])
+    @pytest.mark.parametrize("gap", [0, 1])
+    @pytest.mark.parametrize(
+        "candidates", [None, [[0, 1], [1, 2]], [[0], [1]], [[1, 0], [1, 1]]], ids=["all", "shared", "once", "repeated"]
+    )
+    def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, candidates, gap, longest):
+        queries = ragged(generator, [longest, 3], 16, permuted=False, gap=gap)
+        documents = ragged(generator, [20, 4, 3], 16, permuted=False, gap=gap)
+        candidates = None if candidates is None else torch.tensor(candidates)
+        queries.values[:longest] = float("nan")
+        args = arguments(queries, documents, candidates, None)
+        scores, winners = maxsim.forward(*args, True, "highest", TILES)
+        grad = torch.ones_like(scores)
+        grad[0] = 0.0
+        _, grad_d = maxsim.backward(grad, winners, *args, "highest", True, True, TILES)
+        assert grad_d.isfinite().all() and grad_d.any()
+        # NaN is not 0.
+        _, grad_d = maxsim.backward(grad * float("nan"), winners, *args, "highest", True, True, TILES)
+        assert grad_d.isnan().any()
+
     def test_only_one_gradient(generator):
         queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
         args = arguments(queries, documents, None, None)

@@ -81,6 +81,23 @@ def test_with_values_keeps_the_sequences():
     assert other.starts is batch.starts and other.keep is batch.keep
 
 
+@pytest.mark.parametrize(
+    ("starts", "lengths", "shared"),
+    [
+        ([0, 3], [3, 4], False),
+        ([3, 0], [4, 3], False),
+        ([0, 0], [3, 3], True),
+        ([4, 0], [1, 5], True),
+        ([0, 1, 6], [3, 0, 1], False),
+        ([0, 0], [0, 3], False),
+        ([], [], False),
+    ],
+)
+def test_whether_sequences_share_rows(starts, lengths, shared):
+    starts, lengths = (torch.tensor(each, dtype=torch.int64) for each in (starts, lengths))
+    assert TokenBatch(torch.randn(7, 2), starts, lengths, 5).shares_rows() is shared
+
+
 def test_to_padded_inverts_from_padded_and_passes_gradients():
     values = torch.randn(3, 4, 2, requires_grad=True)
     mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
@@ -155,6 +172,8 @@ def direct(**arguments) -> TokenBatch:
         (lambda: packed(0, 2, 1), "in steps from 0, got 0 to 1 in steps from -1 to 2."),
         (lambda: packed(0, 2, max_length=1), "in steps from 0 to max_length = 1, got 0 to 2 in steps from 2 to 2."),
         (lambda: TokenBatch.from_list([]), "empty list"),
+        (lambda: direct().with_values(torch.randn(3, 3)), r"with T = 2, as before, got shape \(3, 3\)"),
+        (lambda: direct().with_values(torch.randn(())), r"with_values: values must be \[T, d\] with T = 2, .* \(\)"),
         (lambda: direct(values=torch.randn(2)), r"values must be \[T, d\]"),
         (lambda: direct(lengths=torch.zeros(2, dtype=torch.int64)), r"must both be \[N\]"),
         (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
@@ -181,6 +200,7 @@ def test_errors_say_what_is_allowed(make, message):
         (lambda: direct(lengths=[1]), "TokenBatch: lengths .* got list"),
         (lambda: direct(keep=[True, False]), "TokenBatch: keep .* got list"),
         (lambda: direct().with_values(np.ones((2, 3))), "TokenBatch: values .* got ndarray"),
+        (lambda: direct().with_values([[1.0]]), "TokenBatch: values .* got list"),
     ],
 )
 def test_what_is_not_a_tensor_is_named(make, message):

@@ -1,5 +1,6 @@
 """XTR scores on the CPU: against PyLate, against the float64 definition, and every property that is promised."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -178,6 +179,14 @@ def test_gradient_filter_drops_what_does_not_matter():
         for choice, kept in (("auto", weights), (None, weights.round()), (None, weights))
     ]
     assert torch.equal(grads[0], grads[1]) and not torch.equal(grads[1], grads[2])
+
+
+@pytest.mark.parametrize("k", [np.int64(3), np.int32(3)])
+def test_k_may_be_an_integer_of_numpy(k):
+    queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(4, 5, 8)
+    scores = xtr_scores(queries, documents, k)
+    assert torch.equal(scores, xtr_scores(queries, documents, 3))
+    scores.sum().backward()
 
 
 def test_errors():

@@ -59,6 +59,17 @@ def _rows_of(live: _Live, sequences: Tensor) -> Tensor:
     return live.row[begin + torch.arange(len(begin), device=begin.device)]
 
 
+def require_candidates(operator: str, candidates: Tensor | None, num_documents: int) -> None:
+    """Raise ValueError where candidates on the host are out of range; on a device that would wait for it."""
+    if candidates is None or not candidates.is_cpu or candidates.numel() == 0:
+        return
+    low, high = torch.aminmax(candidates)
+    if low < 0 or high >= num_documents:
+        raise ValueError(
+            f"{operator}: candidates must be from 0 to Nd - 1 = {num_documents - 1}, got {int(low)} to {int(high)}."
+        )
+
+
 def _accumulation_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
@@ -188,6 +199,8 @@ def forward(
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
+    # Here, where a graph is run as well, and where tensors are what they seem.
+    require_candidates("maxsim", candidates, len(d_starts))
     dtype = _accumulation_dtype(q_values)
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     scores = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
@@ -275,7 +288,8 @@ def backward(
             start = d_starts[group] if candidates is None else d_starts[candidates[:, group][query[block]]]
             token = winner + start
             row = torch.arange(first_row, first_row + len(winner), device=query.device)[:, None].expand(token.shape)
-            won = winner != none
+            # A pair of weight 0, as gradient filtering leaves them, gathers nothing, not even what is not finite.
+            won = (winner != none) & (weight != 0)
             bag_sizes = won.sum(dim=1)
             if bool(won.all()):
                 token, row, weight = token.reshape(-1), row.reshape(-1), weight.reshape(-1)

@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, _accumulation_dtype, _Live, _live, _rows_of, _split_prefixes
+from pylate_fastmaxsim.cpu.maxsim import (
+    BLOCK_ELEMENTS,
+    _accumulation_dtype,
+    _Live,
+    _live,
+    _rows_of,
+    _split_prefixes,
+    require_candidates,
+)
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Tokens of a block of documents, and at least so many times k, because every block is merged with the k largest so far.
@@ -95,6 +103,7 @@ def forward(
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
+    require_candidates("xtr_scores", candidates, len(d_starts))
     dtype = _accumulation_dtype(q_values)
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     sums = q_values.new_zeros((len(q_starts), columns), dtype=dtype)

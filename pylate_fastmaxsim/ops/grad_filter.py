@@ -34,13 +34,15 @@ def filtered(scores: Tensor) -> Tensor:
     >>> scores.grad
     tensor([[ 1.0000, -0.0010,  0.0000]])
     """
-    return _Filter.apply(scores)
+    # Inside of torch.vmap a tensor requires no gradient, whatever it is a part of.
+    return (_Filter if scores.requires_grad else _FilterInTransform).apply(scores)
 
 
 class _Filter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores):
-        return scores.view_as(scores)
+        # Not a view, which autograd would let nobody change in place. Nothing else has the scores.
+        return scores.clone() if torch.compiler.is_compiling() else scores.detach()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -48,3 +50,18 @@ class _Filter(torch.autograd.Function):
         limit = size.sum(dim=1, keepdim=True) * (DROPPED_AT_MOST / max(1, gradient.shape[1]))
         # Of an infinite sum every part is small; a GradScaler has to see the infinity.
         return gradient.masked_fill((size <= limit) & limit.isfinite(), 0.0)
+
+
+class _FilterInTransform(_Filter):
+    """The same in the form that torch.vmap takes, which costs the host three times as much."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(scores):
+        # Not detached: a compiled vmap takes the forward alone, and gradients pass it unfiltered.
+        return scores.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass

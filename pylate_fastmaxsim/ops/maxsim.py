@@ -67,8 +67,8 @@ def maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, a candidate is out of range (on a CPU), or ``grad_filter`` is
-        neither ``"auto"`` nor ``None``.
+        Shapes, dtypes or devices do not fit together, a candidate is out of range or sequences share rows where
+        gradients are wanted (both on a CPU), or ``grad_filter`` is neither ``"auto"`` nor ``None``.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -95,11 +95,12 @@ def maxsim(
     queries, documents, q_values, d_values = prepared(
         "maxsim", queries, documents, candidates, queries_mask, documents_mask, zero_floor
     )
-    differentiate = torch.is_grad_enabled() and (q_values.requires_grad or d_values.requires_grad)
-    if torch.compiler.is_compiling():
-        forward = torch.ops.pylate_fastmaxsim.maxsim_forward
+    differentiate, directly = recording("maxsim", queries, documents, q_values, d_values)
+    if directly:
+        forward = _Eager.apply
     else:
-        forward = _Eager.apply if differentiate else _eager_forward
+        compiling = torch.compiler.is_compiling()
+        forward = torch.ops.pylate_fastmaxsim.maxsim_forward if compiling else _eager_forward
     scores, _ = forward(
         q_values,
         queries.starts,
@@ -146,6 +147,47 @@ def prepared(
     # Not `len`, which makes a symbolic size of torch.export a number.
     _check(operator, q_values, d_values, queries.starts.shape[0], documents.starts.shape[0], candidates, zero_floor)
     return queries, documents, q_values, d_values
+
+
+def recording(
+    operator: str, queries: TokenBatch, documents: TokenBatch, q_values: Tensor, d_values: Tensor
+) -> tuple[bool, bool]:
+    """Whether winners have to be kept for a backward, and whether an autograd.Function can keep them.
+
+    It cannot in a graph or inside of torch.vmap; there the registered operator does. Raises ValueError where sequences
+    share rows, looked at on a CPU only: winners are kept for each row of the queries, and gradients written for each of
+    the documents.
+    """
+    if not torch.is_grad_enabled():
+        return False, False
+    if not (q_values.requires_grad or d_values.requires_grad):
+        # What torch.vmap hands out requires no gradient, whatever it is a part of.
+        return _inside_transform(), False
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True, False
+    if q_values.is_cpu and _plain(queries.starts, documents.starts):
+        _refuse_shared_rows(operator, queries, documents if d_values.requires_grad else None)
+    return True, True
+
+
+def _inside_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# A constant of a graph, whose tracer has the transforms as they are there. `torch.compiler.assume_constant_result` does
+# the same, but imports the compiler.
+_inside_transform._dynamo_marked_constant = True
+
+
+def _refuse_shared_rows(operator: str, queries: TokenBatch, documents: TokenBatch | None) -> None:
+    instead = "repeat the vectors"
+    for name, batch in (("queries", queries), ("documents", documents)):
+        if batch is not None and batch.shares_rows():
+            raise ValueError(
+                f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
+                f"TokenBatch.select with a repeated index; {instead}."
+            )
+        instead = "name documents more than once in candidates, or repeat the vectors"
 
 
 def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
@@ -202,14 +244,6 @@ def _check(
             raise ValueError(
                 f"{operator}: candidates must be on {q_values.device}, as the queries, got {candidates.device}."
             )
-        # Elsewhere this would wait for the device, and in a graph or a fake tensor there is nothing to look at.
-        on_host = candidates.device.type == "cpu" and type(candidates) is Tensor
-        if on_host and not torch.compiler.is_compiling() and candidates.numel() > 0:
-            low, high = torch.aminmax(candidates)
-            if low < 0 or high >= num_documents:
-                raise ValueError(
-                    f"{operator}: candidates must be from 0 to Nd - 1 = {num_documents - 1}, got {int(low)} to {int(high)}."
-                )
     if zero_floor is not None:
         require_tensor(operator, "zero_floor", zero_floor, "bool [Nd]")
         if zero_floor.shape != (num_documents,) or zero_floor.dtype != torch.bool:
@@ -334,16 +368,32 @@ def _backward_fake(grad_scores, winners, q_values, q_starts, q_lengths, q_keep, 
 def _save_for_backward(ctx, inputs, output):
     ctx.save_for_backward(output[1], *inputs[:10])
     ctx.sizes = inputs[10:14]
+    ctx.has_winners = inputs[14]
     ctx.set_materialize_grads(False)
+
+
+def require_winners(operator: str, has_winners: bool) -> None:
+    """Raise RuntimeError where winners were not kept, of which the backward would make gradients of 0."""
+    if not has_winners:
+        raise RuntimeError(
+            f"{operator}: these scores pass no gradient, because they come from a graph that was traced with vectors that "
+            "required none; trace or export it with vectors that require a gradient."
+        )
 
 
 def _differentiate(ctx, grad_scores, _):
     gradients = [None] * 15
     if grad_scores is not None:
+        require_winners("maxsim", ctx.has_winners)
         need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         # With gradients enabled somebody asks for second ones, which the registered operator refuses.
-        # A compiled backward takes the registered operator as one.
-        direct = not torch.compiler.is_compiling() and _plain(grad_scores) and not torch.is_grad_enabled()
+        # A compiled backward takes the registered operator as one, and a batch of gradients takes it for each of them.
+        direct = (
+            not torch.compiler.is_compiling()
+            and _plain(grad_scores)
+            and not torch.is_grad_enabled()
+            and not torch._C._functorch.is_legacy_batchedtensor(grad_scores)
+        )
         backward = _backward if direct else torch.ops.pylate_fastmaxsim.maxsim_backward
         grad_q, grad_d = backward(grad_scores, *ctx.saved_tensors, *ctx.sizes, need_q, need_d)
         gradients[0] = grad_q if need_q else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.ops.maxsim import prepared
+from pylate_fastmaxsim.ops.maxsim import prepared, recording
 from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.winners import queries_at_once, winner_dtype
@@ -80,10 +80,10 @@ def ring_maxsim(
     query_batch, documents, q_values, d_values = prepared(
         "ring_maxsim", queries, documents, None, queries_mask, None, zero_floor
     )
+    differentiate, _ = recording("ring_maxsim", query_batch, documents, q_values, d_values)
     shards = _shards(documents, zero_floor)
     longest = max(shard.max_length for shard in shards)
     chunks = _chunks(query_batch, queries_at_once(queries.shape[1], len(documents), longest))
-    differentiate = torch.is_grad_enabled() and (q_values.requires_grad or d_values.requires_grad)
     scores = _Ring.apply(q_values, d_values, chunks, shards, differentiate)
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 

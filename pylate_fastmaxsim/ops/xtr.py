@@ -73,8 +73,8 @@ def xtr_scores(
     Raises
     ------
     ValueError
-        k is less than 1, shapes, dtypes or devices do not fit together, a candidate is out of range (on a CPU), or
-        ``grad_filter`` is neither ``"auto"`` nor ``None``.
+        k is less than 1, shapes, dtypes or devices do not fit together, a candidate is out of range or sequences share
+        rows where gradients are wanted (both on a CPU), or ``grad_filter`` is neither ``"auto"`` nor ``None``.
     TypeError
         An argument is of the wrong type.
 
@@ -93,14 +93,13 @@ def xtr_scores(
     >>> xtr_scores(queries, documents, k=2)
     tensor([[2.5000, 1.0000]])
     """
-    require_count("xtr_scores", "k", k)
+    k = require_count("xtr_scores", "k", k)
     grad_filters.check(grad_filter)
     queries, documents, q_values, d_values = maxsim_ops.prepared(
         "xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor
     )
-    differentiate = torch.is_grad_enabled() and (q_values.requires_grad or d_values.requires_grad)
-    compiling = torch.compiler.is_compiling()
-    forward = _Eager.apply if differentiate and not compiling else torch.ops.pylate_fastmaxsim.xtr_forward
+    differentiate, directly = maxsim_ops.recording("xtr_scores", queries, documents, q_values, d_values)
+    forward = _Eager.apply if directly else torch.ops.pylate_fastmaxsim.xtr_forward
     scores, *_ = forward(
         q_values,
         queries.starts,
@@ -163,7 +162,7 @@ def _forward_fake(
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, _, max_q_length, max_d_length, _ = inputs
+    *tensors, _, max_q_length, max_d_length, ctx.has_winners = inputs
     ctx.save_for_backward(*output[1:], *tensors)
     # Nothing is known of gaps here: gradients are filled with zeros first.
     ctx.sizes = max_q_length, max_d_length, False, False
@@ -173,6 +172,7 @@ def _save_for_backward(ctx, inputs, output):
 def _differentiate(ctx, grad_scores, *_):
     gradients = [None] * 14
     if grad_scores is not None:
+        maxsim_ops.require_winners("xtr_scores", ctx.has_winners)
         need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
         counts, *saved = ctx.saved_tensors
         # From the winners on a score is a sum, as that of MaxSim.
