@@ -198,7 +198,7 @@ def test_a_recipe_reports_it_stock_and_fast(tmp_path):
     [
         (
             {"qrels": [{"query": "q1", "corpus-id": "0001", "score": 1}]},
-            "evaluation.beir: the subset qrels has no column 'query-id', it has query, corpus-id, score.",
+            "must name the columns query-id, corpus-id, score, but it has query, corpus-id, score.",
         ),
         (
             {"qrels": [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
@@ -226,6 +226,14 @@ def test_a_recipe_reports_it_stock_and_fast(tmp_path):
             {"queries": [{"_id": f"2020-01-{day}T10:00:00Z", "text": "a"} for day in range(10, 20)]},
             "evaluation.beir: the ids of the subset queries look like dates, ",
         ),
+        (
+            {"queries": [row | {"text": None} if row["_id"] == "q3" else row for row in tables()["queries"]]},
+            "evaluation.beir: 'text' of the subset queries must hold a text, but the judged query q3 has none.",
+        ),
+        (
+            {"queries": [{"_id": "q1", "text": 7}]},
+            "'text' of the subset queries must hold text, but it holds Value('int64').",
+        ),
         ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
     ],
 )
@@ -248,3 +256,55 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
         beir.load_collection(EvaluationSection(beir="no-such-owner/no-such-data"))
     with pytest.raises(RecipeError, match="evaluation must have at most one of rows, beir and nano_beir."):
         load_recipe(write(tmp_path, tiny(tmp_path)), ["evaluation.beir=some/data"])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "there are no rows in FILE."),
+        ("query-id\tcorpus-id\tscore\n", "there are no rows in FILE."),
+        (
+            "q1\t0001\t1\n",
+            "the first line of FILE must name the columns query-id, corpus-id, score, but it has q1, 0001, 1.",
+        ),
+        (
+            "query-id\tcorpus-id\tscore\nq1\t0001\t1\n\nq1\t0002\t1\tx\n",
+            "every line of FILE must have 3 cells, as the first has, with tabs between them, but line 4 has 4.",
+        ),
+        ("query-id\tcorpus-id\tscore\nq1\t0001\n", "but line 2 has 2."),
+        (
+            "query-id\tcorpus-id\tscore\nq1\tcaf\udce9\t1\n",
+            "cannot be loaded: UnicodeDecodeError: 'utf-8' codec can't decode ",
+        ),
+        ("\ufeffquery-id\tcorpus-id\tscore\nq1\t0001\t1\n", None),
+    ],
+)
+def test_judgements_that_cannot_be_read_get_one_sentence(content, sentence, tmp_path):
+    file = write_folder(tmp_path / "data") / "qrels" / "test.tsv"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    section = EvaluationSection(beir=str(tmp_path / "data"))
+    if sentence is None:
+        assert beir.load_collection(section).judgements == {"q1": {"0001": 1}}
+        return
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(section)
+    assert sentence.replace("FILE", str(file)) in str(error.value) and str(error.value).startswith("evaluation.beir")
+    assert "\n" not in str(error.value)
+
+
+def test_a_document_without_a_text_has_its_title():
+    assert beir._joined("A title", None) == "A title" and beir._joined(None, None) == ""
+
+
+@pytest.mark.parametrize("table", ["corpus", "queries"])
+def test_texts_that_are_not_utf8_get_one_sentence(table, tmp_path):
+    file = write_folder(tmp_path / "data") / f"{table}.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3].replace(b'"text": "', b'"text": "caf\xe9 ')
+    file.write_bytes(b"".join(lines))
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(tmp_path / "data")))
+    assert (
+        str(error.value)
+        == f"evaluation.beir: 'text' of the subset {table} must hold text in UTF-8, but row 3 does not."
+    )

@@ -76,6 +76,16 @@ def test_train_says_what_was_in_force_and_why(tmp_path):
         assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
 
 
+def test_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands.plain, "_width", 300)
+    recipe = tiny(tmp_path, "a:x:b", training={"max_steps": 1, "save_steps": None}) | {"name": ":smiley:"}
+    file = write(tmp_path, recipe)
+    done = CliRunner().invoke(app, ["train", str(file)])
+    assert ":smiley:: trained" in done.stdout and str(tmp_path / "a:x:b" / "model") in done.stdout
+    done = CliRunner().invoke(app, ["train", str(file), "--set", "data.columns=[':x:', b]"])
+    assert "no column ':x:'" in done.stderr
+
+
 def test_brackets_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(commands.plain, "_width", 300)
     folder = tmp_path / "rows[1]"

@@ -67,6 +67,7 @@ def test_pairs_to_mine_may_have_ids_too(tmp_path):
     assert pairs.documents["text"][:] == [row["positive"] for row in PAIRS]
 
 
+QUERIES = "as it does every column with query or anchor in its name; rename it, or leave it out."
 LEFT_OUT = "as it does dataset_name and every column with _id in its name; leave it out as well, or rename it if it holds texts."
 
 
@@ -91,6 +92,18 @@ LEFT_OUT = "as it does dataset_name and every column with _id in its name; leave
             "[query, label, scores]",
             "distillation",
             "data.columns must be [query, documents, scores] for distillation, got [query, label, scores].",
+        ),
+        (
+            {"hard_query": "p"},
+            None,
+            "contrastive",
+            f"data.columns: PyLate's collator encodes 'hard_query' as queries, {QUERIES}",
+        ),
+        (
+            {"anchored": ["p", "q"]},
+            "[query, anchored, scores]",
+            "distillation",
+            f"data.columns: PyLate's collator encodes 'anchored' as queries, {QUERIES}",
         ),
         (
             {"positive_id": "p"},
@@ -125,3 +138,18 @@ def test_rows_without_a_document_beside_the_ids_get_one_sentence(tmp_path):
     )
     with pytest.raises(RecipeError, match="^data.columns: PyLate's collator leaves out 'query_id', as it does "):
         train(recipe_of(tmp_path, [{"query_id": row["query"], "main_idea": row["main_idea"]} for row in rows]))
+
+
+@pytest.mark.parametrize(("rows", "column"), [(PAIRS, "positive"), (TAUGHT, "query"), (TAUGHT, "documents")])
+def test_rows_that_are_not_utf8_get_one_sentence(rows, column, tmp_path):
+    recipe = recipe_of(tmp_path, rows, loss="distillation" if rows is TAUGHT else "contrastive")
+    file = tmp_path / "rows.jsonl"
+    row = dict(rows[17]) | {column: ["a", "caf\xe9"] if column == "documents" else "caf\xe9"}
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[17] = json.dumps(row, ensure_ascii=False).encode("latin-1") + b"\n"
+    file.write_bytes(b"".join(lines))
+    with pytest.raises(RecipeError) as error:
+        train(recipe)
+    wanted = "texts in UTF-8, but some are not" if column == "documents" else "text in UTF-8, but row 17 does not"
+    assert str(error.value) == f"data.columns: {column!r} must hold {wanted}."
+    assert not (tmp_path / "out").exists()

@@ -227,7 +227,7 @@ def test_a_run_that_fails_otherwise_shows_its_last_line_of_error(tmp_path, monke
     (tmp_path / "broken" / "accelerate").mkdir(parents=True)
     (tmp_path / "broken" / "accelerate" / "__init__.py").write_text("raise OSError('no such device')")
     file = write(tmp_path, tiny(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    monkeypatch.syspath_prepend(tmp_path / "broken")
     done = compare(file)
     assert done.exit_code == 1
     assert done.stderr.startswith("fastmaxsim: The stock run failed: OSError: no such device (see ")
@@ -413,3 +413,13 @@ def test_peak_memory_counts_from_where_it_starts():
     torch.ones(128 * MEBIBYTE, dtype=torch.uint8)
     assert 120 * MEBIBYTE < memory.peak() - memory.before < 200 * MEBIBYTE
     assert peak_resident() == memory.peak()
+
+
+def test_modules_in_the_working_directory_are_not_taken_for_libraries(tmp_path, monkeypatch):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2}, evaluation={"rows": 0}))
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").write_text("")
+    (tmp_path / "tokenizers.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    done = compare(file)
+    assert done.exit_code == 0, done.output

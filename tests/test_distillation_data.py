@@ -25,7 +25,8 @@ def write_files(folder: Path, subsets: dict[str, list[dict]], suffix: str = ".js
     folder.mkdir()
     for name, rows in subsets.items():
         if suffix == ".jsonl":
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_bytes(lines.encode(errors="surrogateescape"))
         else:
             Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
     return folder
@@ -106,12 +107,31 @@ def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch)
         ),
         (("train", {"scores": [0.1, 0.2, 0.3, 0.4, None]}), "", "must be finite numbers"),
         (("train", {"scores": None}), "", "has 5 document_ids but 0 scores"),
+        (
+            ("queries", {"text": None}),
+            "",
+            "'text' of the subset queries must hold a text in every row, but some have none.",
+        ),
+        (("documents", {"text": None}), "", "'text' of the subset documents must hold a text in every row, but some "),
+        (("documents", {"text": 7}), "", "'text' of the subset documents must hold text, but it holds Value('int64')."),
+        (
+            ("queries", {"text": "caf\udce9"}),
+            "",
+            "'text' of the subset queries must hold text in UTF-8, but row 3 does not.",
+        ),
+        (
+            ("documents", {"text": "caf\udce9"}),
+            "",
+            "'text' of the subset documents must hold text in UTF-8, but row 3 ",
+        ),
     ],
 )
 def test_data_that_does_not_fit_gets_one_sentence(change, override, sentence, tmp_path):
     subsets = kd_subsets()
     subset, values = change
     subsets[subset][3] |= values
+    if values == {"text": 7}:
+        subsets[subset] = [row | values for row in subsets[subset]]
     folder = write_files(tmp_path / "data", subsets)
     overrides = [override] if override else []
     if sentence is None:

@@ -217,6 +217,24 @@ def test_the_same_command_twice_at_the_same_time(encoder, teacher, tmp_path, mon
     assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (".", "data.name must be a folder for mining to write, got '.'."),
+        ("..", "data.name must be a folder for mining to write, got '..'."),
+        ("/", "data.name must be a folder for mining to write, got '/'."),
+        ("/proc/x/mined", "data.name /proc/x/mined.unfinished cannot be made: No such file or directory."),
+    ],
+)
+def test_a_folder_that_mining_cannot_write_is_one_sentence(name, sentence, encoder, teacher, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={name}")
+    before = sorted(tmp_path.parent.iterdir())
+    done = CliRunner().invoke(app, ["mine", str(written_to(tmp_path, recipe))])
+    assert (done.exit_code, done.stderr) == (2, f"fastmaxsim: {sentence}\n")
+    assert sorted(tmp_path.parent.iterdir()) == before
+
+
 def test_out_of_memory_names_the_batch_size_and_a_smaller_one_goes_on(
     encoder,
     teacher,

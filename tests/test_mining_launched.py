@@ -18,6 +18,7 @@ import yaml
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 
 from pylate_fastmaxsim.recipes import mining, mining_parts
+from pylate_fastmaxsim.recipes.lock import only_command
 
 MINED = Path(__file__).parent / "mined.py"
 
@@ -89,7 +90,7 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
 
 def test_two_processes_are_refused_while_another_command_mines(recipe, tmp_path):
     unfinished = tmp_path / "mined.unfinished"
-    with mining._only_launch(tmp_path / "mined", unfinished):
+    with only_command("data.name", unfinished, mining.LOCK_FILE, ""):
         refused = two_processes(tmp_path, "nothing")
         assert [path.name for path in unfinished.iterdir()] == ["lock"]
     assert refused.returncode != 0 and refused.stderr.count("mined is being mined by another command; wait until") == 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -12,16 +16,21 @@ pytest.importorskip("typer")
 pytest.importorskip("pylate")
 
 import torch
+from filelock import FileLock
 from pylate.models import ColBERT
+from rich.console import Console
 from safetensors.torch import load_file
 from test_misuse import command
 from tiny_recipe import tiny, write
 
+from pylate_fastmaxsim.recipes import disk
 from pylate_fastmaxsim.recipes import output as run_folder
 from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.measure import measure
 from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.report import mining_table, training_table
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
 
@@ -153,8 +162,116 @@ def test_a_run_does_not_go_on_with_files_that_were_rewritten(tmp_path, monkeypat
     assert training.train(recipe, resume=False)["resumed_from"] is None
     # What has not changed since is not read a second time, and a folder of an earlier version says nothing of it.
     with monkeypatch.context() as patch:
-        patch.delattr(run_folder, "content_digest")
+        patch.setattr(run_folder, "content_digest", None)
         assert training.train(recipe)["resumed_from"] == "checkpoint-14"
     (out / "files.json").unlink()
     pairs.write_text(content)
     assert training.train(recipe)["resumed_from"] == "checkpoint-14"
+
+
+def test_a_recipe_in_the_output_folder_stays_as_it_is(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    file = write(tmp_path, tiny(tmp_path)).rename(out / "recipe.yaml")
+    file.write_text("# why it is so\n" + file.read_text())
+    before = file.read_text()
+    recipe = load_recipe(file, ["training.weight_decay=0.1"])
+    training.train(recipe)
+    assert training.train(recipe)["resumed_from"] == "checkpoint-14" and file.read_text() == before
+    with pytest.raises(RecipeError, match="training.weight_decay is 0.0, but the checkpoints in .* with 0.1"):
+        training.train(load_recipe(file))
+    record = out / run_folder.RECIPE_FILE
+    kept = record.read_text()
+    # A folder from before the record had this name has it under the other.
+    file.write_text(kept)
+    record.unlink()
+    with pytest.raises(RecipeError, match="training.weight_decay is 0.2, but the checkpoints in .* with 0.1"):
+        training.train(load_recipe(file, ["training.weight_decay=0.2"]))
+    assert training.train(recipe)["resumed_from"] == "checkpoint-14" and record.read_text() == kept
+    # Where users put theirs back, it says nothing of the checkpoints.
+    file.write_text(before)
+    record.unlink()
+    assert training.train(recipe)["resumed_from"] == "checkpoint-14" and file.read_text() == before
+
+
+@pytest.mark.parametrize("name", [run_folder.RECIPE_FILE, run_folder.FILES_FILE, run_folder.MINED_FILE])
+def test_a_record_that_cannot_be_read_is_one_sentence(name, tmp_path):
+    file, record = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out" / name
+    training.train(load_recipe(file))
+    record.write_text('{"cut')
+    done = command("train", file)
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"fastmaxsim: output_dir: {record} says what the checkpoints beside it were made of, but cannot be read; move it "
+        "away to go on without it, choose another output_dir, or start over with --no-resume.\n",
+    )
+    assert training.train(load_recipe(file), resume=False)["resumed_from"] is None
+    assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
+
+
+def test_a_record_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
+    file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out"
+    training.train(load_recipe(file))
+    records = {path: path.read_text() for path in (out / run_folder.RECIPE_FILE, out / run_folder.FILES_FILE)}
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        training.train(load_recipe(file, ["name=other"]))
+    assert {path: path.read_text() for path in records} == records
+
+
+def test_the_same_command_twice_at_the_same_time(tmp_path, monkeypatch):
+    file, out = without_checkpoints(tmp_path), tmp_path / "out"
+    build, refused = training.build_trainer, []
+
+    def once_more(*args):
+        monkeypatch.setattr(training, "build_trainer", build)
+        refused.append(command("train", file))
+        return build(*args)
+
+    monkeypatch.setattr(training, "build_trainer", once_more)
+    assert command("train", file).exit_code == 0
+    assert [(done.exit_code, done.stderr) for done in refused] == [
+        (
+            2,
+            f"fastmaxsim: output_dir: {out} is being trained in by another command; wait until it ends, or choose another "
+            "folder.\n",
+        )
+    ]
+    assert (out / "train.json").exists() and not list(out.glob("*lock*"))
+
+
+def test_two_processes_are_refused_while_another_command_trains(tmp_path):
+    file, out = without_checkpoints(tmp_path), tmp_path / "out"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = [*launcher, "-m", "pylate_fastmaxsim.cli", "train", str(file)]
+    with only_command("output_dir", out, training.LOCK_FILE, ""):
+        refused = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+        assert [path.name for path in out.iterdir()] == [training.LOCK_FILE]
+    assert refused.returncode != 0 and refused.stderr.count("is being trained in by another command; wait until") == 1
+    assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_locked_is_trained_in(tmp_path, monkeypatch, caplog):
+    class Unsupported(FileLock):
+        def acquire(self, *args, **kwargs):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("pylate_fastmaxsim.recipes.lock.FileLock", Unsupported)
+    assert training.train(load_recipe(without_checkpoints(tmp_path)))["steps"] == 3
+    assert f"{tmp_path}/out cannot be locked, so start no second command that writes it." in caplog.messages
+
+
+@pytest.mark.parametrize("table", [training_table, mining_table])
+def test_paths_are_shown_whole_however_narrow_the_log(table):
+    path = "/a-folder" * 9 + "/model"
+    numbers = dict.fromkeys(("queries", "documents", "rows", "left_out", "steps"), 1)
+    fast = {"enabled": True}
+    result = numbers | {"recipe": "r", "resumed_from": None, "losses": [], "fast": fast, "model": path, "data": path}
+    console = Console(width=60, file=io.StringIO())
+    console.print(table(result))
+    shown = console.file.getvalue()
+    assert path in "".join(line.strip("│ ").rpartition("│")[2].strip() for line in shown.splitlines())

@@ -18,7 +18,8 @@ pytest.importorskip("pylate")
 import torch
 from pylate import models
 from safetensors.torch import load_file
-from tiny_recipe import text, tiny, write
+from test_shipped_recipes import kd_subsets
+from tiny_recipe import hub_dataset, text, tiny, write
 from transformers import TrainerCallback
 
 import pylate_fastmaxsim
@@ -28,7 +29,7 @@ from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.compare import compare
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
-from pylate_fastmaxsim.recipes.output import last_checkpoint
+from pylate_fastmaxsim.recipes.output import RECIPE_FILE, last_checkpoint
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
 
@@ -108,6 +109,14 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
         ("name.x=1", "--set name.x=1: name is not a section."),
         ("training.seed={a: 1, a: 2}", "--set training.seed: 'a' is given twice (line 1); give it once."),
         ("training.seed=[1", "--set training.seed, line 1: not valid YAML: "),
+        ("training.seed={[a]: 1}", "--set training.seed, line 1: not valid YAML: found unhashable key."),
+        (
+            "name=2024-31-12",
+            "--set name, line 1: not valid YAML: '2024-31-12' is written like a value of the type timestamp but is none; "
+            "quote it if it is text.",
+        ),
+        ("name=0x_", "'0x_' is written like a value of the type int but is none; quote it if it is text."),
+        ("name=!!bool maybe", "'maybe' is written like a value of the type bool but is none; quote it if it is text."),
     ],
 )
 def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, tmp_path):
@@ -146,6 +155,7 @@ def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
         ("- a\n", "a recipe is a mapping with the keys name, output_dir, model, "),
         ("model: {build: {}}\ndata: {source: hub, name: a}\n", "output_dir is missing; it must be a string."),
         ("output_dir: a\noutput_dir: b\n", "'output_dir' is given twice (line 2); give it once."),
+        ("output_dir: {{ out }}\n", "bad.yaml, line 1: not valid YAML: found unhashable key."),
         ("output_dir: !!python/object/apply:os.getcwd []\n", "not valid YAML: "),
         ("output_dir: a\nmodel: {build: {}}\ndata: {source: hub}\n", "data.name is missing; data.source hub needs it."),
         (
@@ -228,6 +238,42 @@ def test_a_built_model_is_the_same_each_time(tmp_path):
     model = models.ColBERT(str(files[0]), device="cpu")
     assert model.tokenizer.unk_token_id not in model.skiplist
     assert (model.query_length, model.document_length) == (8, 24)
+
+
+def docstrings(word: str) -> str:
+    rest = "The rest is long enough to be a document, for it has more than a dozen words."
+    return "".join(f'def f{i}():\n    """{word} number {i} of them all.\n\n    {rest} {i}"""\n' for i in range(40))
+
+
+@pytest.mark.parametrize("source", ["files", "docstrings", "distillation"])
+def test_other_rows_under_the_same_name_are_prepared_anew(source, tmp_path, monkeypatch):
+    values = tiny(tmp_path, evaluation={"rows": 0})
+    place = Path(values["data"]["files"][0])
+    content = place.read_text()
+    if source == "docstrings":
+        place = tmp_path / "documented" / "__init__.py"
+        values["data"], content = {"source": source, "packages": ["documented"]}, docstrings("token")
+        place.parent.mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+    elif source == "distillation":
+        data = hub_dataset(tmp_path / "kd", **kd_subsets())
+        values |= {"data": {"source": source, "name": str(data)}, "loss": {"name": source}}
+        place, content = data / "mining.json", json.dumps({"digest": "token"})
+    place.write_text(content)
+    recipe = load_recipe(write(tmp_path, values))
+    first = prepare(recipe)
+    training.train(recipe)
+    os.utime(place)
+    assert prepare(recipe) == first
+    place.write_text(content.replace("token", "other"))
+    assert prepare(recipe).model.name_or_path != first.model.name_or_path
+    if source == "docstrings":
+        with pytest.raises(
+            RecipeError, match="data.packages: documented changed after the checkpoints in .* were made; "
+        ):
+            training.train(recipe)
+    place.write_text(content)
+    assert prepare(recipe) == first and training.train(recipe)["resumed_from"] == "checkpoint-14"
 
 
 def test_two_processes_that_prepare_at_once_use_what_the_first_has_made(tmp_path, monkeypatch):
@@ -325,11 +371,11 @@ def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(tmp
 def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
     assert last_checkpoint(recipe) is None
-    for step, complete in ((4, True), (12, True), (100, False)):
+    for step, state in ((4, "{}"), (12, "{}"), (16, ""), (20, '{"epoch": 1.0, "log_hi'), (100, None)):
         directory = tmp_path / "out" / f"checkpoint-{step}"
         directory.mkdir(parents=True)
-        if complete:
-            (directory / "trainer_state.json").write_text("{}")
+        if state is not None:
+            (directory / "trainer_state.json").write_text(state)
     assert last_checkpoint(recipe).name == "checkpoint-12"
 
 
@@ -422,5 +468,5 @@ def test_two_processes_train_one_model_and_only_the_main_one_writes_it(tmp_path)
     assert done.stdout.count("tiny: trained") == 1
     result = json.loads((tmp_path / "out" / "train.json").read_text())
     assert result["steps"] == 4 and result["ndcg@10"] > 0
-    assert asdict(load_recipe(tmp_path / "out" / "recipe.yaml"))["fast"]["enabled"]
+    assert asdict(load_recipe(tmp_path / "out" / RECIPE_FILE))["fast"]["enabled"]
     assert len(list((tmp_path / "out" / "checkpoint-4").glob("rng_state_*.pth"))) == 2

@@ -14,10 +14,13 @@ from tqdm import tqdm
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
 from pylate_fastmaxsim.recipes.tables import (
     has_plain_files,
+    is_text,
     load_subset,
     load_table,
     loading_failure,
     require_columns,
+    require_texts,
+    require_utf8,
 )
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -71,6 +74,11 @@ def load_collection(section: EvaluationSection) -> Collection:
                 f"{KEY}: the ids of the subset {subset} look like dates, which datasets reads from JSON as {kind} and "
                 "not as they are written; store that subset as .parquet, with ids that are strings."
             )
+    require_texts(f"{KEY}: 'text' of the subset queries", texts, "text", gaps=True)
+    for subset, table in (("queries", texts), ("corpus", corpus)):
+        for column in table.column_names:
+            if is_text(table, column):
+                require_utf8(f"{KEY}: {column!r} of the subset {subset}", table.data.column(column))
     judgements: dict[str, dict[str, int]] = {}
     rows = _load_judgements(section)
     for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
@@ -85,6 +93,11 @@ def load_collection(section: EvaluationSection) -> Collection:
     if missing is not None or not queries:
         reason = f"the query {missing} is judged but is not among the queries" if queries else "no query is judged"
         raise RecipeError(f"{KEY}: {section.beir} does not fit together: {reason}.")
+    empty = next((query for query, text in queries.items() if text is None), None)
+    if empty is not None:
+        raise RecipeError(
+            f"{KEY}: 'text' of the subset queries must hold a text, but the judged query {empty} has none."
+        )
     judged = {document for grades in judgements.values() for document in grades}
     if not any(
         str(document) in judged for rows in corpus.select_columns("_id").iter(IDS_AT_ONCE) for document in rows["_id"]
@@ -102,16 +115,41 @@ def _load_judgements(section: EvaluationSection) -> Dataset:
         files = [file for file in (Path(name, "qrels", f"{split}.tsv"), Path(name, "qrels.tsv")) if file.is_file()]
         if not files:
             raise RecipeError(f"{KEY}: the folder {name} must hold qrels/{split}.tsv or qrels.tsv.")
-        # Not with datasets, which would read ids as numbers: 007 would become 7.
-        with open(files[0], encoding="utf-8", newline="") as lines:
-            table = Dataset.from_list(list(csv.DictReader(lines, delimiter="\t")))
-        return require_columns(KEY, "qrels", table, JUDGEMENT_COLUMNS)
+        return _read_judgements(files[0])
     subset = next((subset for subset in ("qrels", "default") if subset in _subsets(name)), None)
     if subset is None:
         table = load_table(KEY, f"{name}-qrels", split=split)
     else:
         table = load_table(KEY, name, subset, split=split)
     return require_columns(KEY, "qrels", table, JUDGEMENT_COLUMNS)
+
+
+def _read_judgements(file: Path) -> Dataset:
+    """Not with datasets, which would read ids as numbers: 007 would become 7."""
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as lines:
+            reader = csv.reader(lines, delimiter="\t")
+            numbered = [(reader.line_num, cells) for cells in reader if cells]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise loading_failure(KEY, error) from error
+    if not numbered:
+        raise RecipeError(f"{KEY}: there are no rows in {file}.")
+    (_, header), *rows = numbered
+    if not set(JUDGEMENT_COLUMNS).issubset(header):
+        raise RecipeError(
+            f"{KEY}: the first line of {file} must name the columns {', '.join(JUDGEMENT_COLUMNS)}, but it has "
+            f"{', '.join(header)}."
+        )
+    if not rows:
+        raise RecipeError(f"{KEY}: there are no rows in {file}.")
+    for number, cells in rows:
+        if len(cells) != len(header):
+            raise RecipeError(
+                f"{KEY}: every line of {file} must have {len(header)} cells, as the first has, with tabs between them, "
+                f"but line {number} has {len(cells)}."
+            )
+    columns = zip(*(cells for _, cells in rows), strict=True)
+    return Dataset.from_dict({name: list(column) for name, column in zip(header, columns, strict=True)})
 
 
 def _subsets(name: str) -> list[str]:
@@ -179,7 +217,7 @@ def _titles(rows: dict[str, list]) -> list[str | None]:
 
 
 def _joined(title: str | None, text: str | None) -> str:
-    return f"{title or ''} {text}".strip()
+    return f"{title or ''} {text or ''}".strip()
 
 
 def encode(

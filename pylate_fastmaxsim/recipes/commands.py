@@ -34,9 +34,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-errors = Console(stderr=True, soft_wrap=True)
-# Names and paths of a recipe may have brackets, which are no markup.
-plain = Console(markup=False)
+# Names and paths of a recipe may have brackets and colons, which are neither markup nor emoji.
+errors = Console(stderr=True, soft_wrap=True, emoji=False)
+plain = Console(markup=False, emoji=False)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)]
 Overrides = Annotated[
@@ -259,7 +259,7 @@ class _Rate(ProgressColumn):
 @contextmanager
 def _progress():
     """A bar on the terminal for each run, with its rate and the time left."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     bars = ProgressBars(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=20),
@@ -299,7 +299,7 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
             typer.echo(reason)
             return
         _quiet_libraries()
-        with Console(stderr=True).status("training two steps on each size of batch"):
+        with Console(stderr=True, emoji=False).status("training two steps on each size of batch"):
             steps = warm_up(loaded)
     plain.print(warmup_table(loaded.name, steps))
 

@@ -189,8 +189,7 @@ def _run(
         file.unlink(missing_ok=True)
     recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
     recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
-    command = [sys.executable, "-m", "pylate_fastmaxsim.recipes.measure"]
-    command += [str(recipe_file), str(steps_file), str(result_file), *options]
+    command = [sys.executable, "-c", _program(), str(recipe_file), str(steps_file), str(result_file), *options]
     variables = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
     with open(log_file, "w", encoding="utf-8") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
@@ -209,6 +208,12 @@ def _run(
     if child.returncode == -signal.SIGKILL:  # how the kernel ends a process when memory runs out
         return {"status": OUT_OF_MEMORY}, steps
     raise RunFailed(f"The {name} failed: {_last_line(log_file)} (see {log_file})")
+
+
+def _program() -> str:
+    """Code that finds modules where this process does: ``-m`` would look for them in the working directory first."""
+    places = [place for place in sys.path if isinstance(place, str)]
+    return f"import sys; sys.path[:] = {places!r}; from pylate_fastmaxsim.recipes.measure import main; main()"
 
 
 def _progress(name: str, steps: list[dict[str, Any]], log_file: Path) -> Progress:

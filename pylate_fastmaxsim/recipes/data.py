@@ -17,7 +17,7 @@ from pylate_fastmaxsim.recipes.load import FILE_TYPES, LOSSES_WITH_NEGATIVES
 from pylate_fastmaxsim.recipes.mined import is_to_be_mined
 from pylate_fastmaxsim.recipes.nano_beir import load_nano_beir
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.tables import load_table
+from pylate_fastmaxsim.recipes.tables import load_table, require_texts, require_utf8
 
 ROWS_AT_ONCE = 100_000
 
@@ -112,6 +112,11 @@ def _is_id(column: str) -> bool:
     return "_id" in column or column == "dataset_name"
 
 
+def _is_query(column: str) -> bool:
+    """Whether PyLate's collator encodes the texts of a column as queries."""
+    return "query" in column or "anchor" in column
+
+
 def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
     """PyLate's collator tells queries, documents and scores apart by the names of the columns."""
     for column in filter(_is_id, columns):
@@ -120,8 +125,13 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
             "in its name; leave it out as well, or rename it if it holds texts."
         )
     query, *others = columns
-    if not ("query" in query or "anchor" in query):
+    if not _is_query(query):
         raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
+    for column in filter(_is_query, others):
+        raise RecipeError(
+            f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
+            "in its name; rename it, or leave it out."
+        )
     labels = [column for column in columns if column in LABEL_COLUMNS]
     if recipe.loss.name == "distillation":
         if len(others) != 2 or labels != others[1:]:
@@ -178,6 +188,10 @@ def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
     if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
         raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are nan or infinite.")
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
 
 
 def _check_pages(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
@@ -204,7 +218,5 @@ def _check_pages(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
 def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
     """Refuse columns that do not hold text in every row."""
     for column in columns:
-        if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
-            raise RecipeError(f"{section}.columns: {column!r} must hold text, but it holds {dataset.features[column]}.")
-        if dataset.data.column(column).null_count:
-            raise RecipeError(f"{section}.columns: {column!r} must hold a text in every row, but some have none.")
+        require_texts(f"{section}.columns: {column!r}", dataset, column)
+        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
@@ -68,3 +69,15 @@ def make_directory(key: str, directory: Path) -> None:
         if error.errno in CANNOT_WRITE - REFUSED:
             raise
         raise RecipeError(f"{key} {directory} cannot be made: {os.strerror(error.errno)}.") from error
+
+
+def write_whole(file: Path, write: Callable[[str], Any]) -> None:
+    """A file that appears under its name only when it is complete."""
+    scratch = file.with_name(f"writing-{file.name}")
+    write(str(scratch))
+    os.replace(scratch, file)
+
+
+def write_whole_text(file: Path, text: str) -> None:
+    """The same of a text."""
+    write_whole(file, lambda scratch: Path(scratch).write_text(text, encoding="utf-8"))

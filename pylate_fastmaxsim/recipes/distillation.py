@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.fingerprint import Hasher
 
 from pylate_fastmaxsim.recipes.schema import DataSection, RecipeError
-from pylate_fastmaxsim.recipes.tables import load_subset, progress_shown
+from pylate_fastmaxsim.recipes.tables import load_subset, progress_shown, require_texts, require_utf8
 
 # The subsets of the layout, their id column and the columns they must have.
 COLUMNS = {
@@ -58,16 +58,19 @@ def load_distillation(data: DataSection) -> Dataset:
     Raises
     ------
     RecipeError
-        A column is missing, a row has too few documents or scores, or an id is not in its table.
+        A column is missing or holds no texts, a row has too few documents or scores, or an id is not in its table.
     """
     train, queries, documents = (
         load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
     )
+    texts = {f"data.name: 'text' of the subset {x}": y for x, y in (("queries", queries), ("documents", documents))}
+    for where, table in texts.items():
+        require_texts(where, table, "text")
     train = _parsed(train.select_columns(list(COLUMNS["train"])))
     n_ways = _number_of_ways(data, train)
     with progress_shown():
         rows = train.with_format("arrow").map(
-            _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways),
+            _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways, texts),
             batched=True,
             batch_size=ROWS_PER_LOOKUP,
             remove_columns=train.column_names,
@@ -75,7 +78,7 @@ def load_distillation(data: DataSection) -> Dataset:
                 {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
             ),
             # Of the tables and not of the ids in memory, which would take long to hash.
-            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 1]),
+            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 2]),
             desc="Looking up document ids",
         )
     return rows.with_transform(Texts(queries, documents))
@@ -142,12 +145,19 @@ def _ids(table: Dataset, column: str) -> pa.ChunkedArray:
 class _Resolve:
     """From ids to row numbers, for a batch of rows in Arrow."""
 
-    def __init__(self, query_ids: pa.ChunkedArray, document_ids: pa.ChunkedArray, n_ways: int) -> None:
+    def __init__(
+        self, query_ids: pa.ChunkedArray, document_ids: pa.ChunkedArray, n_ways: int, texts: dict[str, Dataset]
+    ) -> None:
         self.query_ids = query_ids
         self.document_ids = document_ids
         self.n_ways = n_ways
+        self.unread = texts
 
     def __call__(self, table: pa.Table) -> pa.Table:
+        # Here, because it reads the whole corpus and what is made here is kept: not again in each run.
+        while self.unread:
+            where, texts = self.unread.popitem()
+            require_utf8(where, texts.data.column("text"))
         first = {name: pc.list_slice(table[name], 0, self.n_ways) for name in ("document_ids", "scores")}
         queries = _rows("query_id", table["query_id"], self.query_ids, "queries")
         documents = _rows("document_ids", pc.list_flatten(first["document_ids"]), self.document_ids, "documents")

@@ -123,10 +123,22 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, typing.Hashable) and key in seen:
+            if not isinstance(key, typing.Hashable):
+                continue  # which SafeLoader refuses
+            if key in seen:
                 raise RecipeError(f"{key!r} is given twice (line {key_node.start_mark.line + 1}); give it once.")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (RecipeError, yaml.YAMLError):
+            raise
+        except (ValueError, LookupError, AttributeError, OverflowError):  # as 2024-31-12, 0x_ and !!bool maybe
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{node.value!r} is written like a value of the type {kind} but is none; quote it if it is text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 def _parse_yaml(text: str, where: str) -> Any:

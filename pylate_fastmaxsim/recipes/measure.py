@@ -1,4 +1,4 @@
-"""One of the two runs of a comparison, in a process of its own: ``python -m pylate_fastmaxsim.recipes.measure``."""
+"""One of the two runs of a comparison, in a process of its own."""
 
 from __future__ import annotations
 
@@ -249,7 +249,3 @@ def main() -> None:
     except RecipeError as error:
         sys.exit(str(error))  # the last line of the log, which the parent quotes
     arguments.result.write_text(json.dumps(result), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,16 +6,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from filelock import FileLock, Timeout
 
+from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE
 from pylate_fastmaxsim.recipes.mined_data import write_data
@@ -70,8 +69,12 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     device = training_arguments(recipe).device
     processes = PartialState()
     output = Path(recipe.data.name)
+    if output.name in ("", ".."):  # nothing can be written beside it
+        raise RecipeError(f"data.name must be a folder for mining to write, got {recipe.data.name!r}.")
     unfinished = output.with_name(output.name + ".unfinished")
-    with _only_launch(output, unfinished) if processes.is_main_process else nullcontext():
+    mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
+    only = only_command("data.name", unfinished, LOCK_FILE, mined)
+    with only if processes.is_main_process else nullcontext():
         try:
             return _mine(recipe, resume, device, processes, output, unfinished)
         except (RuntimeError, MemoryError) as error:
@@ -138,27 +141,6 @@ def _mine(
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()
     return summary
-
-
-@contextmanager
-def _only_launch(output: Path, unfinished: Path) -> Iterator[None]:
-    """Refuse to mine what another command is mining at this moment."""
-    unfinished.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(unfinished / LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise RecipeError(
-            f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
-        ) from None
-    try:
-        yield
-    finally:
-        # While it is held, so that whoever holds it holds the file that others find; nothing is left of nothing.
-        Path(lock.lock_file).unlink(missing_ok=True)
-        with suppress(OSError):
-            unfinished.rmdir()
-        lock.release()
 
 
 def _inputs(recipe: Recipe, pairs: Pairs) -> dict[str, str | None]:

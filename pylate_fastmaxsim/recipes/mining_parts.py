@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 from tqdm import tqdm
+
+from pylate_fastmaxsim.recipes.disk import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +90,6 @@ class Work:
                 ", ".join(changed),
             )
         write_whole(record, lambda file: Path(file).write_text(json.dumps(settings), encoding="utf-8"))
-
-
-def write_whole(file: Path, write: Callable[[str], Any]) -> None:
-    """A file that appears under its name only when it is complete."""
-    scratch = file.with_name(f"writing-{file.name}")
-    write(str(scratch))
-    os.replace(scratch, file)
 
 
 def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:

@@ -6,21 +6,25 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from pylate_fastmaxsim.recipes.digest import content_digest
-from pylate_fastmaxsim.recipes.disk import make_directory
+from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
+from pylate_fastmaxsim.recipes.docstrings import source_files
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
-RECIPE_FILE = "recipe.yaml"
+RECIPE_FILE = "recipe-of-checkpoints.yaml"
 MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
-FILES_FILE = "files.json"  # likewise, of what content of data.files
+FILES_FILE = "files.json"  # likewise, of what content of data.files or data.packages
+
+# What RECIPE_FILE was called before: users keep recipes of their own under this name, so that it is only read.
+EARLIER_RECIPE_FILE = "recipe.yaml"
 
 # The trainer writes this file last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
@@ -52,8 +56,16 @@ FREE_TO_CHANGE = {
 def last_checkpoint(recipe: Recipe) -> Path | None:
     """The newest complete checkpoint of a recipe; one that an interruption cut short does not count."""
     steps = _checkpoints(Path(recipe.output_dir))
-    complete = [path for path in steps if (path / CHECKPOINT_LAST_FILE).exists()]
-    return max(complete, key=steps.get, default=None)
+    return next(filter(_is_complete, sorted(steps, key=steps.get, reverse=True)), None)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether the file that is written last is there to its end, which it is not where the disk was full by then."""
+    file = checkpoint / CHECKPOINT_LAST_FILE
+    try:
+        return file.exists() and isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except ValueError:
+        return False
 
 
 def _checkpoints(directory: Path) -> dict[Path, int]:
@@ -66,21 +78,22 @@ def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
     """Ready ``output_dir`` for this run and return the checkpoint to go on from."""
     directory = Path(recipe.output_dir)
     checkpoint = last_checkpoint(recipe) if resume else None
-    if checkpoint is not None and (directory / RECIPE_FILE).exists():
-        _require_same_run(recipe, yaml.safe_load((directory / RECIPE_FILE).read_text(encoding="utf-8")))
+    if checkpoint is not None and (earlier := _earlier_recipe(directory)) is not None:
+        _require_same_run(recipe, earlier)
     digest, mined = mined_digest(recipe.data), directory / MINED_FILE
-    if checkpoint is not None and mined.exists() and json.loads(mined.read_text())["digest"] != digest:
+    if checkpoint is not None and (earlier := _read_record(mined)) is not None and earlier.get("digest") != digest:
         raise RecipeError(
             f"data.name: {recipe.data.name} was mined anew after the checkpoints in {recipe.output_dir} were made; "
             "choose another output_dir, or start over with --no-resume."
         )
     record = directory / FILES_FILE
-    earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    files = _files(recipe, earlier)
-    changed = [name for name in files if name in earlier and files[name]["digest"] != earlier[name]["digest"]]
-    if checkpoint is not None and changed:
+    earlier = (_read_record(record) or {}) if checkpoint is not None else {}
+    contents = data_contents(recipe)
+    changed = [name for name in contents if name in earlier and contents[name]["digest"] != earlier[name]["digest"]]
+    if changed:
+        key = "data.packages" if recipe.data.source == "docstrings" else "data.files"
         raise RecipeError(
-            f"data.files: {', '.join(changed)} changed after the checkpoints in {recipe.output_dir} were made; bring the "
+            f"{key}: {', '.join(changed)} changed after the checkpoints in {recipe.output_dir} were made; bring the "
             "earlier content back, choose another output_dir, or start over with --no-resume."
         )
     if writes:
@@ -88,27 +101,69 @@ def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
         if not resume:
             for path in _checkpoints(directory):
                 shutil.rmtree(path)
-        (directory / RECIPE_FILE).write_text(dump_recipe(recipe), encoding="utf-8")
-        mined.unlink(missing_ok=True)
-        if digest is not None:
-            mined.write_text(json.dumps({"digest": digest}) + "\n", encoding="utf-8")
-        record.unlink(missing_ok=True)
-        if files:
-            record.write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
+        write_whole_text(directory / RECIPE_FILE, dump_recipe(recipe))
+        _write_record(mined, {"digest": digest} if digest is not None else {})
+        _write_record(record, contents)
     return checkpoint
 
 
-def _files(recipe: Recipe, earlier: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What tells each of ``data.files`` from another of its name; one with the size and time it had is not read again."""
-    files = {}
-    for name in recipe.data.files or []:
+def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """What tells each of ``data.files`` or ``data.packages`` from another of its name.
+
+    A file with the size and time that it had when ``output_dir`` was last written is not read again.
+    """
+    data = recipe.data
+    if data.source == "docstrings":
+        return {name: {"digest": content_digest(source_files(name))} for name in data.packages}
+    try:
+        earlier = _read_record(Path(recipe.output_dir, FILES_FILE)) or {}
+    except RecipeError:
+        earlier = {}  # which saves time only
+    contents = {}
+    for name in data.files or []:
         status = os.stat(name)
         kept = {"size": status.st_size, "modified": status.st_mtime_ns}
         known = earlier.get(name, {})
         same = all(known.get(key) == value for key, value in kept.items())
         # The content decides: a copy that is made anew for each job has another time and the same rows.
-        files[name] = kept | {"digest": known["digest"] if same else content_digest([name])}
-    return files
+        contents[name] = kept | {"digest": known["digest"] if same else content_digest([name])}
+    return contents
+
+
+def _write_record(file: Path, values: dict[str, Any]) -> None:
+    """Of nothing there is no record."""
+    if values:
+        write_whole_text(file, json.dumps(values, indent=2) + "\n")
+    else:
+        file.unlink(missing_ok=True)
+
+
+def _read_record(file: Path) -> dict[str, Any] | None:
+    """What was written of the checkpoints beside it, or None where nothing was."""
+    if not file.exists():
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
+    except (ValueError, yaml.YAMLError):
+        values = None
+    if not isinstance(values, dict):
+        raise RecipeError(
+            f"output_dir: {file} says what the checkpoints beside it were made of, but cannot be read; move it away to go "
+            "on without it, choose another output_dir, or start over with --no-resume."
+        )
+    return values
+
+
+def _earlier_recipe(directory: Path) -> dict[str, Any] | None:
+    """The recipe that the checkpoints were made with."""
+    earlier = _read_record(directory / RECIPE_FILE)
+    if earlier is not None:
+        return earlier
+    earlier = _read_record(directory / EARLIER_RECIPE_FILE)
+    # A record has every section, which a user's own recipe rarely writes out.
+    complete = earlier is not None and {field.name for field in fields(Recipe)} <= earlier.keys()
+    return earlier if complete else None
 
 
 def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:

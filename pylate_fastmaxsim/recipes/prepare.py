@@ -17,7 +17,9 @@ from datasets import Dataset
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs
+from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.model import build_model, load_model
+from pylate_fastmaxsim.recipes.output import data_contents
 from pylate_fastmaxsim.recipes.schema import Recipe
 
 PAIRS = "pairs.parquet"
@@ -28,7 +30,7 @@ def prepare(recipe: Recipe) -> Recipe:
     """The recipe with docstring pairs and a built model replaced by files under ``output_dir/prepared``.
 
     Runs that share them start from exactly the same rows, tokenizer and weights. They are made anew
-    only if the keys they depend on have changed, and appear under their name only when complete.
+    only if the keys or the rows they depend on have changed, and appear under their name only when complete.
 
     Raises
     ------
@@ -55,6 +57,8 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
 
 def _fingerprint(recipe: Recipe) -> str:
     parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
+    # Rows may change under the same names.
+    parts += [{name: content["digest"] for name, content in data_contents(recipe).items()}, mined_digest(recipe.data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 

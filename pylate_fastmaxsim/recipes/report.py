@@ -204,7 +204,7 @@ def warmup_table(name: str, steps: list[WarmStep]) -> Table:
 
 def training_table(result: dict[str, Any]) -> Table:
     """What a training run did, and where its model is."""
-    table = Table(title=f"{result['recipe']}: trained", title_justify="left", show_header=False)
+    table = _rows(f"{result['recipe']}: trained")
     losses = result["losses"]
     table.add_row(
         "steps", str(result["steps"]) + (f" (resumed from {result['resumed_from']})" if result["resumed_from"] else "")
@@ -219,9 +219,17 @@ def training_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def _rows(title: str) -> Table:
+    """A table of names and values, which are shown whole, however narrow the terminal or the log."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    for _ in range(2):
+        table.add_column(overflow="fold")
+    return table
+
+
 def mining_table(result: dict[str, Any]) -> Table:
     """What mining found, and where it is."""
-    table = Table(title="mined", title_justify="left", show_header=False)
+    table = _rows("mined")
     for name in ("queries", "documents", "rows"):
         table.add_row(name, f"{result[name]:,}")
     table.add_row("pairs without enough negatives", f"{result['left_out']:,}")

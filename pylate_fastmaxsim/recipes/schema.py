@@ -95,6 +95,7 @@ class DataSection:
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
     .parquet ``files``. ``columns`` says which columns are used and in which order, the query first, and without it all are,
     but those that PyLate's collator leaves out: ``dataset_name`` and those with ``_id`` in their name;
+    none but the query may have query or anchor in its name, by which the collator knows queries;
     for distillation they are the query, a list of documents and a list of teacher scores, and for retrieval of
     pages the query, the image of its page, and, for losses with negatives, a list of images of others.
 

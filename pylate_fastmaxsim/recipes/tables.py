@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import (
     Dataset,
     DatasetDict,
@@ -147,6 +149,46 @@ def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, .
                 f"{key}: the subset {subset} has no column {column!r}, it has {', '.join(table.column_names)}."
             )
     return table
+
+
+def require_texts(where: str, table: Dataset, column: str, gaps: bool = False) -> None:
+    """Refuse a column that does not hold a text in every row, or with ``gaps`` in some; ``where`` begins the error."""
+    if not is_text(table, column):
+        raise RecipeError(f"{where} must hold text, but it holds {table.features[column]}.")
+    if table.data.column(column).null_count and not gaps:
+        raise RecipeError(f"{where} must hold a text in every row, but some have none.")
+
+
+def is_text(table: Dataset, column: str) -> bool:
+    """Whether a column holds texts, as far as its type says."""
+    return getattr(table.features[column], "dtype", None) in ("string", "large_string")
+
+
+def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
+    """Refuse texts that Python cannot read: Arrow takes any bytes for text, from JSON and Parquet alike.
+
+    It reads them all, at the speed of the disk.
+    """
+    before = 0
+    for chunk in texts.chunks:
+        try:
+            chunk.validate(full=True)
+        except pa.ArrowInvalid:
+            row = next(row for row, text in enumerate(pc.cast(chunk, _bytes_of(chunk.type))) if not _is_utf8(text))
+            raise RecipeError(f"{where} must hold text in UTF-8, but row {before + row} does not.") from None
+        before += len(chunk)
+
+
+def _bytes_of(kind: pa.DataType) -> pa.DataType:
+    return pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()
+
+
+def _is_utf8(text: pa.Scalar) -> bool:
+    try:
+        (text.as_py() or b"").decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:

@@ -23,6 +23,7 @@ from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
+from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
@@ -45,6 +46,7 @@ LOSSES = {
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 RESULT_FILE = "train.json"
 MODEL_DIRECTORY = "model"
+LOCK_FILE = "train.lock"
 
 
 def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
@@ -69,14 +71,26 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe, no batch
-        could be made, or the evaluation ran out of memory.
+        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or is written
+        by another command at this moment, no batch could be made, or the evaluation ran out of memory.
     KeyboardInterrupt
         The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
     """
     why_off = plugin_off(recipe.fast)
     arguments = training_arguments(recipe)
     require_trainable(arguments)
+    directory = Path(recipe.output_dir)
+    taken = (
+        f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
+    )
+    only = only_command("output_dir", directory, LOCK_FILE, taken)
+    with only if arguments.should_save else nullcontext():
+        return _train(recipe, resume, arguments, why_off)
+
+
+def _train(
+    recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
+) -> dict[str, Any]:
     with arguments.main_process_first(local=False):
         prepared = prepare(recipe)
         data = load_data(prepared)
