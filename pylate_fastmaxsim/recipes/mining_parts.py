@@ -14,7 +14,7 @@ import numpy as np
 from accelerate import PartialState
 from tqdm import tqdm
 
-from pylate_fastmaxsim.recipes.disk import write_whole
+from pylate_fastmaxsim.recipes.disk import write_whole, write_whole_text
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Work:
                 stage,
                 ", ".join(changed),
             )
-        write_whole(record, lambda file: Path(file).write_text(json.dumps(settings), encoding="utf-8"))
+        write_whole_text(record, json.dumps(settings))
 
 
 def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:

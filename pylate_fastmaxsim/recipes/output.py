@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,6 @@ from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 RECIPE_FILE = "recipe-of-checkpoints.yaml"
 MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
 FILES_FILE = "files.json"  # likewise, of what content of data.files or data.packages
-
-# What RECIPE_FILE was called before: users keep recipes of their own under this name, so that it is only read.
-EARLIER_RECIPE_FILE = "recipe.yaml"
 
 # The trainer writes this file last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
@@ -78,7 +75,7 @@ def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
     """Ready ``output_dir`` for this run and return the checkpoint to go on from."""
     directory = Path(recipe.output_dir)
     checkpoint = last_checkpoint(recipe) if resume else None
-    if checkpoint is not None and (earlier := _earlier_recipe(directory)) is not None:
+    if checkpoint is not None and (earlier := _read_record(directory / RECIPE_FILE)) is not None:
         _require_same_run(recipe, earlier)
     digest, mined = mined_digest(recipe.data), directory / MINED_FILE
     if checkpoint is not None and (earlier := _read_record(mined)) is not None and earlier.get("digest") != digest:
@@ -153,17 +150,6 @@ def _read_record(file: Path) -> dict[str, Any] | None:
             "on without it, choose another output_dir, or start over with --no-resume."
         )
     return values
-
-
-def _earlier_recipe(directory: Path) -> dict[str, Any] | None:
-    """The recipe that the checkpoints were made with."""
-    earlier = _read_record(directory / RECIPE_FILE)
-    if earlier is not None:
-        return earlier
-    earlier = _read_record(directory / EARLIER_RECIPE_FILE)
-    # A record has every section, which a user's own recipe rarely writes out.
-    complete = earlier is not None and {field.name for field in fields(Recipe)} <= earlier.keys()
-    return earlier if complete else None
 
 
 def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
