@@ -9,6 +9,7 @@ from pylate import losses
 from test_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import left_behind
 
 
 def reordered(column, order):
@@ -20,6 +21,10 @@ CHANGES = {
     "positives from behind": lambda batch: [batch[0], reordered(batch[1], lambda value: value.flip(0))],
     # Where queries are packed with the documents they have an index of their own.
     "all from behind": lambda batch: [reordered(column, lambda value: value.flip(0)) for column in batch],
+    # Somebody who moves a batch to a device may move only what they know.
+    "an index elsewhere": lambda batch: [
+        {key: value.to("meta") if key == "token_index" else value for key, value in column.items()} for column in batch
+    ],
     "a shorter mask": lambda batch: [
         batch[0],
         {**batch[1], "attention_mask": batch[1]["attention_mask"] * (torch.arange(batch[1]["input_ids"].shape[1]) < 5)},
@@ -62,3 +67,30 @@ def test_what_only_one_column_gives_the_encoder(encoder, mode, key):
     stock = run(loss_function, [queries, positives, negatives])
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, [queries, positives, negatives]), stock)
+
+
+def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
+    events = []
+
+    class Event:
+        there = False
+
+        def record(self, stream):
+            events.append(self)
+
+        def query(self):
+            return self.there
+
+    on_host = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: on_host(*args, **options))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    for fits in (True, False, True):
+        left_behind.ask(torch.tensor(fits))
+    events[0].there = True
+    left_behind.ask(torch.tensor(True))
+    events[1].there = True
+    with pytest.raises(ValueError, match="reordered or masked after their collator"):
+        left_behind.ask(torch.tensor(True))
+    left_behind.ask(torch.tensor(True))
+    left_behind.forget()

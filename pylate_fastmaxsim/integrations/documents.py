@@ -338,6 +338,8 @@ def _is_left(column: dict[str, Tensor]) -> bool:
     count, width = mask.shape
     if column["input_ids"].shape != mask.shape or len(index) != 1 or ends.shape != (1, count + 1 + width):
         return False
+    if not index.device == ends.device == mask.device:  # whoever moves a batch may move only what is known
+        return False
     return mask.device.type != "cpu" or bool(left_behind.fits(mask, index[0], ends[0, : count + 1]))
 
 
