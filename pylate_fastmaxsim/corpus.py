@@ -148,7 +148,7 @@ class Corpus:
         if (first, last) != (0, self.tokens):
             raise ValueError(
                 f"Corpus: {self.folder / BOUNDS_FILE} must go from 0 to {self.tokens}, as {DESCRIPTION_FILE} has it, "
-                f"but goes from {first} to {last}."
+                f"but goes from {first} to {last}; write the corpus anew with write_corpus."
             )
 
     def __len__(self) -> int:

@@ -86,11 +86,11 @@ def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     for fits in (True, False, True):
-        left_behind.ask(torch.tensor(fits))
+        left_behind._hear(torch.tensor(fits))
     events[0].there = True
-    left_behind.ask(torch.tensor(True))
+    left_behind._hear(torch.tensor(True))
     events[1].there = True
     with pytest.raises(ValueError, match="reordered or masked after their collator"):
-        left_behind.ask(torch.tensor(True))
-    left_behind.ask(torch.tensor(True))
+        left_behind._hear(torch.tensor(True))
+    left_behind._hear(torch.tensor(True))
     left_behind.forget()

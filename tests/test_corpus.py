@@ -178,8 +178,14 @@ def test_what_is_not_a_corpus_is_refused(tmp_path):
         *(({key: None}, "must hold documents, tokens and dim, ") for key in ("documents", "tokens", "dim", "dtype")),
         *(({"dim": wrong}, "integers from 0, ") for wrong in (-1, 2.0, "2", True)),
         *(({"dtype": wrong}, "one of bfloat16, float16, float32, as write_corpus writes") for wrong in ("float64", [])),
-        ({"bounds": [0, 0, 0, 0]}, "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 0 to 0.$"),
-        ({"bounds": [1, 2, 5, 6]}, "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 1 to 6.$"),
+        (
+            {"bounds": [0, 0, 0, 0]},
+            "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 0 to 0; write the corpus anew with write_corpus.$",
+        ),
+        (
+            {"bounds": [1, 2, 5, 6]},
+            "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 1 to 6; write the corpus anew with write_corpus.$",
+        ),
     ],
 )
 def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):

@@ -76,9 +76,12 @@ class Documents:
         """
         length = max(column["input_ids"].shape[1] for column in columns)
         token_index, cu_seqlens, gaps, rows, tokens = [], [], False, 0, 0
+        asked = False
         for column in columns:
-            gaps = gaps or column_has_gaps(column)
-            index, ends = left_index(column)
+            left = _left(column)
+            asked = asked or left is not None
+            gaps = gaps or (left is None and has_gaps(column["attention_mask"]))
+            index, ends = left or attended_index(column["attention_mask"])
             count, width = column["input_ids"].shape
             if width != length:
                 index = index // width * length + index % width
@@ -95,8 +98,8 @@ class Documents:
             cu_seqlens=torch.cat(cu_seqlens),
             gaps=gaps,
         )
-        if any(_is_left(column) for column in columns):
-            ask_whether_it_fits(documents.attention_mask, documents.token_index, documents.cu_seqlens)
+        if asked:
+            left_behind.ask(documents.attention_mask, documents.token_index, documents.cu_seqlens)
         return documents
 
 
@@ -283,15 +286,7 @@ def left_index(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     >>> left_index({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
     (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
     """
-    if _is_left(column):
-        return column[TOKEN_INDEX][0], column[CU_SEQLENS][0, : len(column["attention_mask"]) + 1]
-    return attended_index(column["attention_mask"])
-
-
-def ask_whether_it_fits(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> None:
-    """Have a later call raise where what the collator left does not fit a mask; on a CPU :func:`left_index` has looked."""
-    if attention_mask.is_cuda:
-        left_behind.ask(left_behind.fits(attention_mask, token_index, cu_seqlens))
+    return _left(column) or attended_index(column["attention_mask"])
 
 
 def index_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
@@ -324,23 +319,24 @@ def has_gaps(attention_mask: Tensor) -> bool:
 
 def column_has_gaps(column: dict[str, Tensor]) -> bool:
     """The same of a tokenized column. Waits for the device where the collator did not look."""
-    return not _is_left(column) and has_gaps(column["attention_mask"])
+    return _left(column) is None and has_gaps(column["attention_mask"])
 
 
-def _is_left(column: dict[str, Tensor]) -> bool:
-    """Whether the collator left with a column where its attended tokens are, and the column has its shape since.
+def _left(column: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """What :func:`left_index` returns if the collator left it, and the column has its shape since.
 
-    On a CPU, where it costs nothing, also whether the column has its masks since.
+    On a CPU, where it costs nothing to look, also if the column has its masks since.
     """
     index, ends, mask = column.get(TOKEN_INDEX), column.get(CU_SEQLENS), column["attention_mask"]
     if index is None or ends is None:
-        return False
+        return None
     count, width = mask.shape
     if column["input_ids"].shape != mask.shape or len(index) != 1 or ends.shape != (1, count + 1 + width):
-        return False
+        return None
     if not index.device == ends.device == mask.device:  # whoever moves a batch may move only what is known
-        return False
-    return mask.device.type != "cpu" or bool(left_behind.fits(mask, index[0], ends[0, : count + 1]))
+        return None
+    index, ends = index[0], ends[0, : count + 1]
+    return (index, ends) if mask.device.type != "cpu" or left_behind.fits(mask, index, ends) else None
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:

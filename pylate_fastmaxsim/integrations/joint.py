@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations import left_behind
 from pylate_fastmaxsim.integrations.attention import packed_mask, packed_mask_with_keys
-from pylate_fastmaxsim.integrations.documents import ask_whether_it_fits, left_index
+from pylate_fastmaxsim.integrations.documents import left_index
 from pylate_fastmaxsim.integrations.encoders import positions
 
 
@@ -35,7 +36,7 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     """
     count, length = queries["input_ids"].shape
     attended, ends = left_index(queries)
-    ask_whether_it_fits(queries["attention_mask"], attended, ends)
+    left_behind.ask(queries["attention_mask"], attended, ends)
     tokens = documents["input_ids"].shape[1]
     appended = {
         "input_ids": queries["input_ids"],

@@ -30,14 +30,19 @@ def fits(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> Ten
     return attended.reshape(-1)[token_index].all() & (attended.sum(dim=1) == cu_seqlens.diff()).all()
 
 
-def ask(answer: Tensor) -> None:
-    """Look at what a GPU says of a batch when it has said it, which is when the batches after it are asked about.
+def ask(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> None:
+    """Have a GPU look whether a batch fits. What it says is heard when it has said it and a later batch is asked about.
 
     Raises
     ------
     ValueError
         An earlier batch did not fit.
     """
+    if attention_mask.is_cuda:
+        _hear(fits(attention_mask, token_index, cu_seqlens))
+
+
+def _hear(answer: Tensor) -> None:
     while _asked and _asked[0].there.query():
         if not _asked.popleft().fits:
             forget()

@@ -163,7 +163,7 @@ def recording(
     if not (q_values.requires_grad or d_values.requires_grad):
         # What torch.vmap hands out requires no gradient, whatever it is a part of.
         return _inside_transform(), False
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or _inside_transform():
         return True, False
     if q_values.is_cpu and _plain(queries.starts, documents.starts):
         _refuse_shared_rows(operator, queries, documents if d_values.requires_grad else None)
@@ -180,14 +180,15 @@ _inside_transform._dynamo_marked_constant = True
 
 
 def _refuse_shared_rows(operator: str, queries: TokenBatch, documents: TokenBatch | None) -> None:
-    instead = "repeat the vectors"
-    for name, batch in (("queries", queries), ("documents", documents)):
+    for name, batch, instead in (
+        ("queries", queries, "repeat the vectors"),
+        ("documents", documents, "name documents more than once in candidates, or repeat the vectors"),
+    ):
         if batch is not None and batch.shares_rows():
             raise ValueError(
                 f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
                 f"TokenBatch.select with a repeated index; {instead}."
             )
-        instead = "name documents more than once in candidates, or repeat the vectors"
 
 
 def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
@@ -335,9 +336,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def _plain(*tensors: Tensor) -> bool:
     """Whether a registered operator on these tensors comes to its function, without fake tensors, modes and transforms."""
     return (
-        _PLAIN.issuperset(map(type, tensors))
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        _PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not _inside_transform()
     )
 
 

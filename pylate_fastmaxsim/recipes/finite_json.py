@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from pylate_fastmaxsim.recipes.disk import write_whole_text
+
 
 def without_nan(value: Any) -> Any:
     """The same with None for each number that is NaN or infinite.
@@ -25,5 +27,5 @@ def without_nan(value: Any) -> Any:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a value that holds no NaN and no infinity."""
-    file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Write a value that holds no NaN and no infinity; the file is there when it is whole."""
+    write_whole_text(file, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -15,6 +15,7 @@ import yaml
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
 from pylate_fastmaxsim.recipes.docstrings import source_files
+from pylate_fastmaxsim.recipes.finite_json import write_json
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
@@ -130,7 +131,7 @@ def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
 def _write_record(file: Path, values: dict[str, Any]) -> None:
     """Of nothing there is no record."""
     if values:
-        write_whole_text(file, json.dumps(values, indent=2) + "\n")
+        write_json(file, values)
     else:
         file.unlink(missing_ok=True)
 
