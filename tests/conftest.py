@@ -105,3 +105,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     from pylate_fastmaxsim.integrations import attention
 
     monkeypatch.setattr(attention, "variable_length_attention", attend_to_own_document)
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to have any search for attended tokens fail from then on."""
+    from pylate_fastmaxsim.integrations import documents
+
+    def search(_mask):
+        raise AssertionError("searched for attended tokens that the collator had found")
+
+    return lambda: monkeypatch.setattr(documents, "attended_index", search)

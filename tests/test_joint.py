@@ -11,7 +11,7 @@ from models import FAMILIES, attend_to_own_document, collated, features, load_mo
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, documents, packing
+from pylate_fastmaxsim.integrations import attention, packing
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 EXPANDED = {}
@@ -163,16 +163,12 @@ def test_what_an_encoder_is_given_besides_keeps_the_queries_apart(encoder, packe
     assert joins(model) == {False} and "the encoder is given inputs_embeds" in caplog.text
 
 
-def test_the_collator_spares_the_search_for_attended_tokens(encoder, packed, monkeypatch):
+def test_the_collator_spares_the_search_for_attended_tokens(encoder, packed, no_search):
     model = load(encoder)
     pylate_fastmaxsim.enable()
     batch = batch_of(model)
     step(model, batch)
-
-    def search(_mask):
-        raise AssertionError("searched for attended tokens that the collator had found")
-
-    monkeypatch.setattr(documents, "attended_index", search)
+    no_search()
     step(model, batch)
 
 
