@@ -140,9 +140,10 @@ def candidate_document_gradient_kernel(
             winner = tl.load(winners + (pair % num_slots) * num_rows + row, mask=in_query, other=SENTINEL).to(tl.int32)
             won = winner != SENTINEL
             weight = tl.where(won, tl.load(grad_scores + pair), 0.0)
-            # A pair of weight 0 gathers nothing, not even what is not finite.
-            won = won & (weight != 0.0)
             q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
+            # A pair of weight 0 adds nothing, not even what is not finite. As a mask of the load it would have to come first.
+            won = won & (weight != 0.0)
+            q_rows = tl.where(won[:, None], q_rows, 0.0)
             if WRITE_ZEROS:
                 for first_token in range(0, length, BLOCK_T):
                     token = first_token + tl.arange(0, BLOCK_T)
@@ -171,7 +172,7 @@ def candidate_document_gradient_kernel(
                 query = pair // num_slots
                 start = tl.load(q_starts + query)
                 pair_weight = tl.load(grad_scores + pair)
-                # As above, a pair of weight 0. Left out behind the load, it spills registers on some architectures.
+                # As above, a pair of weight 0. Left out behind the load here, it spills registers on some architectures.
                 query_length = tl.load(q_lengths + query, mask=pair_weight != 0.0, other=0).to(tl.int32)
                 for first_row in range(0, query_length, BLOCK_R):
                     offset = first_row + tl.arange(0, BLOCK_R)
