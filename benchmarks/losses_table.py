@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import itemgetter
 
 from losses_ceiling import ceiling
-from train_step import PATHS, row_title
+from train_step import PATHS, mark_of_runs, row_title
 
 # Whether documents go in a ring, and how many bytes of winners it keeps where not the default.
 RING_PATHS: dict[str, tuple[bool, int | None]] = {
@@ -33,7 +34,7 @@ def _amount(result: dict) -> str:
 
 
 def embedded_table(content: dict) -> str:
-    """From token embeddings to their gradients, with the ratio to stock and to the better peer."""
+    """From token embeddings to their gradients, with the ratio to stock and to the better peer, ‡ if of another run."""
     cells = of_kind(content, "embedded")
     if not cells:
         return ""
@@ -43,12 +44,12 @@ def embedded_table(content: dict) -> str:
     lines.append("|" + "---|" * (len(PATHS) + 3))
     for shape in shapes:
         row = {path: by_shape[shape, path] for path in PATHS if (shape, path) in by_shape}
-        times = {path: cell["ms"] for path, cell in row.items() if "ms" in cell}
+        timed = {path: cell for path, cell in row.items() if "ms" in cell}
         entries = [_amount(row[path]) if path in row else "" for path in PATHS]
-        peers = [times[path] for path in ("lik", "flash") if path in times]
-        fast = times.get("fast")
-        for other in (times.get("stock"), min(peers, default=None)):
-            entries.append(f"{other / fast:.1f}x" if other and fast else "")
+        peers = [timed[path] for path in ("lik", "flash") if path in timed]
+        fast = timed.get("fast")
+        for other in (timed.get("stock"), min(peers, key=itemgetter("ms"), default=None)):
+            entries.append(f"{other['ms'] / fast['ms']:.1f}x{mark_of_runs(fast, other)}" if other and fast else "")
         lines.append(f"| {shape} | " + " | ".join(entries) + " |")
     return "\n".join(lines)
 

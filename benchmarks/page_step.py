@@ -191,11 +191,12 @@ def run_cell(options: argparse.Namespace) -> dict:
     }
 
 
-def measure(kind: str, path: str, batch: int, tiny: bool, timeout: float) -> dict:
+def measure(kind: str, path: str, batch: int, options: argparse.Namespace) -> dict:
     """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
-    command = [sys.executable, str(HERE / "page_step.py"), "--cell", kind, path, str(batch)] + ["--tiny"] * tiny
+    command = [sys.executable, str(HERE / "page_step.py"), "--cell", kind, path, str(batch)]
+    command += ["--warmup", str(options.warmup), "--steps", str(options.steps)] + ["--tiny"] * options.tiny
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=child_variables())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, env=child_variables())
     except subprocess.TimeoutExpired:
         return {"status": "timeout"}
     for line in done.stdout.splitlines():
@@ -254,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=list(TEXT), default=list(TEXT))
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[4, 16, 32, 64])
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
@@ -281,7 +282,7 @@ def main() -> None:
                 if cells.get(name, {}).get("status") in ("ok", "out of memory"):
                     continue
                 cells[name] = {"kind": kind, "path": path, "batch": batch}
-                cells[name] |= measure(kind, path, batch, options.tiny, options.timeout)
+                cells[name] |= measure(kind, path, batch, options)
                 cells[name] |= {"environment": environment() | {"colpali-engine": version("colpali-engine")}}
                 options.results.write_text(json.dumps(cells, indent=1) + "\n")
                 print(

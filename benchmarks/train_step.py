@@ -2,11 +2,9 @@
 
     python benchmarks/train_step.py                       # measure what is missing, then print the table
     python benchmarks/train_step.py --render-only         # table and plot from the committed results
-    python benchmarks/train_step.py --results benchmarks/results/kd_step.json --batches 32 --loss distillation --negatives 15
-    python benchmarks/train_step.py --results benchmarks/results/gradcache_step.json --batches 4096 --loss cached_contrastive --mini-batch 128
 
 A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query; what this command does
-not know itself, as another loss, it hands on to training_cell.py. Each cell runs in a process of its own and is written
+not know itself, as another loss, it hands on to training_cell.py (benchmarks/README.md has those commands). Each cell runs in a process of its own and is written
 to the results file as soon as it is known; a finished cell is not run again, so several short runs on a GPU fill one file.
 """
 
@@ -57,7 +55,7 @@ def processor() -> str:
 
 
 def environment() -> dict:
-    """Machine, versions and date, recorded with every cell."""
+    """Machine, versions, date and when this run began, recorded with every cell."""
     import torch
 
     import pylate_fastmaxsim
@@ -76,7 +74,14 @@ def environment() -> dict:
         "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
         **{package: version(package) for package in PACKAGES},
         "date": datetime.date.today().isoformat(),
+        "run": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def mark_of_runs(cell: dict, other: dict) -> str:
+    """‡ where two runs measured the cells; of cells without the time of their run, where day or machine differ."""
+    keys = ("run", "date", "device", "host")
+    return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
 
 
 def write(results: Path, content: dict) -> None:
@@ -93,7 +98,7 @@ def row_title(path: str, compiled: bool) -> str:
 
 
 def markdown_table(cells: dict, checkpointing: bool) -> str:
-    """Step time and peak memory by path and batch, with the ratio to stock of the same batch.
+    """Step time and peak memory by path and batch, with the ratio to stock of the same batch, ‡ if of another run.
 
     A cell that was not measured is out of memory where a smaller batch of its row was.
     """
@@ -115,7 +120,7 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
                 text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
                 text += "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
                 if stock and stock["status"] == "ok" and cell is not stock:
-                    text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
+                    text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
                 entries.append(text)
         if any(entries):
             lines.append(f"| {row_title(path, compiled)} | " + " | ".join(entries) + " |")
@@ -126,10 +131,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=HERE / "results" / "train_step.json")
     parser.add_argument("--output", type=Path, help="write results here instead of over --results")
-    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512, 1024])
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
-    parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="no")
+    parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="both")
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
     parser.add_argument(
         "--timeout", type=float, default=240, help="seconds that warming up a cell may take, or measuring it"

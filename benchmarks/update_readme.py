@@ -16,7 +16,7 @@ from losses_table import markdown as losses_markdown
 from losses_table import ring_table
 from operators_table import readme_table
 from page_step import markdown_table as page_table
-from train_step import PATHS, cell_name, markdown_table
+from train_step import PATHS, cell_name, mark_of_runs, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,7 +44,8 @@ def summary_table() -> str:
         stock, *peers, ours = (cells[cell_name(path, batch, compiled, False)] for path in PATHS)
         three = stock, min(peers, key=itemgetter("step_ms")), ours
         entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in three]
-        ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
+        mark = mark_of_runs(ours, stock)
+        ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
         lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
 
     add("contrastive, 256 queries, a negative each", step, 256)

@@ -1,4 +1,4 @@
-"""The command ``fastmaxsim``. ``run`` and ``doctor`` need PyLate only, all others the [recipes] extra."""
+"""The command ``fastmaxsim``. ``run`` and ``doctor`` need no extra, all others [recipes]."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def tune(
     d: Annotated[int, typer.Option("--d", min=1, help="Size of a token vector.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="Of the token vectors.")] = Dtype.bf16,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long to search; a third for each family of kernels.")
+        float, typer.Option(metavar="SECONDS", min=0, help="How long to search; an equal part for each family of kernels.")
     ] = 300.0,
 ) -> None:
     """Measure the tiles of the kernels on this GPU and print rows for the tables in kernels/launch.py."""

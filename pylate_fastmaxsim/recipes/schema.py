@@ -225,7 +225,7 @@ class TrainingSection:
 class FastSection:
     """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
 
-    All but ``grad_filter`` concern ``model.kind`` colbert only.
+    All but ``enabled`` and ``grad_filter`` concern ``model.kind`` colbert only.
     """
 
     enabled: bool = True
