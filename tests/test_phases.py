@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import time
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("pylate")
 import torch
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes import compare, phases
+from pylate_fastmaxsim.recipes import phases
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
@@ -104,11 +103,6 @@ def test_the_warm_up_is_at_most_a_third_of_the_steps():
     assert median_phases([{"score": 9.0}] * 2 + [{"score": 1.0}] * 5)["score"] == 1.0
     # As many as an epoch has before one without a batch ends the training.
     assert median_phases([{"score": 2.0}]) == {phase: 2.0 * (phase == "score") for phase in PHASES}
-
-
-@pytest.mark.parametrize("module", [phases, compare])
-def test_examples_run(module):
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.cuda

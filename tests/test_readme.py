@@ -1,7 +1,8 @@
-"""The README and docs/: tables are those of the committed results, links lead somewhere, the operator example runs."""
+"""The README and docs/: tables are those of the committed results, links lead somewhere, examples run, names exist."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.switch import available_patches
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,6 +34,52 @@ def test_the_operator_example_runs():
     names: dict = {}
     exec(examples[0], names)
     assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
+
+
+def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
+    pytest.importorskip("pylate")
+    pytest.importorskip("datasets")
+    script = README.partition("## The flag")[2].partition("```python\n")[2].partition("```")[0]
+    for here, there in (
+        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
+        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
+    ):
+        assert here in script
+        script = script.replace(here, there)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    try:
+        exec(script, names)
+    finally:
+        pylate_fastmaxsim.disable()
+    assert names["trainer"].state.global_step == 1
+
+
+def test_options_are_those_of_enable():
+    table = README.partition("| option of `enable()` |")[2].partition("\n\n")[0]
+    written = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", table, flags=re.MULTILINE)
+    parameters = inspect.signature(pylate_fastmaxsim.enable).parameters.values()
+    assert written == [(parameter.name, str(parameter.default)) for parameter in parameters]
+
+
+def test_what_is_patched_is_named():
+    pytest.importorskip("pylate")
+    named = re.findall(r"`(?:\w+\.)?(\w+)`", README.partition("Patched are ")[2].partition("\n\n")[0])
+    for patch in available_patches():
+        of_class = isinstance(patch.owner, type)
+        if (patch.owner.__module__ if of_class else patch.owner.__name__).startswith("pylate."):
+            assert (patch.owner.__name__ if of_class else patch.name) in named
+
+
+def test_commands_of_the_benchmarks_take_their_options():
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"`python (benchmarks/\w+\.py)([^`]*)`", text)
+    assert len(commands) > 10
+    taken = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
+    for script, arguments in commands:
+        assert (ROOT / script).is_file()
+        for option in re.findall(r"--[a-z][a-z-]+", arguments):
+            assert f'"{option}"' in taken or "long_documents" in script, (script, option)
 
 
 def test_layers_to_wrap_are_those_of_transformers():
@@ -61,7 +111,14 @@ def headings(path):
     return {title.lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("name", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+DOCUMENTS = [
+    "README.md",
+    "benchmarks/README.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
     path = ROOT / name
     for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text(encoding="utf-8")):
