@@ -1,5 +1,7 @@
 """Masks on a GPU are not looked at while embeddings of a batch are made, and otherwise as transformers has it."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -36,3 +38,10 @@ def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at():
         else:
             raise AssertionError("outside, transformers decides")
     assert masking_utils._ignore_bidirectional_mask_sdpa.__code__ is stock
+
+
+def test_transformers_that_have_no_such_masks_are_left_alone():
+    """As before 4.53."""
+    script = "import sys; sys.modules['transformers.masking_utils'] = None\n"
+    script += "from pylate_fastmaxsim.integrations.uninspected_masks import patches; assert patches() == []"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -8,10 +8,14 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
 
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
+
+try:
+    from transformers import masking_utils
+except ImportError:  # transformers before 4.53
+    masking_utils = None
 
 _NAME = "_ignore_bidirectional_mask_sdpa"
 _stock = detached(getattr(masking_utils, _NAME, None))
