@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.cpu.maxsim import live_tokens
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Written last, so that a folder that has it is complete.
@@ -53,6 +54,8 @@ def write_corpus(
     ------
     ValueError
         The folder is not empty, there is no batch, batches differ in d, or ``dtype`` is another.
+    TypeError
+        Documents are one batch and not several, or something in them is no ``TokenBatch``.
     OSError
         The disk takes no more.
 
@@ -72,45 +75,51 @@ def write_corpus(
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"write_corpus: dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}.")
+    if isinstance(batches, (TokenBatch, Tensor)):
+        kind = type(batches).__name__
+        raise TypeError(f"write_corpus: batches must be batches of documents, as a list of TokenBatch, got one {kind}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds.")
-    dim, documents, tokens = None, 0, 0
-    with open(folder / VALUES_FILE, "xb") as values_file, open(folder / BOUNDS_FILE, "xb") as bounds_file:
-        _append(bounds_file, torch.zeros(1, dtype=torch.int64, device="cpu"))
-        for batch in batches:
-            dim = batch.dim if dim is None else dim
-            if batch.dim != dim:
-                raise ValueError(f"write_corpus: all batches must have the same d, got {dim} and {batch.dim}.")
-            values, lengths = _live(batch)
-            _append(values_file, values.to("cpu", dtype))
-            _append(bounds_file, tokens + lengths.cumsum(0).cpu())
-            documents += len(batch)
-            tokens += len(values)
-        for file in (values_file, bounds_file):
-            # A power cut must not leave a description of what never came to the disk.
-            file.flush()
-            os.fsync(file.fileno())
-    if dim is None:
-        raise ValueError("write_corpus: there must be at least one batch, which says what d is.")
+    try:
+        sizes = _write(folder, batches, dtype)
+    except (TypeError, ValueError):
+        # The folder has to be empty for the call that is corrected.
+        for name in (VALUES_FILE, BOUNDS_FILE):
+            (folder / name).unlink()
+        raise
     name = next(name for name, known in DTYPES.items() if known == dtype)
-    description = {"format": FORMAT, "documents": documents, "tokens": tokens, "dim": dim, "dtype": name}
+    description = {"format": FORMAT, **sizes, "dtype": name}
     scratch = folder / f"{DESCRIPTION_FILE}.unfinished"
     scratch.write_text(json.dumps(description) + "\n")
     os.replace(scratch, folder / DESCRIPTION_FILE)
     return Corpus(folder)
 
 
-def _live(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """The token vectors that count, document after document, and how many each document has."""
-    ends = batch.lengths.cumsum(0)
-    document = torch.repeat_interleave(torch.arange(len(batch), device=batch.device), batch.lengths)
-    rows = torch.arange(len(document), device=batch.device) + (batch.starts - ends + batch.lengths)[document]
-    if batch.keep is None:
-        return batch.values.detach()[rows], batch.lengths
-    kept = batch.keep[rows]
-    return batch.values.detach()[rows[kept]], torch.bincount(document[kept], minlength=len(batch))
+def _write(folder: Path, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, int]:
+    """Write vectors and bounds; how many documents and tokens there are, and d."""
+    dim, documents, tokens = None, 0, 0
+    with open(folder / VALUES_FILE, "xb") as values_file, open(folder / BOUNDS_FILE, "xb") as bounds_file:
+        _append(bounds_file, torch.zeros(1, dtype=torch.int64, device="cpu"))
+        for batch in batches:
+            if not isinstance(batch, TokenBatch):
+                raise TypeError(f"write_corpus: each of batches must be a TokenBatch, got {type(batch).__name__}.")
+            dim = batch.dim if dim is None else dim
+            if batch.dim != dim:
+                raise ValueError(f"write_corpus: all batches must have the same d, got {dim} and {batch.dim}.")
+            live = live_tokens(batch.starts, batch.lengths, batch.keep)
+            _append(values_file, batch.values.detach()[live.row].to("cpu", dtype))
+            _append(bounds_file, tokens + live.count.cumsum(0).cpu())
+            documents += len(batch)
+            tokens += len(live.row)
+        for file in (values_file, bounds_file):
+            # A power cut must not leave a description of what never came to the disk.
+            file.flush()
+            os.fsync(file.fileno())
+    if dim is None:
+        raise ValueError("write_corpus: there must be at least one batch, which says what d is.")
+    return {"documents": documents, "tokens": tokens, "dim": dim}
 
 
 def _append(file, tensor: Tensor) -> None:

@@ -18,23 +18,32 @@ def _token_maxima(
     query_values, query_mask = queries.to_padded()
     document_values, document_mask = documents.to_padded()
 
-    # The maximum starts at a floor: 0 where there is no live token or where the caller asks for it, else -inf.
-    # As the first entry of each row it also wins a tie, so a winner is a token that is strictly better.
+    # The maximum starts at 0 where there is no live token or where the caller asks for it.
     floor_is_zero = ~document_mask.any(dim=1)
     if zero_floor is not None:
         floor_is_zero = floor_is_zero | zero_floor
-    floor = torch.where(floor_is_zero, 0.0, -torch.inf).to(document_values.dtype)
 
     if candidates is None:
         similarities = torch.einsum("qsh,dth->qdst", query_values, document_values)
-        live, floor = document_mask[None, :, None, :], floor[None, :, None, None]
+        live, floor_is_zero = document_mask[None, :, None, :], floor_is_zero[None, :, None]
     else:
         similarities = torch.einsum("qsh,qdth->qdst", query_values, document_values[candidates])
-        live, floor = document_mask[candidates][:, :, None, :], floor[candidates][:, :, None, None]
-    similarities = similarities.masked_fill(~live, -torch.inf)
-    floor = floor.expand(*similarities.shape[:-1], 1)
-    maxima, position = torch.cat([floor, similarities], dim=-1).max(dim=-1)
-    return maxima, position - 1, query_mask
+        live, floor_is_zero = document_mask[candidates][:, :, None, :], floor_is_zero[candidates][:, :, None]
+    return *_best(similarities, live, floor_is_zero), query_mask
+
+
+def _best(similarities: Tensor, live: Tensor, floor_is_zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Maxima over the last dimension, and where they are: the first place of equal ones, and -1 for the floor of 0.
+
+    The floor stands before all tokens, so a token wins only where it is better. Without it some token is live, and the
+    first that is wins even where all similarities are -inf; a masked one never does.
+    """
+    live = torch.cat([floor_is_zero.expand(similarities.shape[:-1])[..., None], live.expand_as(similarities)], dim=-1)
+    values = torch.nn.functional.pad(similarities, (1, 0)).masked_fill(~live, -torch.inf)
+    # NaN is the maximum of a row that has one, and equals nothing.
+    wins = live & ((values == values.amax(dim=-1, keepdim=True)) | values.isnan())
+    place = wins.int().argmax(dim=-1, keepdim=True)
+    return values.gather(-1, place).squeeze(-1), place.squeeze(-1) - 1
 
 
 def maxsim(
@@ -168,12 +177,11 @@ def _xtr_token_maxima(
     floor_is_zero = (live & ~passes).any(dim=-1) | ~live.any(dim=-1)
     if zero_floor is not None:
         floor_is_zero = floor_is_zero | zero_floor[:, None]
-    floor = torch.where(floor_is_zero, 0.0, -torch.inf).to(similarities.dtype)
-    maxima, position = torch.cat([floor[..., None], similarities.masked_fill(~passes, -torch.inf)], dim=-1).max(dim=-1)
+    maxima, position = _best(similarities, passes, floor_is_zero)
     if candidates is not None:
         query = torch.arange(len(queries), device=queries.device)[:, None]
         maxima, position = maxima[query, candidates], position[query, candidates]
-    return maxima, position - 1, query_mask
+    return maxima, position, query_mask
 
 
 def xtr_scores(
@@ -222,7 +230,7 @@ def xtr_scores(
     """
     maxima, _, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor)
     maxima = maxima.masked_fill(~query_mask[:, None, :], 0)
-    return maxima.sum(dim=-1) / (maxima > 0).sum(dim=-1).clamp(min=1e-3)
+    return maxima.sum(dim=-1) / (maxima > 0).sum(dim=-1).to(maxima.dtype).clamp(min=1e-3)
 
 
 def xtr_winners(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
 
 # Scores of one batch of documents that are held at once, 256 MiB; more queries than fit are scored in turn.
@@ -61,8 +62,7 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     if isinstance(documents, (TokenBatch, Tensor)):
         kind = type(documents).__name__
         raise TypeError(f"search: documents must be batches of documents, as a list of TokenBatch, got one {kind}.")
-    dtype = torch.float64 if queries.values.dtype == torch.float64 else torch.float32
-    scores = torch.empty(len(queries), 0, dtype=dtype, device=queries.device)
+    scores = torch.empty(len(queries), 0, dtype=sum_dtype(queries.values.dtype), device=queries.device)
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     seen = 0
     for batch in documents:

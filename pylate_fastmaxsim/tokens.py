@@ -11,9 +11,27 @@ from torch import Tensor
 
 
 def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
-    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape."""
+    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
+
+    A nested one, which has no such shape, is a ValueError.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
+    if value.is_nested:
+        raise ValueError(
+            f"{where}: {name} must be a plain tensor {allowed}, got a nested one; token vectors x of the layout "
+            "torch.jagged are TokenBatch.from_packed(x.values(), x.offsets())."
+        )
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether the numbers in a tensor can be looked at without waiting for a device, a graph or a mode."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def require_count(where: str, name: str, value: object) -> int:
@@ -33,7 +51,7 @@ class TokenBatch:
     """N sequences of d-dimensional token vectors, stored back to back in one matrix.
 
     Padded tensors, packed tensors with ``cu_seqlens`` and lists of matrices are all of this form;
-    the first two without a copy. Sequence ``i`` occupies the rows ``starts[i]`` to
+    the first two without a copy where they are contiguous. Sequence ``i`` occupies the rows ``starts[i]`` to
     ``starts[i] + lengths[i] - 1`` of ``values``, and of those the rows where ``keep`` is true count.
     Sequences may stand in any order and may leave rows between them unused, but must not overlap.
 
@@ -85,6 +103,8 @@ class TokenBatch:
         # NumPy's integers compare and hash like these, but are no numbers to a kernel.
         if not isinstance(self.max_length, (int, torch.SymInt)):
             object.__setattr__(self, "max_length", _integer("TokenBatch: max_length", self.max_length))
+        if isinstance(self.max_length, int) and self.max_length < 0:
+            raise ValueError(f"TokenBatch: max_length must be at least 0, got {self.max_length}.")
         if self.values.dim() != 2:
             raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
         if self.starts.dim() != 1 or self.starts.shape != self.lengths.shape:
@@ -111,8 +131,7 @@ class TokenBatch:
                 )
             if self.keep.device != device:
                 raise ValueError(f"TokenBatch: keep must be on {device}, as values, got {self.keep.device}.")
-        # Elsewhere this would wait for the device, and in a graph or a fake tensor there is nothing to look at.
-        if device.type == "cpu" and not torch.compiler.is_compiling() and type(self.lengths) is Tensor and len(self):
+        if _has_numbers(self.lengths) and len(self):
             self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -142,7 +161,9 @@ class TokenBatch:
 
     @classmethod
     def from_padded(cls, values: Tensor, mask: Tensor | None = None) -> TokenBatch:
-        """View padded token vectors ``[N, L, d]`` as a ragged batch, without a copy.
+        """View padded token vectors ``[N, L, d]`` as a ragged batch.
+
+        Without a copy where they can be viewed as ``[N * L, d]``.
 
         Parameters
         ----------
@@ -220,20 +241,21 @@ class TokenBatch:
             require_tensor("TokenBatch.from_packed", "keep", keep, "[T]")
             keep = keep.to(device=values.device)
             keep = keep if keep.dtype == torch.bool else keep != 0
-        # Elsewhere this would wait for the device, and in a graph or a fake tensor there is nothing to look at.
-        on_host = cu_seqlens.device.type == "cpu" and type(cu_seqlens) is Tensor
-        if (max_length is None or on_host) and not torch.compiler.is_compiling():
+        if max_length is None and torch.compiler.is_compiling():
+            # Tiles and integer types depend on it, and a graph has no number for them. Of a graph that may break this
+            # call stays outside.
+            raise ValueError(
+                "TokenBatch.from_packed: max_length must be passed where the call is compiled with fullgraph=True or exported."
+            )
+        if max_length is None or _has_numbers(cu_seqlens):
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length
         cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64)
-        lengths = cu_seqlens.diff()
-        if max_length is None:
-            max_length = int(lengths.max()) if len(lengths) else 0
-        return cls(values, cu_seqlens[:-1], lengths, max_length, keep)
+        return cls(values, cu_seqlens[:-1], cu_seqlens.diff(), max_length, keep)
 
     @classmethod
     def from_list(cls, sequences: Sequence[Tensor]) -> TokenBatch:
-        """Pack matrices ``[L_i, d]`` (one copy), all of one d, dtype and device.
+        """Pack matrices ``[L_i, d]``, all of one d, dtype and device, into one, which is a copy.
 
         Raises
         ------
@@ -293,6 +315,9 @@ class TokenBatch:
 
         An index must not repeat where gradients are wanted: of queries at all, of documents where theirs are. Repeat the
         vectors instead, or name documents more than once in ``candidates``. Checked on a CPU only, where scores are made.
+
+        Of queries, the winners that are kept for a backward take an entry for each of the P documents or candidates and
+        each of the T rows of ``values``, selected or not.
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 

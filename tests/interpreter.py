@@ -25,9 +25,17 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def _one_nan(numbers: np.ndarray) -> np.ndarray:
+    return np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
+
+
+def _create_maximumf(self, a, b):
+    return interpreter.TensorHandle(_one_nan(np.maximum(a.data, b.data)), a.dtype.scalar)
+
+
 def _generic_reduce(self, inputs):
     assert self.combine_fn.fn.__name__ == "maximum_or_nan"
-    return [self.to_tensor(np.max(tensor.handle.data, axis=self.axis), tensor.dtype) for tensor in inputs]
+    return [self.to_tensor(_one_nan(np.max(tensor.handle.data, axis=self.axis)), tensor.dtype) for tensor in inputs]
 
 
 @triton.jit
@@ -49,6 +57,8 @@ def mended() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, replacement in (
             (interpreter.InterpreterBuilder, "create_dot", _create_dot),
+            # As of a GPU a maximum that is NaN is always the same one, of whatever sign and bits the operands are.
+            (interpreter.InterpreterBuilder, "create_maximumf", _create_maximumf),
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),

@@ -233,6 +233,22 @@ def test_what_cannot_be_written_gets_one_sentence(batches, options, sentence, tm
         write_corpus(tmp_path / "new", (TokenBatch.from_list([each]) for each in batches), **options)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "sentence"),
+    [
+        (TokenBatch.from_list([torch.ones(1, 2)]), TypeError, "as a list of TokenBatch, got one TokenBatch.$"),
+        (torch.ones(1, 1, 2), TypeError, "as a list of TokenBatch, got one Tensor.$"),
+        ([torch.ones(1, 1, 2)], TypeError, "each of batches must be a TokenBatch, got Tensor.$"),
+        ([TokenBatch.from_list([torch.ones(1, d)]) for d in (2, 3)], ValueError, "all batches must have the same d"),
+        ([], ValueError, "there must be at least one batch"),
+    ],
+)
+def test_after_a_wrong_call_the_right_one_writes(wrong, error, sentence, tmp_path):
+    with pytest.raises(error, match=f"^write_corpus: .*{sentence}"):
+        write_corpus(tmp_path / "new", wrong)
+    assert len(write_corpus(tmp_path / "new", [TokenBatch.from_list([torch.ones(1, 2)])])) == 1
+
+
 def test_a_batch_may_be_as_large_as_all(tmp_path):
     sequences = documents(5)
     read = write_corpus(tmp_path / "new", grouped(sequences, 5), torch.float32)

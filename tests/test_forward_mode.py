@@ -1,4 +1,4 @@
-"""Forward-mode derivatives are refused; they would be zero otherwise."""
+"""Forward-mode derivatives are refused, which would be zero otherwise, and so are the gradients of torch.func."""
 
 from __future__ import annotations
 
@@ -36,3 +36,33 @@ def test_what_carries_no_tangent_goes_through(function):
     vectors = torch.randn(2, 3, 4)
     with forward_ad.dual_level():
         assert torch.equal(function(vectors), function(vectors))
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    "vjp": torch.func.vjp,
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda y: torch.vmap(f)(y).sum())(x[None]),
+    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda y: f(y).sum()))(x[None]),
+}
+
+
+@pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_gradients_of_torch_func_are_refused(function, transform):
+    with pytest.raises(NotImplementedError, match="the gradients of torch.func .* not supported; use backward or"):
+        transform(function, torch.randn(2, 3, 4))
+
+
+@pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
+def test_what_torch_func_takes_no_gradient_of_goes_through(function):
+    vectors = torch.randn(2, 3, 4)
+    expected = function(vectors).sum()
+    assert torch.func.grad(lambda scale: (scale * function(vectors)).sum())(torch.ones(())) == expected
+
+    def of_a_constant(x):
+        with torch.no_grad():
+            constant = function(x)
+        return (x.sum() * constant).sum()
+
+    torch.testing.assert_close(torch.func.grad(of_a_constant)(vectors), expected.expand_as(vectors))

@@ -150,6 +150,16 @@ def test_compiled_code_takes_the_operator_without_a_break():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3, 0), (0, 5)])
+def test_nothing_to_project(shape):
+    hidden, bias = torch.ones(shape, requires_grad=True), torch.tensor([3.0, 4.0], requires_grad=True)
+    weight = torch.ones(2, shape[-1], requires_grad=True)
+    embeddings, stock = project_normalize(hidden, weight, bias), F.normalize(F.linear(hidden, weight, bias), dim=-1)
+    torch.testing.assert_close(embeddings, stock)
+    grads = [torch.autograd.grad(each.square().sum(), (hidden, weight, bias)) for each in (embeddings, stock)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_registered_as_torch_asks(bias):
     hidden, weight, offset, _ = problem(6, 5, 3, bias=bias)

@@ -2,11 +2,14 @@
 
 import logging
 import sys
+from unittest import mock
 
+import exactness
 import pytest
 import torch
 from strategies import ragged
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,10 +55,46 @@ def test_block_sizes_do_not_matter(candidates, monkeypatch):
     queries, documents = batches(torch.float64)
     expected = with_gradients(queries, documents, candidates)
     for size in (1, 7, 40):
-        for name in ("BLOCK_ELEMENTS", "SLAB_ELEMENTS", "WINNER_ELEMENTS"):
+        for name in ("BLOCK_ELEMENTS", "SLAB_ELEMENTS", "FEW_ELEMENTS", "WINNER_ELEMENTS"):
             monkeypatch.setattr(blocked, name, size)
         for actual, whole in zip(with_gradients(queries, documents, candidates), expected, strict=True):
             torch.testing.assert_close(actual, whole, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_few_long_documents_take_few_operations(layout):
+    """Positions of few maxima are taken together; the scores and winners are those of one position after the other."""
+
+    class Operations(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    generator = torch.Generator().manual_seed(0)
+    queries = TokenBatch.from_padded(torch.randint(-2, 3, (2, 3, 2), generator=generator).float())
+    documents = TokenBatch.from_list([torch.randint(-2, 3, (n, 2), generator=generator).float() for n in (900, 400)])
+    candidates = torch.tensor([[1, 0], [0, 1]]) if layout == "candidates" else None
+    counts, results = [], []
+    for few in (0, blocked.FEW_ELEMENTS):
+        with mock.patch.object(blocked, "FEW_ELEMENTS", few), Operations() as operations:
+            results.append(blocked.forward(*exactness.arguments(queries, documents, candidates), True, "highest"))
+        counts.append(operations.count)
+    assert counts[1] < 200 < 900 < counts[0]
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_candidates_of_queries_of_many_lengths_are_scored_together(monkeypatch):
+    queries, documents = batches(torch.float64, queries=range(1, 33), documents=(20,) * 32)
+    blocks, block_maxima = [], blocked._block_maxima
+    monkeypatch.setattr(blocked, "_block_maxima", lambda *each: blocks.append(len(each[0])) or block_maxima(*each))
+    candidates = torch.randint(0, 32, (32, 3), generator=torch.Generator().manual_seed(1))
+    scores, winners = blocked.forward(*exactness.arguments(queries, documents, candidates), True, "highest")
+    assert len(blocks) <= 6
+    torch.testing.assert_close(scores, reference.maxsim(queries, documents, candidates))
+    expected = reference.maxsim_winners(queries, documents, candidates)
+    assert torch.equal(exactness.winner_index(winners), expected)
 
 
 @pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
@@ -193,6 +232,39 @@ def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(candidates, bad
         assert all(gradient.isnan().any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("floor", [False, True])
+@pytest.mark.parametrize("few", [0, blocked.FEW_ELEMENTS], ids=["one by one", "many at once"])
+def test_what_is_not_finite_wins_as_in_the_definition(layout, floor, few, monkeypatch):
+    """The first NaN of a document, and -infinity where there is nothing better; masked tokens never."""
+    monkeypatch.setattr(blocked, "FEW_ELEMENTS", few)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.inf, -1.0, 1.0, 2.0])
+    for _ in range(20):
+        queries, documents = batches(torch.float64, dim=1, documents=(7, 0, 2, 3, 9, 1))
+        some = torch.randint(2, len(numbers), documents.values.shape, generator=generator)
+        some[torch.rand(some.shape, generator=generator) < 0.1] -= 2
+        documents = documents.with_values(numbers.double()[some])
+        queries = queries.with_values(queries.values.sign())
+        candidates = CANDIDATES if layout == "candidates" else None
+        zero_floor = torch.rand(6, generator=generator) < 0.5 if floor else None
+        arguments = exactness.arguments(queries, documents, candidates, zero_floor)
+        scores, winners = blocked.forward(*arguments, True, "highest")
+        assert torch.equal(
+            exactness.winner_index(winners), reference.maxsim_winners(queries, documents, candidates, zero_floor)
+        )
+        torch.testing.assert_close(scores, reference.maxsim(queries, documents, candidates, zero_floor), equal_nan=True)
+
+
+def test_winners_of_nan_and_infinity():
+    documents = torch.tensor([[1.0, torch.nan, 2.0, torch.nan], [-torch.inf] * 4, [-torch.inf, -torch.inf, -1.0, -1.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [1, 0, 1, 1]])
+    for function in (maxsim, lambda q, d: reference.maxsim(TokenBatch.from_padded(q), d)):
+        values = documents[..., None].clone().requires_grad_()
+        function(torch.ones(1, 1, 1), TokenBatch.from_padded(values, mask)).sum().backward()
+        assert values.grad.squeeze(-1).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
+
+
 def test_minus_infinity_is_a_score_and_no_live_token_is_zero():
     queries = torch.tensor([[[1.0]]])
     documents = torch.tensor([[[-torch.inf], [-torch.inf]], [[-torch.inf], [1.0]]])
@@ -246,6 +318,22 @@ def test_empty_documents_score_zero(candidates):
     scores, grad_q, grad_d = with_gradients(queries, nothing, candidates)
     assert scores.shape == (5, 6 if candidates is None else 2)
     assert not scores.any() and not grad_q.any() and not grad_d.any()
+
+
+def test_rows_of_queries_that_were_not_selected_cost_no_backward(monkeypatch):
+    queries, documents = torch.randn(100, 4, 8, requires_grad=True), torch.randn(5, 6, 8, requires_grad=True)
+    chosen = torch.tensor([90, 3, 7])
+    mask = torch.arange(4) < torch.tensor([2, 4, 3])[:, None]
+    whole = TokenBatch.from_padded(queries, torch.ones(100, 4).index_put((chosen,), mask.float()))
+    gathered, weighted_sums = [], blocked._weighted_sums
+    monkeypatch.setattr(
+        blocked, "_weighted_sums", lambda *inputs: gathered.append(inputs[-1].numel()) or weighted_sums(*inputs)
+    )
+    weights = torch.randn(3, 5)
+    of_few = torch.autograd.grad((maxsim(whole.select(chosen), documents) * weights).sum(), (queries, documents))
+    assert gathered[0] == mask.sum()
+    few = maxsim(queries[chosen], documents, queries_mask=mask)
+    torch.testing.assert_close(of_few, torch.autograd.grad((few * weights).sum(), (queries, documents)))
 
 
 def test_empty_batches_give_empty_results():
@@ -305,6 +393,10 @@ def test_second_derivatives_are_refused():
 
 
 Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
+JAGGED, STRIDED = (
+    torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=layout)
+    for layout in (torch.jagged, torch.strided)
+)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +434,8 @@ Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
         ((Q, D), {"documents_mask": torch.ones(5, 6).numpy()}, TypeError, "documents_mask .* got ndarray"),
         ((Q, D), {"zero_floor": [False] * 5}, TypeError, r"zero_floor must be a tensor bool \[Nd\], got list"),
         ((Q.to("meta"), D.to("meta")), {}, ValueError, "queries are on the meta device"),
+        ((Q, JAGGED), {}, ValueError, r"documents must be a plain tensor \[N, L, d\], got a nested one; .* x.offsets"),
+        ((Q, D), {"documents_mask": STRIDED}, ValueError, r"documents_mask must be a plain tensor \[N, L\]"),
     ],
 )
 def test_errors_say_what_is_allowed(arguments, options, error, message):
@@ -416,6 +510,17 @@ def test_fake_tensors_are_not_looked_at():
         documents = TokenBatch.from_packed(torch.randn(5, 4), torch.tensor([0, 2, 5]), max_length=3)
         scores = maxsim(torch.randn(2, 3, 4), documents, torch.tensor([[0], [1]]))
     assert scores.shape == (2, 1)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_as_one_operator(mode):
+    def function(queries, documents, bounds):
+        return maxsim(queries, TokenBatch.from_packed(documents, bounds, max_length=3)) + maxsim(queries, queries)
+
+    inputs = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([0, 2, 5])
+    traced = make_fx(function, tracing_mode=mode)(*inputs)
+    assert [str(node.target) for node in traced.graph.nodes].count("pylate_fastmaxsim.maxsim_forward.default") == 2
+    torch.testing.assert_close(traced(*inputs), function(*inputs))
 
 
 def test_compiled_autograd_takes_the_backward_whole():

@@ -1,5 +1,7 @@
 """The operator on the CPU against the float64 definition, over shapes drawn by hypothesis."""
 
+from unittest import mock
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
@@ -58,11 +60,13 @@ def test_winners_are_those_of_the_definition(problem):
             documents.gapless,
         ),
     )
-    _, winners = blocked.forward(*arguments, True, "highest")
-    assert winners.dtype == winner_dtype(documents.max_length)
-    positions = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
     in_double = (queries.with_values(queries.values.double()), documents.with_values(documents.values.double()))
-    assert torch.equal(positions, reference.maxsim_winners(*in_double, problem.candidates, problem.zero_floor))
+    expected = reference.maxsim_winners(*in_double, problem.candidates, problem.zero_floor)
+    for few in (0, blocked.FEW_ELEMENTS):
+        with mock.patch.object(blocked, "FEW_ELEMENTS", few):
+            _, winners = blocked.forward(*arguments, True, "highest")
+        assert winners.dtype == winner_dtype(documents.max_length)
+        assert torch.equal(winners.long().masked_fill(winners == no_winner(winners.dtype), -1), expected)
 
 
 def smallest_margin(problem: Problem) -> float:

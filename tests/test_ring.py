@@ -20,6 +20,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, maxsim, winners
 from pylate_fastmaxsim.integrations import attention, pylate_losses
 from pylate_fastmaxsim.ops import ring
+from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.ring import ring_maxsim
 
 DIM = 8
@@ -132,6 +133,49 @@ def _different_counts(folder: str) -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="all must have the same number of documents, got .*6, 7"):
         ring_maxsim(_queries(rank, torch.float32)[0], _documents(rank, 6 + rank, 7, torch.float32))
+
+
+def _different_kinds(folder: str) -> None:
+    """What only the ranks together can see is an error on all of them, before they exchange anything else."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    plain, floor = torch.ones(2, 5, DIM), torch.ones(2, dtype=torch.bool)
+    for values, zero_floor, autocast, sentence in (
+        (torch.ones(2, 5, DIM + 1), None, False, f"must have documents of the same d, got {DIM}, .*{DIM + 1}.$"),
+        (plain.double(), None, False, "must have documents of one dtype, got torch.float32, .*torch.float64.$"),
+        (plain, None, True, "must have documents of one dtype, got torch.float32, .*torch.bfloat16.$"),
+        (plain, floor, False, "must give a zero_floor or none must, got False, .*True.$"),
+    ):
+        values, zero_floor = (values, zero_floor) if odd else (plain, None)
+        documents = TokenBatch.from_padded(values)
+        queries = torch.ones(1, 3, values.shape[2], dtype=values.dtype)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast and odd),
+            pytest.raises(ValueError, match=f"maxsim across ranks: all {sentence}"),
+        ):
+            ring_maxsim(queries, documents, zero_floor=zero_floor)
+        if not autocast:
+            with pytest.raises(ValueError, match=f"maxsim across ranks: all {sentence}"):
+                gather_documents(documents, zero_floor)
+        # Nothing is left on its way.
+        assert ring_maxsim(torch.ones(1, 3, DIM), TokenBatch.from_padded(plain)).unique().tolist() == [3 * DIM]
+
+
+def _second_derivatives(folder: str) -> None:
+    documents = TokenBatch.from_padded(torch.randn(2, 5, DIM, requires_grad=True))
+    queries = torch.randn(1, 3, DIM, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="ring_maxsim: second derivatives"):
+        torch.autograd.grad(ring_maxsim(queries, documents).sum(), queries, create_graph=True)
+    scores = maxsim(queries, gather_documents(documents)[0])
+    (first,) = torch.autograd.grad(scores.square().sum(), documents.values, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+def test_second_derivatives_are_refused():
+    queries, documents = torch.randn(3, 5, DIM, requires_grad=True), torch.randn(4, 7, DIM, requires_grad=True)
+    scores = ring_maxsim(queries, TokenBatch.from_padded(documents))
+    with pytest.raises(NotImplementedError, match="ring_maxsim: second derivatives"):
+        torch.autograd.grad(scores.sum(), documents, create_graph=True)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +312,8 @@ CASES = {
     "operator in chunks": _operator(at_once=2000, kept=1000),
     "operator under autocast": _operator(torch.float32, 1e-2, autocast=True),
     "different counts": _different_counts,
+    "different kinds": _different_kinds,
+    "second derivatives": _second_derivatives,
     "memory": _memory,
     "contrastive": _losses(losses.Contrastive),
     "contrastive bare": _losses(losses.Contrastive, wrapped=False),

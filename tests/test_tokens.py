@@ -60,6 +60,26 @@ def test_max_length_becomes_a_number_of_python(longest):
     assert type(TokenBatch.from_packed(torch.ones(5, 4), cu_seqlens, max_length=longest).max_length) is int
 
 
+def test_a_jagged_tensor_is_packed_as_the_error_says():
+    sequences = [torch.randn(3, 2), torch.randn(5, 2)]
+    jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged)
+    batch = TokenBatch.from_packed(jagged.values(), jagged.offsets())
+    assert rows(batch) == [sequence.tolist() for sequence in sequences]
+
+
+def test_a_graph_needs_the_longest_sequence():
+    def scores(values, bounds, **options):
+        return maxsim(torch.ones(1, 2, 3), TokenBatch.from_packed(values, bounds, **options))
+
+    inputs = torch.randn(5, 3), torch.tensor([0, 2, 5])
+    whole = torch.compile(scores, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="max_length must be passed where the call is compiled with fullgraph=True or"):
+        whole(*inputs)
+    in_parts = torch.compile(scores, backend="eager")
+    for actual in (whole(*inputs, max_length=3), in_parts(*inputs)):
+        torch.testing.assert_close(actual, scores(*inputs))
+
+
 def test_from_list_packs_in_order():
     sequences = [torch.randn(2, 3), torch.randn(0, 3), torch.randn(4, 3)]
     batch = TokenBatch.from_list(sequences)
@@ -176,6 +196,15 @@ def direct(**arguments) -> TokenBatch:
         (lambda: direct().with_values(torch.randn(())), r"with_values: values must be \[T, d\] with T = 2, .* \(\)"),
         (lambda: direct(values=torch.randn(2)), r"values must be \[T, d\]"),
         (lambda: direct(lengths=torch.zeros(2, dtype=torch.int64)), r"must both be \[N\]"),
+        (lambda: direct(starts=ONE[:0], lengths=ONE[:0], max_length=-1), "max_length must be at least 0, got -1"),
+        (
+            lambda: TokenBatch.from_padded(torch.nested.nested_tensor([torch.ones(3, 4)], layout=torch.jagged)),
+            r"from_padded: values .* got a nested one; .* TokenBatch.from_packed\(x.values\(\), x.offsets\(\)\).",
+        ),
+        (
+            lambda: TokenBatch.from_packed(torch.nested.nested_tensor([torch.ones(3, 4)]), BOUNDS),
+            r"from_packed: values must be a plain tensor \[T, d\], got a nested one",
+        ),
         (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
     ],
 )

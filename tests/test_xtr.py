@@ -149,6 +149,30 @@ def test_all_that_equal_the_kth_largest_pass():
     torch.testing.assert_close(xtr_scores(queries, documents, k=3), torch.tensor([[0.5, 0.5, 0.4]]))
 
 
+@pytest.mark.parametrize("k", [1, 4, 12, 100])
+def test_what_is_not_finite_wins_as_in_the_definition(k):
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.inf, -1.0, 1.0, 2.0])
+    queries = TokenBatch.from_padded(torch.tensor([[[1.0], [-1.0]], [[2.0], [1.0]]]))
+    for _ in range(20):
+        some = torch.randint(2, len(numbers), (5, 4, 1), generator=generator)
+        some[torch.rand(some.shape, generator=generator) < 0.1] -= 2
+        documents = TokenBatch.from_padded(numbers[some], torch.rand(5, 4, generator=generator) < 0.7)
+        sums, counts, winners = blocked.forward(*arguments(queries, documents, None, None, k), True, "highest")
+        expected = reference.xtr_winners(queries, documents, k)
+        assert torch.equal(winners.long().masked_fill(winners == no_winner(winners.dtype), -1), expected)
+        scores = xtr_scores(queries, documents, k)
+        torch.testing.assert_close(scores, reference.xtr_scores(queries, documents, k), equal_nan=True)
+    live = TokenBatch.from_padded(torch.full((1, 3, 1), -torch.inf), torch.tensor([[0, 1, 1]]))
+    assert reference.xtr_winners(queries, live, 100).tolist() == [[1, 1, 1, 1]]
+
+
+def test_the_definition_divides_in_the_dtype_of_the_vectors():
+    queries, documents = embeddings(2, 3, 8), -embeddings(2, 3, 8)
+    scores = reference.xtr_scores(TokenBatch.from_padded(queries[:1, :1]), TokenBatch.from_padded(documents[:1, :1]), 1)
+    assert scores.item() == (queries[0, 0] @ documents[0, 0]).item() / 1e-3
+
+
 def test_nan_shows_where_it_is_used_and_takes_a_place():
     queries, documents = embeddings(2, 3, 8), embeddings(4, 5, 8, seed=1)
     documents[1, 2] = torch.nan

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pylate_fastmaxsim.cpu.maxsim import _accumulation_dtype
+from pylate_fastmaxsim.sums import sum_dtype
 
 # F.normalize divides by the norm or by this, whichever is larger.
 EPSILON = 1e-12
@@ -25,7 +25,7 @@ def forward(
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
-    dtype = _accumulation_dtype(hidden)
+    dtype = sum_dtype(hidden.dtype)
     embeddings = hidden.new_empty(len(hidden), len(weight))
     inverse_norms = hidden.new_empty(len(hidden) if normalize else 0, dtype=dtype)
     # As the products of an autocast region: the weight's dtype is the one that hidden states are multiplied in.
@@ -55,7 +55,7 @@ def backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
-    dtype = _accumulation_dtype(hidden)
+    dtype = sum_dtype(hidden.dtype)
     grad_hidden = hidden.new_zeros(hidden.shape if need_hidden else 0)
     grad_weight = weight.new_zeros(weight.shape if need_weight else 0, dtype=dtype)
     grad_bias = weight.new_zeros(len(weight) if need_bias else 0, dtype=dtype)

@@ -3,9 +3,10 @@
 The forward lays the live document tokens out position by position (the first token of every document,
 then the second, ...), longest document first. One matrix product then gives the similarities of many
 positions, and those of one position are a contiguous slab that is folded into the running maxima with
-three or four vectorised operations; nothing is padded. `torch.max` with indices would take longer than
-the matrix product itself. The backward is sparse: each score passes its gradient to one document token
-per query token, so both gradients are weighted sums of rows (`embedding_bag`), in a fixed order.
+three or four vectorised operations; no document is padded. `torch.max` with indices would take longer than
+the matrix product itself, except where maxima are so few that these operations cost more than what they do.
+The backward is sparse: each score passes its gradient to one document token per query token, so both gradients
+are weighted sums of rows (`embedding_bag`), in a fixed order.
 
 Lengths and masks are read on the host, which is free on a CPU and waits for the device elsewhere.
 """
@@ -13,12 +14,14 @@ Lengths and masks are read on the host, which is free on a CPU and waits for the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Similarities that the forward holds at once: 4 MiB of float32, which stay close to the caches.
@@ -26,6 +29,9 @@ BLOCK_ELEMENTS = 1 << 20
 
 # Running maxima updated by one vectorised operation: many enough to hide the cost of a call, few enough for L2.
 SLAB_ELEMENTS = 1 << 16
+
+# Running maxima so few that it is faster to take the maximum of many positions first.
+FEW_ELEMENTS = 1 << 11
 
 # Winners that the backward handles at once; each needs some 60 bytes of indices and weights meanwhile.
 WINNER_ELEMENTS = 1 << 17
@@ -41,7 +47,8 @@ class _Live(NamedTuple):
     first: Tensor  # [N] where the sequence begins in the three lists
 
 
-def _live(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> _Live:
+def live_tokens(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> _Live:
+    """List the tokens that count."""
     sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
     position = torch.arange(len(sequence), device=starts.device) - (lengths.cumsum(0) - lengths)[sequence]
     row = starts[sequence] + position
@@ -70,10 +77,6 @@ def require_candidates(operator: str, candidates: Tensor | None, num_documents: 
         )
 
 
-def _accumulation_dtype(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
-
-
 def _split_prefixes(prefixes: list[int], limit: int) -> Iterator[list[int]]:
     """Cut ``prefixes`` into runs that sum to at most ``limit``, or are of one element."""
     run, total = [], 0
@@ -88,18 +91,29 @@ def _split_prefixes(prefixes: list[int], limit: int) -> Iterator[list[int]]:
 
 
 def _block_maxima(
-    query_rows: Tensor, d_values: Tensor, live: _Live, documents: Tensor, floor: Tensor, want_winners: bool
+    query_rows: Tensor,
+    d_values: Tensor,
+    live: _Live,
+    documents: Tensor,
+    floor: Tensor,
+    want_winners: bool,
+    of_nan: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Maxima of blocks of query rows ``[B, R, d]``, each over its own documents ``[B, G]``, longest first.
 
-    Returns maxima ``[B, G, R]`` and, in floating point, one more than the position of the winner (0: none).
+    Returns maxima ``[B, G, R]`` and, in floating point, one more than the position of the winner (0: none). With
+    ``of_nan`` a similarity counts as 1 where it is NaN and as 0 elsewhere.
     """
     batch, rows, dim = query_rows.shape
     dtype = query_rows.dtype
     count = live.count[documents]
     maxima = floor[documents][..., None].expand(*documents.shape, rows).to(dtype, copy=True)
     # Positions are held in floating point (exact up to 2^24) because only then does every operation on a slab vectorise.
-    winners = torch.zeros_like(maxima) if want_winners else None
+    winners = None
+    if want_winners:
+        # Without a floor of 0 the first live token wins until another one is better: also one of -infinity.
+        first = live.position[live.first[documents].clamp(max=len(live.row) - 1)] + 1
+        winners = maxima.isinf() * first[..., None].to(dtype)
 
     # Position by position, each with a prefix of the slots. A document that is shorter than another block's
     # document of the same slot repeats its last token, which cannot win again.
@@ -122,10 +136,24 @@ def _block_maxima(
         block_values = d_values.index_select(0, live.row[token].view(-1)).to(dtype).view(*token.shape, dim)
         similarities = workspace[: token.numel() * rows].view(*token.shape, rows)
         torch.bmm(block_values, transposed, out=similarities)
-        slabs = similarities.split(sizes, dim=1)
-        numbers = (live.position[token] + 1).to(dtype)[..., None].split(sizes, dim=1) if want_winners else slabs
+        if of_nan:
+            torch.ne(similarities, similarities, out=similarities)
+        # Positions that as many documents reach are one step where their maxima are few.
+        steps = []
+        for size, same in groupby(sizes):
+            n = len(list(same))
+            steps += [(size, n)] if size * batch * rows <= FEW_ELEMENTS else [(size, 1)] * n
+        widths = [size * n for size, n in steps]
+        slabs = similarities.split(widths, dim=1)
+        numbers = (live.position[token] + 1).to(dtype)[..., None].split(widths, dim=1) if want_winners else slabs
         width = 0
-        for slab, number, size in zip(slabs, numbers, sizes, strict=True):
+        for slab, number, (size, n) in zip(slabs, numbers, steps, strict=True):
+            if n > 1:
+                slab = slab.unflatten(1, (n, size))
+                if want_winners:
+                    # argmax, and not max, promises the first of equal ones.
+                    number = number.view(batch, n, size).transpose(1, 2).gather(2, slab.argmax(dim=1))
+                slab = slab.amax(dim=1)
             if size != width:
                 width = size
                 best, better = maxima[:, :width], changed[:, :width]
@@ -139,24 +167,23 @@ def _block_maxima(
         maxima.masked_fill_(empty, 0)
         if want_winners:
             winners.masked_fill_(empty, 0)
-    if want_winners:
-        # NaN is greater than nothing, so a token of NaN alone has no winner yet. The first live token stands in, for
-        # the gradient of a score of NaN to reach the encoder and be noticed there.
-        first = live.first[documents].clamp(max=len(live.row) - 1)
-        torch.ne(maxima, maxima, out=changed)
-        changed.mul_((live.position[first] + 1).to(dtype)[..., None])
-        torch.maximum(winners, changed, out=winners)
+    if want_winners and bool(maxima.isnan().any()):
+        # NaN is greater than nothing, so no comparison finds it. It wins, for the gradient of a score of NaN to reach
+        # the encoder and be noticed there. Rare, so that the products may run again.
+        is_nan, first_nan = _block_maxima(query_rows, d_values, live, documents, floor, True, of_nan=True)
+        winners = torch.where(is_nan > 0, first_nan, winners)
     return maxima, winners
 
 
 def _query_blocks(
     queries: _Live, documents: _Live, candidates: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Split the work into batches of equal blocks of queries that share their documents.
+    """Split the work into batches of blocks of queries that share their documents.
 
     Yields the queries ``[B, n]``, and for each block the documents ``[B, P]`` and their columns in the scores
     ``[B, P]``, longest document first. All pairs: one block of many queries. Candidates: B blocks of one query,
-    all of one length, and of similar longest documents because the blocks of a batch advance together.
+    of lengths from one power of two to the next, and of similar longest documents because the blocks of a batch
+    advance together.
     """
     if candidates is None:
         order = queries.count.argsort(stable=True)
@@ -168,11 +195,13 @@ def _query_blocks(
         return
     candidate_count = documents.count[candidates]
     order = candidate_count.amax(dim=1).argsort(stable=True)
-    order = order[queries.count[order].argsort(stable=True)]
+    power = torch.frexp((queries.count - 1).double()).exponent  # the same for counts from 2^p + 1 to 2^(p + 1)
     order = order[queries.count[order] > 0]
-    lengths, sizes = queries.count[order].unique_consecutive(return_counts=True)
-    for length, same_length in zip(lengths.tolist(), order.split(sizes.tolist()), strict=True):
-        for block in same_length.split(max(1, SLAB_ELEMENTS // (length * candidates.shape[1]))):
+    order = order[power[order].argsort(stable=True)]
+    sizes = power[order].unique_consecutive(return_counts=True)[1]
+    for similar in order.split(sizes.tolist()):
+        length = int(queries.count[similar].max())
+        for block in similar.split(max(1, SLAB_ELEMENTS // (length * candidates.shape[1]))):
             slots = candidate_count[block].argsort(dim=1, descending=True, stable=True)
             yield block[:, None], candidates[block].gather(1, slots), slots
 
@@ -201,7 +230,7 @@ def forward(
     """
     # Here, where a graph is run as well, and where tensors are what they seem.
     require_candidates("maxsim", candidates, len(d_starts))
-    dtype = _accumulation_dtype(q_values)
+    dtype = sum_dtype(q_values.dtype)
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     scores = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
     index_dtype = winner_dtype(max_d_length)
@@ -210,8 +239,8 @@ def forward(
         winners = torch.full(
             (columns, len(q_values)), no_winner(index_dtype), dtype=index_dtype, device=q_values.device
         )
-    queries = _live(q_starts, q_lengths, q_keep)
-    documents = _live(d_starts, d_lengths, d_keep)
+    queries = live_tokens(q_starts, q_lengths, q_keep)
+    documents = live_tokens(d_starts, d_lengths, d_keep)
     if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return scores, winners
     floor_is_zero = documents.count == 0
@@ -220,21 +249,31 @@ def forward(
     floor = torch.where(floor_is_zero, 0.0, -torch.inf)
 
     for block, block_documents, slots in _query_blocks(queries, documents, candidates):
-        rows = _rows_of(queries, block.reshape(-1)).view(len(block), 1, -1)
+        count = queries.count[block]
+        if candidates is None:
+            rows = _rows_of(queries, block[0])[None, None]
+            lengths, sizes = count[0].unique_consecutive(return_counts=True)
+            runs = list(zip(lengths.tolist(), sizes.tolist(), strict=True))
+        else:
+            # A query that is shorter than another one of its batch repeats its last row, which is no part of its sum.
+            rank = torch.arange(int(count.max()), device=count.device)
+            rows = queries.row[queries.first[block] + torch.minimum(rank, count - 1)][:, None]
+            repeated = (rank >= count)[:, None]
         query_rows = q_values[rows[:, 0]].to(dtype)
-        lengths, sizes = queries.count[block[0]].unique_consecutive(return_counts=True)
-        runs = list(zip(lengths.tolist(), sizes.tolist(), strict=True))
         group = max(1, SLAB_ELEMENTS // rows.numel())
         for group_documents, group_slots in zip(block_documents.split(group, 1), slots.split(group, 1), strict=True):
             maxima, winner = _block_maxima(query_rows, d_values, documents, group_documents, floor, want_winners)
-            # Queries of one length stand together: one sum for all of them.
-            parts = maxima.split([length * size for length, size in runs], dim=-1)
-            sums = [
-                part.unflatten(-1, (size, length)).sum(-1) for part, (length, size) in zip(parts, runs, strict=True)
-            ]
-            scores[block[:, None], group_slots[..., None]] = torch.cat(sums, dim=-1)
             if want_winners:
                 winners[group_slots[..., None], rows] = winner.to(index_dtype).sub_(1)
+            if candidates is None:
+                # Queries of one length stand together: one sum for all of them.
+                parts = maxima.split([length * size for length, size in runs], dim=-1)
+                sums = [
+                    part.unflatten(-1, (size, length)).sum(-1) for part, (length, size) in zip(parts, runs, strict=True)
+                ]
+                scores[block[:, None], group_slots[..., None]] = torch.cat(sums, dim=-1)
+            else:
+                scores[block, group_slots] = maxima.masked_fill_(repeated, 0).sum(-1)
     return scores, winners
 
 
@@ -265,29 +304,27 @@ def backward(
     need_d: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from the winners of :func:`forward`."""
-    dtype = _accumulation_dtype(q_values)
+    dtype = sum_dtype(q_values.dtype)
     grad_q = q_values.new_zeros(q_values.shape if need_q else 0, dtype=dtype)
     grad_d = d_values.new_zeros(d_values.shape if need_d else 0, dtype=dtype)
     q_table, d_table = q_values.to(dtype), d_values.to(dtype)
-    columns, row_count = winners.shape
-    if winners.numel() == 0 or grad_scores.numel() == 0:
+    columns = len(winners)
+    live = live_tokens(q_starts, q_lengths, q_keep)
+    if winners.numel() == 0 or grad_scores.numel() == 0 or len(live.row) == 0:
         return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)
-    query = torch.zeros(row_count, dtype=torch.int64, device=q_values.device)
-    live = _live(q_starts, q_lengths, None)
-    query[live.row] = live.sequence
 
     none = no_winner(winners.dtype)
-    row_block = min(row_count, WINNER_ELEMENTS)
+    row_block = min(len(live.row), WINNER_ELEMENTS)
     column_block = max(1, WINNER_ELEMENTS // row_block)
-    for first_row in range(0, row_count, row_block):
-        block = slice(first_row, first_row + row_block)
+    # Not all rows of the values: of a large batch few queries may have been selected.
+    for block, query in zip(live.row.split(row_block), live.sequence.split(row_block), strict=True):
         for first_column in range(0, columns, column_block):
             group = slice(first_column, first_column + column_block)
             winner = winners[group, block].t()
-            weight = grad_scores[:, group].to(dtype)[query[block]]
-            start = d_starts[group] if candidates is None else d_starts[candidates[:, group][query[block]]]
+            weight = grad_scores[:, group].to(dtype)[query]
+            start = d_starts[group] if candidates is None else d_starts[candidates[:, group][query]]
             token = winner + start
-            row = torch.arange(first_row, first_row + len(winner), device=query.device)[:, None].expand(token.shape)
+            row = block[:, None].expand(token.shape)
             # A pair of weight 0, as gradient filtering leaves them, gathers nothing, not even what is not finite.
             won = (winner != none) & (weight != 0)
             bag_sizes = won.sum(dim=1)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu.maxsim import (
     BLOCK_ELEMENTS,
-    _accumulation_dtype,
     _Live,
-    _live,
     _rows_of,
     _split_prefixes,
+    live_tokens,
     require_candidates,
 )
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Tokens of a block of documents, and at least so many times k, because every block is merged with the k largest so far.
@@ -104,7 +104,7 @@ def forward(
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
     require_candidates("xtr_scores", candidates, len(d_starts))
-    dtype = _accumulation_dtype(q_values)
+    dtype = sum_dtype(q_values.dtype)
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     sums = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
     counts = torch.zeros_like(sums)
@@ -112,8 +112,8 @@ def forward(
     none = no_winner(index_dtype)
     shape = (columns, len(q_values)) if want_winners else (0, 0)
     winners = torch.full(shape, none, dtype=index_dtype, device=q_values.device)
-    queries = _live(q_starts, q_lengths, q_keep)
-    documents = _live(d_starts, d_lengths, d_keep)
+    queries = live_tokens(q_starts, q_lengths, q_keep)
+    documents = live_tokens(d_starts, d_lengths, d_keep)
     if sums.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return sums, counts, winners
 

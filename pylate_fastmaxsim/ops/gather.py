@@ -27,7 +27,7 @@ def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) ->
     Raises
     ------
     ValueError
-        The ranks have different numbers of documents.
+        The ranks differ in the number of documents, in d, in dtype or in whether there is a ``zero_floor``.
     """
     _, ranks = rank_and_ranks()
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""From hidden states to scores: projection, normalisation and MaxSim, differentiable, with nothing of it in float32."""
+"""From hidden states to scores: projection, normalisation and MaxSim, differentiable, with nothing held in float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import head as blocked
 from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
-from pylate_fastmaxsim.ops.forward_mode import refuse_tangents
+from pylate_fastmaxsim.ops.forward_mode import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path
 from pylate_fastmaxsim.ops.precision import float32_precision
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 
 Projected = Literal["documents", "queries", "both"]
@@ -142,8 +143,9 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     if autocast:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     _check(hidden, weight, bias, autocast)
-    refuse_tangents("project_normalize", hidden, weight, bias)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    refuse_other_derivatives("project_normalize", hidden, weight, bias)
+    # Not to [-1, d_model], which is no number of rows where d_model is 0.
+    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
     differentiate = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
@@ -217,9 +219,9 @@ def _backward(grad, hidden, weight, embeddings, inverse_norms, normalize, *needs
 
 @torch.library.register_fake("pylate_fastmaxsim::project_forward")
 def _forward_fake(hidden, weight, bias, normalize):
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     rows = hidden.shape[0]
-    return hidden.new_empty(rows, weight.shape[0]), hidden.new_empty(rows if normalize else 0, dtype=dtype)
+    inverse_norms = hidden.new_empty(rows if normalize else 0, dtype=sum_dtype(hidden.dtype))
+    return hidden.new_empty(rows, weight.shape[0]), inverse_norms
 
 
 @torch.library.register_fake("pylate_fastmaxsim::project_backward")

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.forward_mode import refuse_tangents
+from pylate_fastmaxsim.ops.forward_mode import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.precision import float32_precision
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.winners import winner_dtype
 
@@ -143,7 +144,7 @@ def prepared(
     if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    refuse_tangents(operator, q_values, d_values)
+    refuse_other_derivatives(operator, q_values, d_values)
     # Not `len`, which makes a symbolic size of torch.export a number.
     _check(operator, q_values, d_values, queries.starts.shape[0], documents.starts.shape[0], candidates, zero_floor)
     return queries, documents, q_values, d_values
@@ -198,6 +199,7 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
         return tokens
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
+    require_tensor(operator, name, tokens, "[N, L, d]")
     if tokens.dim() != 3:
         raise ValueError(f"{operator}: padded {name} must be [N, L, d], got shape {tuple(tokens.shape)}.")
     if mask is not None:
@@ -352,8 +354,7 @@ def _forward_fake(
     candidates, zero_floor, max_q_length, max_d_length, q_gapless, d_gapless, want_winners,
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
-    dtype = torch.float64 if q_values.dtype == torch.float64 else torch.float32
-    scores = q_values.new_empty((q_starts.shape[0], columns), dtype=dtype)
+    scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
     shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
     return scores, q_values.new_empty(shape, dtype=winner_dtype(max_d_length))
 

@@ -18,6 +18,7 @@ from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import prepared, recording
 from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.winners import queries_at_once, winner_dtype
 
@@ -62,9 +63,12 @@ def ring_maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, or the ranks have different numbers of documents.
+        Shapes, dtypes or devices do not fit together, or the ranks differ in the number of documents, in d, in dtype or in
+        whether there is a ``zero_floor``.
     TypeError
         An argument is of the wrong type.
+    NotImplementedError
+        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
 
     Examples
     --------
@@ -81,7 +85,8 @@ def ring_maxsim(
         "ring_maxsim", queries, documents, None, queries_mask, None, zero_floor
     )
     differentiate, _ = recording("ring_maxsim", query_batch, documents, q_values, d_values)
-    shards = _shards(documents, zero_floor)
+    # Described as they are sent: autocast may be on in one rank alone.
+    shards = _shards(documents.with_values(d_values), zero_floor)
     longest = max(shard.max_length for shard in shards)
     chunks = _chunks(query_batch, queries_at_once(queries.shape[1], len(documents), longest))
     scores = _Ring.apply(q_values, d_values, chunks, shards, differentiate)
@@ -176,7 +181,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, q_values, d_values, chunks, shards, differentiate):
         count = len(shards[0].starts)
         num_queries = sum(len(chunk.starts) for chunk in chunks)
-        scores = q_values.new_empty((num_queries, len(shards) * count), dtype=_exact(q_values.dtype))
+        scores = q_values.new_empty((num_queries, len(shards) * count), dtype=sum_dtype(q_values.dtype))
         ctx.kept, kept, left = {}, [], KEPT_WINNER_BYTES
         for owner, values in _go_round(d_values, shards):
             size = shards[owner].winner_bytes(len(q_values))
@@ -195,12 +200,17 @@ class _Ring(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_scores):
+        # With gradients enabled somebody asks for second ones. `once_differentiable` takes a gradient that depends on
+        # nothing for a constant, which these are not.
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "ring_maxsim: second derivatives are not supported; its backward cannot be differentiated."
+            )
         q_values, d_values, *kept = ctx.saved_tensors
         need_q, need_d, *_ = ctx.needs_input_grad
         rank, ranks = rank_and_ranks()
-        exact = _exact(q_values.dtype)
+        exact = sum_dtype(q_values.dtype)
         grad_q = torch.zeros_like(q_values, dtype=exact) if need_q else None
         grad_d = None
         for owner, values in _go_round(d_values, ctx.shards):
@@ -254,15 +264,10 @@ def _gradients_of_shard(
         if grad_q is not None:
             grad_q[chunk.rows] += of_queries
         if need_d:
-            grad_d = of_documents if grad_d is None else grad_d.to(_exact(d_values.dtype)).add_(of_documents)
+            grad_d = of_documents if grad_d is None else grad_d.to(sum_dtype(d_values.dtype)).add_(of_documents)
     if need_d and grad_d is None:
         return torch.zeros_like(d_values)
     return grad_d
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _arguments(q_values: Tensor, chunk: _Chunk, d_values: Tensor, shard: _Shard) -> tuple:

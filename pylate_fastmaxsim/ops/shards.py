@@ -14,6 +14,9 @@ from pylate_fastmaxsim.tokens import TokenBatch
 # Rows of a gathered mask begin at multiples of this, for which kernels are compiled once and not twice.
 _ALIGNED = 16
 
+# Every rank has them in the same order, so that a place in it can be sent.
+_DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -54,13 +57,21 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
     Raises
     ------
     ValueError
-        The ranks have different numbers of documents.
+        The ranks differ in the number of documents, in d, in dtype or in whether there is a ``zero_floor``.
     """
-    rows, count = len(documents.values), len(documents)
-    sizes = _all_gather(torch.tensor([rows, count, documents.max_length], device=documents.device)).tolist()
-    counts = [size[1] for size in sizes]
-    if len(set(counts)) > 1:
-        raise ValueError(f"maxsim across ranks: all must have the same number of documents, got {counts}.")
+    rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
+    numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None]
+    sizes = _all_gather(torch.tensor(numbers, device=documents.device)).tolist()
+    all_rows, max_lengths, counts, dims, dtypes, floored = zip(*sizes, strict=True)
+    # Every rank finds the same, before anything of a size that another one does not expect is sent.
+    for what, of_ranks in (
+        ("have the same number of documents", counts),
+        ("have documents of the same d", dims),
+        ("have documents of one dtype", [str(_DTYPES[dtype]) for dtype in dtypes]),
+        ("give a zero_floor or none must", [bool(given) for given in floored]),
+    ):
+        if len(set(of_ranks)) > 1:
+            raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")
     layout = [documents.starts, documents.lengths]
     if zero_floor is not None:
         layout.append(zero_floor.long())
@@ -68,10 +79,10 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
     keep = documents.keep
     if keep is None:
         keep = torch.ones(rows, dtype=torch.bool, device=documents.device)
-    most = -(-max(size[0] for size in sizes) // _ALIGNED) * _ALIGNED
+    most = -(-max(all_rows) // _ALIGNED) * _ALIGNED
     return Shards(
-        rows=[size[0] for size in sizes],
-        max_lengths=[size[2] for size in sizes],
+        rows=list(all_rows),
+        max_lengths=list(max_lengths),
         starts=layouts[:, 0],
         lengths=layouts[:, 1],
         keep=_all_gather(F.pad(keep, (0, most - rows))),

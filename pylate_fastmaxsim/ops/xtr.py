@@ -14,6 +14,7 @@ from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops import maxsim as maxsim_ops
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.precision import float32_precision
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
 from pylate_fastmaxsim.winners import winner_dtype
 
@@ -155,8 +156,7 @@ def _forward_fake(
     candidates, zero_floor, k, max_q_length, max_d_length, want_winners,
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
-    dtype = torch.float64 if q_values.dtype == torch.float64 else torch.float32
-    scores = q_values.new_empty((q_starts.shape[0], columns), dtype=dtype)
+    scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
     shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
     return scores, torch.empty_like(scores), q_values.new_empty(shape, dtype=winner_dtype(max_d_length))
 
