@@ -14,8 +14,11 @@ from torch.nn import functional as F
 from transformers import (
     AutoModel,
     BertConfig,
+    ConvBertConfig,
     DistilBertConfig,
     ElectraConfig,
+    FNetConfig,
+    LlamaConfig,
     ModernBertConfig,
     MPNetConfig,
     PreTrainedTokenizerFast,
@@ -141,6 +144,18 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
         return ElectraConfig(**{**common, **undropped, "embedding_size": 24, **changes})
     if family == "mpnet":
         return MPNetConfig(**{**common, **undropped, **changes})
+    if family == "convbert":
+        return ConvBertConfig(**{**common, **undropped, "embedding_size": 32, **changes})
+    if family == "fnet":
+        return FNetConfig(**{**common, "hidden_dropout_prob": 0.0, **changes})
+    if family in ("longrope", "dynamic rope"):
+        # Texts of more than 16 tokens have their rotary positions scaled, and so have those in one call with such a text.
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        if family == "longrope":
+            factors = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
+            rope |= {"rope_type": "longrope", **factors}
+        longest = 64 if family == "longrope" else 16
+        return LlamaConfig(**{**common, "rope_parameters": rope, "max_position_embeddings": longest, **changes})
     if family == "qwen3":
         # Causal, and both heads share their keys and values.
         grouped = {"num_key_value_heads": 1, "head_dim": 16}

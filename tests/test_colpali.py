@@ -218,6 +218,47 @@ def test_what_does_not_fit_raises_as_in_stock(name):
     assert str(ours.value) == str(stock.value)
 
 
+def mean_of_two(scores, use_smooth_max, dim_max, dim_sum):
+    return scores.topk(2, dim=dim_max).values.mean(dim_max).sum(dim_sum)
+
+
+@pytest.mark.parametrize("where", ["class", "instance", "module"])
+@pytest.mark.parametrize("name", WITH_NEGATIVES)
+def test_another_aggregation_of_the_losses_with_negatives_counts(name, where, monkeypatch, caplog):
+    stock = getattr(colpali_losses, name)
+    loss = stock(temperature=0.5)
+    if where == "class":
+        loss = type("Other", (stock,), {"_aggregate": lambda self, *args, **kwargs: mean_of_two(*args, **kwargs)})()
+    elif where == "instance":
+        loss._aggregate = mean_of_two
+    else:
+        monkeypatch.setattr(late_interaction_losses, "maxsim_kd", lambda q, d: (q[:, None] * d[:, :, :1]).sum((2, 3)))
+    inputs = unit(3, 4, 8, seed=0), unit(3, 7, 8, seed=1), unit(3, 2, 6, 8, seed=2)
+    expected, usual = loss(*inputs), stock(temperature=0.5)(*inputs)
+    with caplog.at_level(logging.WARNING), pylate_fastmaxsim.enabled():
+        assert loss(*inputs) == expected
+    assert "not colpali-engine's own" in caplog.text
+    assert where == "module" or expected != usual
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [[torch.ones(3, 8), torch.ones(2, 8)], [torch.zeros(0, 16)], [torch.ones(3, 16), torch.ones(16)]],
+    ids=["another dimension", "no vectors", "a vector"],
+)
+def test_scores_that_stock_refuses_are_refused_in_its_words(pages):
+    queries = [torch.ones(2, 16), torch.ones(3, 16)]
+
+    def refused():
+        with pytest.raises(Exception) as raised:
+            ColPaliProcessor.score_multi_vector(queries, pages, batch_size=1, device="cpu")
+        return type(raised.value), str(raised.value)
+
+    expected = refused()
+    with pylate_fastmaxsim.enabled():
+        assert refused() == expected
+
+
 def test_bfloat16_scores_are_summed_in_float32():
     query, pages = unit(3, 20, 64, seed=0).bfloat16(), unit(5, 30, 64, seed=1).bfloat16()
     exact = stock_scores.maxsim_inbatch(query.double(), pages.double())

@@ -185,7 +185,7 @@ def _forgets(model):
         (_replaced_forward_in_mixed_precision, "forward of ColBERT was replaced"),
         (_adapter, "ends with Identity"),
         (_subclass, "forward of Doubled is not PyLate's own"),
-        (_parametrized, "linear layer of Dense is a ParametrizedLinear"),
+        (_parametrized, "linear layer of Dense is a torch.nn.utils.parametrize.ParametrizedLinear"),
         (_forgets, "does not see what its first is given"),
     ],
 )
@@ -200,6 +200,16 @@ def test_what_cannot_be_fused_runs_as_stock_and_says_why_once(encoder, projected
             assert_equal(run(loss_function, batch), stock)
     assert not projected
     assert [reason in record.message for record in caplog.records if "head is not fused" in record.message] == [True]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_quantized_layer_is_named_in_full(encoder, projected, caplog):
+    model = load_model(encoder("bert"))
+    model[-1] = torch.ao.quantization.quantize_dynamic(model[-1], {nn.Linear})
+    pylate_fastmaxsim.enable()
+    losses.Contrastive(model)(batch_of(model))
+    assert not projected
+    assert "the linear layer of Dense is a torch.ao.nn.quantized.dynamic.modules.linear.Linear." in caplog.text
 
 
 def test_lora_on_the_encoder_and_on_the_dense_layer(encoder, projected):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 import torch
 from models import FAMILIES, collated, features, load_model, sentences
 from peft import LoraConfig, TaskType, get_peft_model
 from pylate import losses, scores
+from pylate.models import ColBERT
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
@@ -260,6 +262,80 @@ def test_a_loss_that_changes_gradcache_keeps_its_changes(model, caplog, make):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, batch), stock)
     assert "calculate_loss" in caplog.text
+
+
+def _mask_more(of_stock):
+    """Stock's masks of tokens that count, without the first two tokens of documents."""
+
+    def extract_skiplist_mask(*args, **kwargs):
+        queries, *documents = of_stock(*args, **kwargs)
+        for mask in documents:
+            mask[:, :2] = False
+        return [queries, *documents]
+
+    return extract_skiplist_mask
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["replaced before", "replaced while enabled"])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
+@pytest.mark.parametrize("name", ["extract_skiplist_mask", "skiplist_mask"])
+def test_tokens_that_somebody_else_masks(model, monkeypatch, caplog, loss_class, name, before):
+    loss_function = loss_class(model)
+    batch = batch_of(model, columns=1)
+    labels = torch.rand(6, 1, dtype=torch.float64)
+    if loss_class is losses.Distillation:
+        batch[1] = features(model, sentences(6), sentences(18, seed=1))[1]
+        labels = torch.rand(6, 3, dtype=torch.float64)
+    plain = run(loss_function, batch, labels)[0]
+
+    def replace():
+        if name == "skiplist_mask":
+            monkeypatch.setattr(ColBERT, name, staticmethod(lambda input_ids, skiplist: input_ids % 2 == 0))
+        else:
+            module = sys.modules[loss_class.__module__]
+            monkeypatch.setattr(module, name, _mask_more(module.extract_skiplist_mask))
+
+    if before:
+        replace()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    replace()
+    for _ in range(2):
+        ours = run(loss_function, batch, labels)
+    pylate_fastmaxsim.disable()
+    stock = run(loss_function, batch, labels)
+    assert abs(stock[0] - plain) > 1e-6
+    assert_equal(ours, stock)
+    said = [record.message for record in caplog.records if "skiplist_mask was replaced" in record.message]
+    assert len(said) == 1 and said[0].startswith(f"The {loss_class.__name__} loss runs as PyLate has it, padded: ")
+
+
+def test_distillation_without_labels_raises_as_stock_does(model):
+    batch = batch_of(model, columns=1)
+    for switch_on in (lambda: None, pylate_fastmaxsim.enable):
+        switch_on()
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'labels'"):
+            losses.Distillation(model)(batch)
+
+
+def test_labels_by_name(model):
+    batch, labels = batch_of(model, columns=1), torch.rand(6, 1, dtype=torch.float64)
+    for loss_class in (losses.Contrastive, losses.Distillation):
+        stock = loss_class(model)([dict(column) for column in batch], labels=labels)
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            ours = loss_class(model)(sentence_features=[dict(column) for column in batch], labels=labels)
+        torch.testing.assert_close(ours, stock)
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
+def test_queries_without_documents_are_refused_in_one_sentence(model, loss_class, columns):
+    pylate_fastmaxsim.enable()
+    with pytest.raises(
+        ValueError,
+        match=f"^{loss_class.__name__}: sentence_features must hold the column of the queries and at least one of "
+        f"documents, got {columns} in all.$",
+    ):
+        loss_class(model)(batch_of(model)[:columns], torch.rand(6, 1))
 
 
 @pytest.mark.parametrize("family", ["modernbert", "bert"])

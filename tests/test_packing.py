@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
-from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
+from models import FAMILIES, TEXT, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
@@ -28,7 +28,7 @@ def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
 
 
 def encode(model, batch):
-    return packing.encode_documents(model, batch[1:], model.skiplist)
+    return packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
 
 
 def tokens_of(batch):
@@ -147,7 +147,7 @@ def _forget_the_window(_model):
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed, caplog, family, spoil, said, dtype):
-    model = load_model(encoder(family)).to(dtype)
+    model = load_model(encoder(family, max_position_embeddings=128)).to(dtype)
     spoil(model)
     pylate_fastmaxsim.enable()
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
@@ -220,6 +220,146 @@ def test_an_encoder_that_looks_at_the_padded_length_keeps_its_padding(model, pac
     assert "with padding, as stock PyLate does" in caplog.text
 
 
+def texts_of(words: int, count: int = 4) -> list[str]:
+    return [" ".join(TEXT.split()[begin : begin + words]) for begin in range(count)]
+
+
+@pytest.mark.parametrize("family", ["convbert", "fnet"])
+def test_what_an_encoder_makes_of_padding_is_looked_at_before_there_is_any(encoder, mode, family):
+    model = load_model(encoder(family)).double()
+    pylate_fastmaxsim.enable()
+    full = features(model, texts_of(2), texts_of(60))
+    assert full[1]["attention_mask"].all()
+    for batch in (full, batch_of(model)):
+        assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"padded"}
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic rope"])
+def test_rotary_positions_that_the_longest_text_of_a_call_scales(encoder, mode, family):
+    pylate_fastmaxsim.enable()
+    for length, modes in ((32, {"padded"}), (16, {mode})):
+        model = load_model(encoder(family), document_length=length).double()
+        for words in (13, 2):
+            assert_encodes_as_stock(model, features(model, texts_of(2), texts_of(words)))
+        assert mode_of(model) == modes
+
+
+class _PromptLeftOut(nn.Module):
+    """The tokens of a prompt get the vector of the first token."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, features):
+        if "prompt_length" in features:
+            embeddings = features["token_embeddings"]
+            position = torch.arange(embeddings.shape[1])
+            inside = (position > 1) & (position <= features["prompt_length"][:, None])
+            features["token_embeddings"] = torch.where(inside[..., None], embeddings[:, :1], embeddings)
+        return self.dense(features)
+
+
+def prompted(model, *columns: str):
+    """A batch of PyLate's collator, with prompts before the texts of some columns and their lengths."""
+    names = ("query", "positive", "negative")
+    texts = [sentences(6, longest=longest, seed=seed) for seed, longest in enumerate((8, 40, 40))]
+    prompts = dict.fromkeys(columns, "because the mountains ")
+    collate = ColBERTCollator(tokenize_fn=model.tokenize, prompts=prompts, include_prompt_lengths=True)
+    batch = collate([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)])
+    return [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)} for name in names
+    ]
+
+
+@pytest.mark.parametrize("columns", [("query", "positive", "negative"), ("negative",), ("query",)], ids=str)
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=4)])
+def test_features_that_a_module_behind_the_encoder_reads_reach_it(encoder, mode, caplog, columns, loss_class):
+    # Its local layers see all of a query, so that queries would be encoded with packed documents.
+    model = load_model(encoder("modernbert", local_attention=24)).double()
+    model[1] = _PromptLeftOut(model[1])
+    loss_function = loss_class(model)
+    stock = [loss_function(prompted(model, *names)).item() for names in ((), columns, ())]
+    pylate_fastmaxsim.enable(stock_masking=True)
+    # Such a batch may come after others, and others after it.
+    for expected, names in zip(stock, ((), columns, ()), strict=True):
+        assert loss_function(prompted(model, *names)).item() == pytest.approx(expected, rel=1e-10)
+    said = [record.message for record in caplog.records if "_PromptLeftOut may read prompt_length" in record.message]
+    of_documents = [line for line in said if "Documents are encoded with padding" in line]
+    assert len(of_documents) == (columns != ("query",))
+    assert mode_of(model) == ({mode, "padded"} if of_documents else {mode})
+
+
+def test_features_that_nothing_reads_cost_nothing(model, mode, caplog):
+    pylate_fastmaxsim.enable()
+    losses.Contrastive(model)(prompted(model, "query", "positive"))
+    assert mode_of(model) == {mode}
+    assert "prompt_length" not in caplog.text
+
+
+def test_features_that_only_some_batches_have_are_refused_in_step(model, packed, monkeypatch):
+    model[1] = _PromptLeftOut(model[1])
+    loss_function = losses.Contrastive(model)
+    pylate_fastmaxsim.enable()
+    monkeypatch.setattr(packing, "runs_in_step", lambda _model: True)
+    monkeypatch.setattr(packing, "_most_of_all_ranks", lambda count, device: count)
+    loss_function(prompted(model))
+    with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
+        loss_function(prompted(model, "positive"))
+
+
+class _Looking(nn.Module):
+    """What it sees of a feature is kept."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense, self.seen = dense, []
+
+    def forward(self, features):
+        self.seen.append(features["extra"])
+        return self.dense(features)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("extra", [3, "a retrieval task", None, torch.tensor(2.0), ["title", "body"]], ids=repr)
+def test_features_that_are_not_one_value_for_each_text(model, extra, padding_free):
+    model[1] = _Looking(model[1])
+    batch = [{**column, "extra": extra} for column in batch_of(model, collate=features)]
+    loss_function = losses.Contrastive(model)
+    expected = loss_function([dict(column) for column in batch])
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
+    torch.testing.assert_close(loss_function(batch), expected)
+    losses.CachedContrastive(model, mini_batch_size=4)(batch).backward()
+    assert all(seen is extra for seen in model[1].seen)
+
+
+def test_a_list_of_one_value_for_each_text_is_cut_with_them(model):
+    model[1] = _Looking(model[1])
+    batch = [{**column, "extra": list("abcdef")} for column in batch_of(model, collate=features)]
+    pylate_fastmaxsim.enable()
+    losses.CachedContrastive(model, mini_batch_size=4)(batch)
+    assert model[1].seen[-4:] == [list("abcd"), list("ef")] * 2
+    assert sum(model[1].seen[:-4], []) == list("abcdef")
+
+
+def test_every_model_and_every_switching_on_has_its_line(encoder, caplog):
+    first, second = (load_model(encoder("fnet")).double() for _ in range(2))
+
+    def lines() -> int:
+        before = len([message for message in caplog.messages if "with padding, as stock" in message])
+        for model in (first, second, first):
+            model.train(not model.training)
+            encode(model, batch_of(model))
+        return len([message for message in caplog.messages if "with padding, as stock" in message]) - before
+
+    with pylate_fastmaxsim.enabled():
+        assert lines() == 2
+        assert lines() == 0
+    with pylate_fastmaxsim.enabled():
+        assert lines() == 2
+
+
 def test_other_inputs_of_the_encoder_keep_the_padding(model, packed, caplog):
     batch = batch_of(model)
     for column in batch[1:]:
@@ -238,8 +378,9 @@ def test_left_padding_stays(model, packed, caplog):
 
 def test_data_parallel_keeps_the_padding(model, packed, caplog):
     pylate_fastmaxsim.enable()
-    encode_wrapped = packing.encode_documents(nn.DataParallel(model), batch_of(model)[1:], model.skiplist)
-    for own, other in zip(tokens_of(encode_wrapped), padded_tokens(model, batch_of(model)), strict=True):
+    wrapped = nn.DataParallel(model)
+    plan = packing.plan_documents(wrapped, batch_of(model)[1:], model.skiplist)
+    for own, other in zip(tokens_of(packing.encode(wrapped, plan)), padded_tokens(model, batch_of(model)), strict=True):
         torch.testing.assert_close(own, other)
     assert "DataParallel" in caplog.text
 

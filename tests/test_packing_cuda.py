@@ -172,7 +172,7 @@ def test_packed_equals_padded(small, family, caplog):
     pylate_fastmaxsim.enable()
     batch = _batch(model)
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cuda", torch.bfloat16):
-        documents = packing.encode_documents(model, batch[1:], model.skiplist)
+        documents = packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
         padded = torch.cat([model(dict(column))["token_embeddings"] for column in batch[1:]])
     assert not [record for record in caplog.records if "not packed" in record.message]
     mask = torch.cat([column["attention_mask"] for column in batch[1:]]).bool()
@@ -222,11 +222,11 @@ def test_collated_documents_are_packed_without_waiting_for_the_device(small):
     pylate_fastmaxsim.enable()
     batch = _batch(model)
     with torch.autocast("cuda", torch.bfloat16):
-        packing.encode_documents(model, batch[1:], model.skiplist)
+        packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            documents = packing.encode_documents(model, batch[1:], model.skiplist)
+            documents = packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
             documents.values.float().sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -9,7 +9,6 @@ row of zeros gets there, which the model multiplies by 0, is 0 here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -26,12 +25,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import LeftToStock, check, replaces
+from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents, replaces
 from pylate_fastmaxsim.integrations.switch import options
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _replaces = partial(replaces, host="colpali-engine")
+# What the losses with negatives score through, as it came.
+_aggregate, _kd = stock_losses.ColbertModule._aggregate, stock_losses.maxsim_kd
 
 
 def patches() -> list[Patch]:
@@ -54,17 +55,17 @@ def patches() -> list[Patch]:
 @_replaces(stock_scores.maxsim_inbatch)
 def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
     _check_backend()
-    check(query, doc, 3, 3)
+    _check(query, doc, 3)
     return _score(_live(query), _live(doc))
 
 
 @_replaces(stock_scores.maxsim_kd)
 def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
     _check_backend()
-    check(query, doc, 3, 4)
+    _check(query, doc, 4)
     if len(query) != len(doc):
         raise LeftToStock("queries and documents differ in number")
-    return _score(_live(query), _live(doc.flatten(0, 1)), _grid(doc))
+    return _score(_live(query), _live(doc.flatten(0, 1)), own_documents(doc))
 
 
 def _with_negatives(
@@ -77,15 +78,17 @@ def _with_negatives(
 ) -> Tensor:
     """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
     _check_backend()
-    check(query_embeddings, doc_embeddings, 3, 3)
-    check(query_embeddings, neg_doc_embeddings, 3, 4)
+    if getattr(self._aggregate, "__func__", None) is not _aggregate or stock_losses.maxsim_kd is not _kd:
+        raise LeftToStock("its _aggregate or maxsim_kd is not colpali-engine's own")
+    _check(query_embeddings, doc_embeddings, 3)
+    _check(query_embeddings, neg_doc_embeddings, 4)
     batch_size = len(query_embeddings)
     if len(neg_doc_embeddings) != batch_size or offset + batch_size > len(doc_embeddings):
         raise LeftToStock("queries, documents and negatives differ in number")
     queries = _live(query_embeddings)
     own = torch.arange(offset, offset + batch_size, device=query_embeddings.device)[:, None]
     positive = _score(queries, _live(doc_embeddings), own)
-    negative = _score(queries, _live(neg_doc_embeddings.flatten(0, 1)), _grid(neg_doc_embeddings))
+    negative = _score(queries, _live(neg_doc_embeddings.flatten(0, 1)), own_documents(neg_doc_embeddings))
     if self.normalize_scores:
         lengths = (query_embeddings[:, :, 0] != 0).sum(dim=1)
         positive, negative = self._apply_normalization(positive, lengths), self._apply_normalization(negative, lengths)
@@ -129,14 +132,16 @@ def score_multi_vector(
     if len(qs) == 0 or len(ps) == 0:
         raise LeftToStock("there are no queries or no passages")
     device = device or get_torch_device("auto")
-    queries = [_live(_padded(qs[begin : begin + batch_size], device)) for begin in range(0, len(qs), batch_size)]
+    queries = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
     columns = []
     for begin in range(0, len(ps), batch_size):
         # Stock pads the pages of such a batch to the longest; the shorter ones then hold rows of zeros.
-        passages = _live(_padded(ps[begin : begin + batch_size], device))
-        check(queries[0].tokens.values, passages.tokens.values, 2, 2)
+        padded = _padded(ps[begin : begin + batch_size], device)
+        for some in queries:
+            _check(some, padded, 3)
+        passages = _live(padded)
         columns.append(
-            torch.cat([maxsim(some.tokens, passages.tokens, zero_floor=passages.has_zeros) for some in queries])
+            torch.cat([maxsim(_live(some).tokens, passages.tokens, zero_floor=passages.has_zeros) for some in queries])
         )
     return torch.cat([column.cpu() for column in columns], dim=1).float()
 
@@ -169,12 +174,6 @@ def _live(embeddings: Tensor) -> _Live:
     return _Live(tokens, ~live.all(dim=1))
 
 
-def _grid(documents: Tensor) -> Tensor:
-    """Candidates of queries that have the documents ``[B, N, L, d]``, one after the other."""
-    count, ways = documents.shape[:2]
-    return torch.arange(count * ways, device=documents.device).view(count, ways)
-
-
 def _score(queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
     return maxsim(
         queries.tokens,
@@ -191,7 +190,12 @@ def _padded(sequences: Tensor | Sequence[Tensor], device: str | torch.device) ->
     return pad_sequence(list(sequences), batch_first=True).to(device)
 
 
+def _check(queries: Tensor, documents: Tensor, documents_dim: int) -> None:
+    check(queries, documents, 3, documents_dim)
+    if documents.shape[-2] == 0:
+        raise LeftToStock("documents have no vectors")
+
+
 def _check_backend() -> None:
-    backend = os.environ.get("COLPALI_SCORES_BACKEND", "auto")
-    if backend.lower() != "auto":
+    if (backend := asked_backend("COLPALI_SCORES_BACKEND")) is not None:
         raise LeftToStock(f"the environment asks for it with COLPALI_SCORES_BACKEND={backend}")

@@ -34,11 +34,11 @@ def compile_layers(model: nn.Module) -> None:
     if core in _compiled:
         return
     if is_compiled(model):
-        log_once("The model is compiled already; compile=True does nothing to it.")
+        log_once("The model is compiled already; compile=True does nothing to it.", about=core)
         return
     layers = [layer for layer in encoder_layers(core) if layer._compiled_call_impl is None]
     if not layers:
-        log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__)
+        log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__, about=core)
     for layer in layers:
         layer.compile(dynamic=True)
     compiled_checkpointing.include(layers)

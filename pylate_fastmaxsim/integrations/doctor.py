@@ -12,6 +12,7 @@ from importlib import metadata, util
 import torch
 
 from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations.stock import asked_backend
 
 _PACKAGES = (
     "pylate-fastmaxsim",
@@ -164,8 +165,7 @@ def _fallbacks() -> list[str]:
     except ValueError as error:
         lines.append(f"enable() raises: {error}")
     for variable, host in (("PYLATE_SCORES_BACKEND", "PyLate"), ("COLPALI_SCORES_BACKEND", "colpali-engine")):
-        backend = os.environ.get(variable, "auto")
-        if backend.lower() != "auto":
+        if (backend := asked_backend(variable)) is not None:
             lines.append(f"{variable}={backend}: {host}'s scoring functions run as they came.")
     if not torch.cuda.is_available():
         lines.append(

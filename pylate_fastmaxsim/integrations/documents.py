@@ -24,7 +24,8 @@ from pylate_fastmaxsim.tokens import TokenBatch
 TOKEN_INDEX = "token_index"
 CU_SEQLENS = "cu_seqlens"
 
-Agree = Callable[[int], int]
+# Of how many calls this process needs, how many all make.
+AgreeOnNumber = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def packed_plan(
     position_ids: Tensor,
     skipped: Callable[[Tensor], Tensor],
     token_budget: int | None = None,
-    agree: Agree = int,
+    agree: AgreeOnNumber = int,
 ) -> EncodingPlan:
     """Encode the attended tokens of all documents in one row, or in mini-batches of ``token_budget`` tokens.
 
@@ -198,7 +199,7 @@ def grouped_plan(
     documents: Documents,
     skipped: Callable[[Tensor], Tensor],
     token_budget: int | None = None,
-    agree: Agree = int,
+    agree: AgreeOnNumber = int,
 ) -> EncodingPlan:
     """Encode documents of similar length together, each group cut to its longest document.
 
@@ -238,7 +239,7 @@ def padded_plan(
     """Encode the columns as stock PyLate does: as they are, one after the other."""
     columns = [without_index(column) for column in columns]
     calls = [
-        {key: value[begin : begin + size] for key, value in column.items()}
+        rows_of(column, begin, begin + size)
         for column in columns
         for size in [mini_batch_size or max(1, len(column["input_ids"]))]
         for begin in range(0, len(column["input_ids"]), size)
@@ -305,6 +306,18 @@ def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in features.items() if key not in (TOKEN_INDEX, CU_SEQLENS)}
 
 
+def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, object]:
+    """Some of the texts of a column. What is not one value for each text, as a scalar or a name, goes with all of them.
+
+    Examples
+    --------
+    >>> rows_of({"input_ids": torch.tensor([[1], [2]]), "keys": ["a", "b"], "prompt_length": 3}, 1, 2)
+    {'input_ids': tensor([[2]]), 'keys': ['b'], 'prompt_length': 3}
+    """
+    count = len(features["input_ids"])
+    return {key: value[begin:end] if _has_rows(value, count) else value for key, value in features.items()}
+
+
 def has_gaps(attention_mask: Tensor) -> bool:
     """Whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device.
 
@@ -337,6 +350,12 @@ def _left(column: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
         return None
     index, ends = index[0], ends[0, : count + 1]
     return (index, ends) if mask.device.type != "cpu" or left_behind.fits(mask, index, ends) else None
+
+
+def _has_rows(value: object, count: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.shape[:1] == (count,)
+    return isinstance(value, list) and len(value) == count
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:

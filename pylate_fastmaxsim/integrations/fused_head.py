@@ -12,7 +12,7 @@ from functools import wraps
 import torch
 from pylate.models import ColBERT, Dense
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
@@ -27,6 +27,7 @@ from pylate_fastmaxsim.integrations.wrappers import (
     is_compiled,
     layers_of_wrapping,
     unknown_wrapper,
+    unsharded,
     unwrap,
 )
 from pylate_fastmaxsim.ops.head import project_normalize
@@ -88,7 +89,10 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     if made is not None:
         return made.values
     if head is not None:
-        log_once("The head is not fused: the last Dense module of the model does not see what its first is given.")
+        log_once(
+            "The head is not fused: the last Dense module of the model does not see what its first is given.",
+            about=unwrap(model),
+        )
     return unit(output["token_embeddings"])
 
 
@@ -97,17 +101,13 @@ def _head(model: nn.Module) -> Dense | None:
     options = switch.options()
     if options is None or not options.fused_head:
         return None
-    core = _unsharded(unwrap(model))
-    last = _unsharded(core[-1]) if isinstance(core, nn.Sequential) else core
+    core = unsharded(unwrap(model))
+    last = unsharded(core[-1]) if isinstance(core, nn.Sequential) else core
     reason = _reason_to_leave(model, last)
     if reason is None:
         return last
-    log_once("The head is not fused, Dense and normalisation run one after the other: %s.", reason)
+    log_once("The head is not fused, Dense and normalisation run one after the other: %s.", reason, about=unwrap(model))
     return None
-
-
-def _unsharded(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
 def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
@@ -126,19 +126,25 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
     if (wrapper := unknown_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model, which may change what it returns"
     *around, core = layers_of_wrapping(model)
-    for module in (*around, _unsharded(core), last):
+    for module in (*around, unsharded(core), last):
         if reason := _reason_to_expect_changes(module):
             return reason
     linear = last.linear
     # FSDP 2 has made the weight whole by the time the module runs.
     whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
-    if type(linear) is not nn.Linear or type(linear.weight) not in whole:
-        return f"the linear layer of Dense is a {type(linear).__name__} with a {type(linear.weight).__name__}"
+    if type(linear) is not nn.Linear:
+        return f"the linear layer of Dense is a {_full_name(linear)}"
+    if type(linear.weight) not in whole:
+        return f"the weight of Dense's linear layer is a {_full_name(linear.weight)}"
     if "forward" in vars(linear):
         return "the forward of Dense's linear layer was replaced"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "the linear layer of Dense has hooks, which would not be called"
     return None
+
+
+def _full_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _reason_to_expect_changes(module: nn.Module) -> str | None:

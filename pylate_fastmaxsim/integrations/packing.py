@@ -16,23 +16,27 @@ from torch.nn.parallel import DataParallel
 from pylate_fastmaxsim.integrations import attention, compilation, left_behind, log_once, switch
 from pylate_fastmaxsim.integrations.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.documents import (
+    CU_SEQLENS,
+    TOKEN_INDEX,
     Documents,
     EncodingPlan,
     column_has_gaps,
     grouped_plan,
     packed_plan,
     padded_plan,
+    rows_of,
     without_index,
 )
 from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
-from pylate_fastmaxsim.integrations.trials import shortest_and_longest, why_not_grouped, why_not_joint, why_not_packed
+from pylate_fastmaxsim.integrations.trials import short_to_long, why_not_grouped, why_not_joint, why_not_packed
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
     is_compiled,
     layers_of_wrapping,
     runs_in_step,
     unknown_wrapper,
+    unsharded,
     unwrap,
 )
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -48,8 +52,13 @@ Decision = TypeVar("Decision")
 # What the plans without padding carry over; an encoder that is given more than this is left alone.
 _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
+# What they leave out without a loss: what the patched collator adds, and what PyLate's tokenizer leaves of texts that are
+# dictionaries.
+_LEFT_OUT = {TOKEN_INDEX, CU_SEQLENS, "text_keys"}
+
 _modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
 
+_PADDED = "Documents are encoded with padding, as stock PyLate does: %s."
 _APART = "Queries are not encoded with the documents but in a call of their own: %s."
 
 # Document tokens that keep a GPU busy while the host launches a call for the queries. More of them cost less apart from
@@ -58,43 +67,6 @@ _MOST_TOKENS_BESIDE_QUERIES = 2**16
 
 # Whether a packed encoder takes the queries with the documents.
 _joint: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
-
-
-def encode_documents(
-    model: nn.Module, document_features: Sequence[dict[str, Tensor]], skiplist: list[int]
-) -> TokenBatch:
-    """Encode the documents of all columns of a batch.
-
-    How is decided on the first batch of an encoder and logged where it is not the fastest way:
-
-    ``packed``
-        all attended tokens in one row, attention inside each document. Nothing waits for the device
-        if the patched collator made the batch: it leaves with each column which tokens are attended to.
-        Where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too late: a later
-        batch raises. Drop tokens in a subclass of the collator. Nothing is left by one with a ``__call__`` of its own,
-        and its masks are looked at here, which waits for the device.
-    ``grouped``
-        documents of similar length together, cut to the longest of the group. Where the encoder
-        cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
-    ``padded``
-        as stock PyLate does.
-
-    Parameters
-    ----------
-    model
-        A ``pylate.models.ColBERT``, possibly inside DistributedDataParallel or ``torch.compile``.
-    document_features
-        For each document column, what the tokenizer (and the collator) made of it:
-        ``input_ids`` and ``attention_mask``, ``[N, L]``.
-    skiplist
-        Ids of the tokens that are not scored.
-
-    Returns
-    -------
-    TokenBatch
-        Token embeddings as the model gives them (not normalized), column after column.
-    """
-    return encode(model, plan_documents(model, document_features, skiplist))
 
 
 def encode(model: nn.Module, plan: EncodingPlan, embed: Embed = token_embeddings) -> TokenBatch:
@@ -116,7 +88,7 @@ def encode_batch(
     model
         A ``pylate.models.ColBERT``, possibly wrapped.
     features
-        The tokenized columns: the queries, and then the documents as in :func:`encode_documents`.
+        The tokenized columns: the queries, and then the documents as in :func:`plan_documents`.
     skiplist
         Ids of the tokens of documents that are not scored.
     embed
@@ -147,13 +119,43 @@ def plan_documents(
     skiplist: list[int],
     mini_batch_size: int | None = None,
 ) -> EncodingPlan:
-    """The encoder calls of :func:`encode_documents`, for whoever makes them one at a time.
+    """The encoder calls that encode the documents of all columns of a batch.
 
     Plan before the queries of the batch are encoded: the encoder is compiled here if that is asked for, and
     gradient checkpointing must find it in backward as it was in forward.
 
-    With ``mini_batch_size`` no call holds more tokens than that many padded documents, and all
-    ranks of a distributed run make equally many; to divide waits for the device.
+    How is decided on the first batch of an encoder and logged where it is not the fastest way:
+
+    ``packed``
+        all attended tokens in one row, attention inside each document. Nothing waits for the device
+        if the patched collator made the batch: it leaves with each column which tokens are attended to.
+        Where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too late: a later
+        batch raises. Drop tokens in a subclass of the collator. Nothing is left by one with a ``__call__`` of its own,
+        and its masks are looked at here, which waits for the device.
+    ``grouped``
+        documents of similar length together, cut to the longest of the group. Where the encoder
+        cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
+    ``padded``
+        as stock PyLate does.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT``, possibly inside DistributedDataParallel or ``torch.compile``.
+    document_features
+        For each document column, what the tokenizer (and the collator) made of it:
+        ``input_ids`` and ``attention_mask``, ``[N, L]``.
+    skiplist
+        Ids of the tokens that are not scored.
+    mini_batch_size
+        No call holds more tokens than that many padded documents, and all ranks of a distributed run make equally
+        many; to divide waits for the device.
+
+    Returns
+    -------
+    EncodingPlan
+        For :func:`encode`, or for whoever makes the calls one at a time. It gives token embeddings as the model does
+        (not normalized), column after column.
     """
     skipped = partial(_skipped, skiplist=tuple(skiplist))
     options = switch.options()
@@ -164,6 +166,11 @@ def plan_documents(
         compilation.compile_layers(model)
     if mode == "padded":
         return padded_plan(document_features, skipped, mini_batch_size)
+    if runs_in_step(model) and (reason := _reason_in_features(unwrap(model), document_features)) is not None:
+        raise ValueError(
+            f"The documents of this batch cannot be encoded without padding, as those before were: {reason}. All "
+            "processes must encode alike: train with enable(padding_free=False), or give every batch the same features."
+        )
     documents = Documents.from_columns(document_features)
     if mode == "packed" and documents.gaps:
         mode = _mode_with_gaps(model)
@@ -192,11 +199,8 @@ def query_calls(
     calls = -(-count // max(mini_batch_size, tokens // length))
     if runs_in_step(model):
         calls = _most_of_all_ranks(calls, features["input_ids"].device)
-    parts = {
-        key: value.tensor_split(calls) if _has_rows(value, count) else [value] * calls
-        for key, value in without_index(features).items()
-    }
-    queries = [dict(zip(parts, part, strict=True)) for part in zip(*parts.values(), strict=True)]
+    features = without_index(features)
+    queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
             compilation.mark_varying(call)
@@ -226,11 +230,6 @@ def _token_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
 def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     # Not torch.isin, which for some sizes sorts and waits for the device.
     return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
-
-
-def _has_rows(value: object, count: int) -> bool:
-    # Of texts that are dictionaries PyLate's tokenizer leaves the keys as well, in a list.
-    return isinstance(value, Tensor) and value.shape[:1] == (count,)
 
 
 def _most_of_all_ranks(count: int, device: torch.device) -> int:
@@ -266,8 +265,10 @@ def _decided(
         # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
         id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
         *_encoder_state(core),
-        # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
+        # Much wider batches may have longer documents than were looked at, and others may hold what these did not; no
+        # rank may decide without the others.
         0 if runs_in_step(model) else max(column["input_ids"].shape[1] for column in columns).bit_length(),
+        frozenset() if runs_in_step(model) else _not_carried(columns),
     )
     decided = decisions.setdefault(core, {})
     if situation not in decided:
@@ -302,27 +303,29 @@ def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree:
 
     They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
     """
-    works = partial(_works, agree)
     core = unwrap(model)
-    padded = "Documents are encoded with padding, as stock PyLate does: %s."
-    if not works(_reason_to_leave(model, columns), padded):
+    works = partial(_works, core, agree)
+    if not works(_reason_to_leave(model, columns), _PADDED):
         return "padded"
-    pair = shortest_and_longest(core, Documents.from_columns(columns))
+    samples = short_to_long(core, Documents.from_columns(columns))
     if works(
-        why_not_packed(core, pair),
+        why_not_packed(core, samples),
         "Documents are not packed but encoded in groups of similar length: %s.",
         # On a CPU this is the rule.
-        logging.INFO if pair.input_ids.device.type == "cpu" else logging.WARNING,
+        logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING,
     ):
         return "packed"
-    return "grouped" if works(why_not_grouped(core, pair), padded) else "padded"
+    return "grouped" if works(why_not_grouped(core, samples), _PADDED) else "padded"
 
 
-def _works(agree: Agree, reason_not_to: str | None, message: str, level: int = logging.WARNING) -> bool:
+def _works(
+    core: nn.Module, agree: Agree, reason_not_to: str | None, message: str, level: int = logging.WARNING
+) -> bool:
     """Whether there is no reason on any rank; else a line of log."""
     everywhere = agree(reason_not_to is None)
     if not everywhere:
-        log_once(message, reason_not_to or "another process of this run cannot do without", level=level)
+        reason = reason_not_to or "another process of this run cannot do without"
+        log_once(message, reason, level=level, about=core)
     return everywhere
 
 
@@ -343,7 +346,7 @@ def _joins(
             f"The queries of this batch cannot be encoded with the documents, as those before were: {reason}. All "
             "processes must encode alike: train with enable(padding_free=False), or without such queries."
         )
-    return _works(bool, reason, _APART)
+    return _works(unwrap(model), bool, reason, _APART)
 
 
 def _should_join(
@@ -352,11 +355,11 @@ def _should_join(
     core = unwrap(model)
     if not agree(tokens <= _MOST_TOKENS_BESIDE_QUERIES):
         return False
-    if not _works(agree, _reason_not_to_join(core, queries), _APART):
+    if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
         return False
-    pair = shortest_and_longest(core, Documents.from_columns(columns))
-    rows = {key: value for key, value in queries.items() if _has_rows(value, len(queries["input_ids"]))}
-    return _works(agree, why_not_joint(core, pair, rows), _APART)
+    samples = short_to_long(core, Documents.from_columns(columns))
+    carried = {key: queries[key] for key in _UNDERSTOOD.intersection(queries)}
+    return _works(core, agree, why_not_joint(core, samples, carried), _APART)
 
 
 def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
@@ -365,8 +368,35 @@ def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | No
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
     if column_has_gaps(queries):
         return "one has a gap in its attention_mask"
-    unknown = core._first_module().model_forward_params.intersection(queries) - _UNDERSTOOD
-    return f"the encoder is given {', '.join(sorted(unknown))}" if unknown else None
+    return _reason_in_features(core, [queries])
+
+
+def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
+    """Why texts need what the plans without padding do not carry over."""
+    more = _not_carried(columns)
+    unknown = more & core._first_module().model_forward_params
+    if unknown:
+        return f"the encoder is given {', '.join(sorted(unknown))}"
+    if more and (reader := _reader(core)) is not None:
+        return f"{type(reader).__name__} may read {', '.join(sorted(more))}"
+    return None
+
+
+def _not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
+    return frozenset().union(*columns) - _UNDERSTOOD - _LEFT_OUT
+
+
+def _reader(core: nn.Module) -> nn.Module | None:
+    """A module of the model that may look at anything in the features: it has no forward that is known not to."""
+    from pylate.models import ColBERT, Dense
+    from sentence_transformers.models import Transformer
+
+    known = (ColBERT.forward, Dense.forward, Transformer.forward)
+    core = unsharded(core)
+    for module in (core, *map(unsharded, core.children())):
+        if type(module).forward not in known or not forward_is_own(module):
+            return module
+    return None
 
 
 def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
@@ -379,12 +409,11 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     if not forward_is_own(core):
         return f"the forward of {type(core).__name__} was replaced"
     try:
-        encoder_inputs = core._first_module().model_forward_params
+        reason = _reason_in_features(core, columns)
     except AttributeError:
         return f"{type(core).__name__} does not begin with a Transformer of Sentence Transformers"
-    unknown = encoder_inputs.intersection(set().union(*columns)) - _UNDERSTOOD
-    if unknown:
-        return f"the encoder is given {', '.join(sorted(unknown))}"
+    if reason is not None:
+        return reason
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -13,6 +13,7 @@ import tqdm
 from pylate import scores as stock_scores
 from pylate.losses import CachedContrastive, Contrastive, Distillation
 from pylate.losses.cached_contrastive import RandContext
+from pylate.models import ColBERT
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +23,8 @@ from pylate_fastmaxsim.integrations.documents import without_index
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
-from pylate_fastmaxsim.integrations.wrappers import unwrap
+from pylate_fastmaxsim.integrations.stock import asked_backend
+from pylate_fastmaxsim.integrations.wrappers import unwrap, written_in
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim
@@ -47,14 +49,20 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
 
     def decorate(fast: Callable) -> Callable:
         @wraps(stock)
-        def forward(self: nn.Module, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None):
+        def forward(self: nn.Module, sentence_features: Iterable[dict[str, Tensor]], *labels, **named_labels):
             features = list(sentence_features)
             if switch.options() is not None:
-                reason = _reason_to_leave(self)
+                reason = _reason_to_leave(self) or _reason_in_masking(self)
                 if reason is None:
-                    return fast(self, features, labels)
-                log_once("The %s loss runs as PyLate has it, padded: %s.", type(self).__name__, reason)
-            return stock(self, [without_index(column) for column in features], labels)
+                    if len(features) < 2:
+                        raise ValueError(
+                            f"{type(self).__name__}: sentence_features must hold the column of the queries and at least "
+                            f"one of documents, got {len(features)} in all."
+                        )
+                    return fast(self, features, *labels, **named_labels)
+                name = type(self).__name__
+                log_once("The %s loss runs as PyLate has it, padded: %s.", name, reason, about=self)
+            return stock(self, [without_index(column) for column in features], *labels, **named_labels)
 
         return forward
 
@@ -71,8 +79,8 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
     if not default and not xtr:
         name = getattr(metric, "__name__", type(metric).__name__)
         return f"its score_metric {name} takes padded embeddings"
-    if not xtr and os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower() != "auto":
-        return f"the environment asks for PYLATE_SCORES_BACKEND={os.environ['PYLATE_SCORES_BACKEND']}"
+    if not xtr and (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
+        return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
     if isinstance(loss, CachedContrastive):
         steps = ("embed_minibatch", "embed_minibatch_iter", "calculate_loss", "calculate_loss_and_cache_gradients")
         changed = [
@@ -83,6 +91,17 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
         if changed:
             return f"{', '.join(changed)} of it is not PyLate's own"
     return None
+
+
+# Where a loss is compiled, this stays outside: dynamo cannot trace where a function was written.
+@torch.compiler.disable
+def _reason_in_masking(loss: nn.Module) -> str | None:
+    """Why other tokens may count than PyLate's: somebody replaced what says which do."""
+    own = next(cls for cls in (Contrastive, CachedContrastive, Distillation) if isinstance(loss, cls))
+    masking = getattr(sys.modules[own.__module__], "extract_skiplist_mask", None)
+    if written_in(masking, ("pylate",)) and written_in(ColBERT.skiplist_mask, ("pylate",)):
+        return None
+    return "extract_skiplist_mask or ColBERT.skiplist_mask was replaced"
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,7 @@ class _Scored:
 
 
 @_replaces(Contrastive.forward)
-def contrastive(self: Contrastive, features: Features, labels: Tensor | None) -> Tensor:
+def contrastive(self: Contrastive, features: Features, labels: Tensor | None = None) -> Tensor:
     queries, documents = _encode(self.model, features)
     queries_mask = _queries_mask(self.model, features)
     scored = _scored(self, documents, features)
@@ -129,7 +148,7 @@ def distillation(self: Distillation, features: Features, labels: Tensor) -> Tens
 
 
 @_replaces(CachedContrastive.forward)
-def cached_contrastive(self: CachedContrastive, features: Features, labels: Tensor | None) -> Tensor:
+def cached_contrastive(self: CachedContrastive, features: Features, labels: Tensor | None = None) -> Tensor:
     """GradCache: embed without gradients, differentiate the loss by the embeddings, embed again to go on from there."""
     queries_mask = _queries_mask(self.model, features)
     plan = packing.plan_documents(self.model, features[1:], unwrap(self.model).skiplist, self.mini_batch_size)

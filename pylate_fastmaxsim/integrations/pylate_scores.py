@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from itertools import accumulate
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations import stock
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import LeftToStock, check
+from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.switch import options
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -54,9 +53,7 @@ def colbert_kd_scores(queries_embeddings, documents_embeddings, queries_mask=Non
     check(queries, documents, 3, 4)
     if len(queries) != len(documents):
         raise LeftToStock("queries and documents differ in number")
-    count, ways = documents.shape[:2]
-    candidates = torch.arange(count * ways, device=queries.device).view(count, ways)
-    return _score(queries, documents, queries_mask, documents_mask, candidates)
+    return _score(queries, documents, queries_mask, documents_mask, own_documents(documents))
 
 
 @replaces(stock_scores.ColBERTScores.__call__)
@@ -115,8 +112,7 @@ def _check_backend(backend: str | None) -> None:
         if backend.lower() != "auto":
             raise LeftToStock(f"the call asks for backend={backend!r}")
         return
-    backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto")
-    if backend.lower() != "auto":
+    if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
         raise LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from pylate.losses import Distillation
 from pylate.scores import XTRKDScores, XTRScores
 from pylate.utils import convert_to_tensor
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.pylate_scores import LeftToStock, check, masked_batch, replaces
+from pylate_fastmaxsim.integrations.pylate_scores import LeftToStock, check, masked_batch, own_documents, replaces
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -49,7 +48,7 @@ def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, 
     count, ways, length = documents.shape[:3]
     if own and len(queries) != count:
         raise LeftToStock("queries and documents differ in number")
-    candidates = torch.arange(count * ways, device=queries.device).view(count, ways) if own else None
+    candidates = own_documents(documents) if own else None
     zero_floor = None
     if documents_mask is not None:
         documents_mask = documents_mask.reshape(count * ways, length).bool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,18 @@ def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
         return replacement
 
     return decorate
+
+
+def asked_backend(variable: str) -> str | None:
+    """The implementation of its scores that a host's environment variable asks for; None: it leaves the choice."""
+    backend = os.environ.get(variable, "auto")
+    return None if backend.lower() == "auto" else backend
+
+
+def own_documents(documents: Tensor) -> Tensor:
+    """Candidates ``[B, N]`` of queries that have the documents ``[B, N, L, d]``, one after the other."""
+    count, ways = documents.shape[:2]
+    return torch.arange(count * ways, device=documents.device).view(count, ways)
 
 
 def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: int) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
 
-from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations import forget_what_was_said, log_once
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
@@ -318,6 +318,7 @@ def _switch_to(new: Options | None) -> None:
             from pylate_fastmaxsim.integrations import packing
 
             packing.release()
+            forget_what_was_said()
         if new is None:
             _patches.undo()
         _options = new

@@ -1,4 +1,4 @@
-"""Trials on two texts of a batch: whether an encoder gives without padding what it gives with it, and why not."""
+"""Trials on a few texts of a batch: whether an encoder gives without padding what it gives with it, and why not."""
 
 from __future__ import annotations
 
@@ -20,60 +20,65 @@ from pylate_fastmaxsim.ops.precision import float32_precision
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 _TOLERANCE_TF32 = 1e-2
 
+# Tokens of a document that has padding behind it.
+_SHORT = 3
 
-def shortest_and_longest(core: nn.Module, documents: Documents) -> Documents:
-    """The shortest document of a batch, and the longest that fits it, made of tokens of the batch.
+# Tokens of a call that have every document encoded in one of its own.
+_ALONE = 1
 
-    What an encoder does not pass on, as a window of its attention, may show in long documents only, and the first batch
-    need not have any.
+
+def short_to_long(core: nn.Module, documents: Documents) -> Documents:
+    """Documents from a few tokens to the longest that fits a batch, made of its tokens.
+
+    What an encoder does not pass on, as a window of its attention, may show in long documents only, what it makes of
+    padding only where there is some, and rotary positions that it scales only between two lengths. The first batch need
+    not have any.
     """
-    shortest = int(documents.cu_seqlens.diff().argmin())
+    tokens = documents.input_ids.reshape(-1)[documents.token_index]
+    if not len(tokens):
+        tokens = documents.input_ids[0]
+    longest = width = documents.max_length
+    padding = getattr(core.tokenizer, "pad_token_id", None) or 0
+    table = position_table(core)
+    if table is not None and width > table.num_embeddings - table.padding_idx - 1:
+        # The token that PyLate pads with may have a position, and there is none left.
+        longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
+    lengths = [max(1, length) for length in (min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest)]
+    mask = torch.arange(width, device=tokens.device) < torch.tensor(lengths, device=tokens.device)[:, None]
     rows = {
-        "input_ids": documents.input_ids[shortest : shortest + 1],
-        "attention_mask": documents.attention_mask[shortest : shortest + 1],
+        "input_ids": torch.where(mask, tokens.repeat(-(-width // len(tokens)))[:width], padding),
+        "attention_mask": mask.to(documents.attention_mask.dtype),
     }
     if documents.token_type_ids is not None:
-        rows["token_type_ids"] = documents.token_type_ids[shortest : shortest + 1]
-    tokens = documents.input_ids.reshape(-1)[documents.token_index]
-    if len(tokens):
-        table = position_table(core)
-        with_position = documents.max_length if table is None else table.num_embeddings - table.padding_idx - 1
-        longest = min(documents.max_length, with_position)
-        tokens = tokens.repeat(-(-longest // len(tokens)))[:longest]
-        behind = (0, documents.max_length - longest)
-        long = {
-            "input_ids": F.pad(tokens, behind, value=0 if table is None else table.padding_idx),
-            "attention_mask": F.pad(torch.ones_like(tokens), behind),
-            "token_type_ids": torch.zeros_like(documents.input_ids[0]),
-        }
-        rows = {key: torch.cat([row, long[key].unsqueeze(0)]) for key, row in rows.items()}
+        rows["token_type_ids"] = torch.zeros_like(rows["input_ids"])
     return Documents.from_columns([rows])
 
 
-def why_not_packed(core: nn.Module, pair: Documents) -> str | None:
+def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in one row; None if they can."""
 
     def trial() -> None:
         if "position_ids" not in core._first_module().model_forward_params:
             raise PackingUnsupported(f"{type(encoder_of(core)).__name__} takes no position_ids")
         accept_packed_masks(core._first_module().auto_model.config._attn_implementation)
-        _verify(core, pair, _packed(core, pair))
+        # Each alone as well: some encoders scale rotary positions by the longest text of a call.
+        _verify(core, samples, [_packed(core, samples), _packed(core, samples, _ALONE)])
 
     return _what_fails(trial)
 
 
-def why_not_grouped(core: nn.Module, pair: Documents) -> str | None:
+def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in groups of similar length; None if they can."""
-    return _what_fails(lambda: _verify(core, pair, grouped_plan(pair, _nothing_skipped)))
+    return _what_fails(lambda: _verify(core, samples, [grouped_plan(samples, _nothing_skipped, _ALONE)]))
 
 
-def why_not_joint(core: nn.Module, pair: Documents, queries: dict[str, Tensor]) -> str | None:
+def why_not_joint(core: nn.Module, samples: Documents, queries: dict[str, Tensor]) -> str | None:
     """Why queries cannot be encoded with packed documents; None if they can."""
-    return _what_fails(lambda: _verify_joint(core, pair, queries))
+    return _what_fails(lambda: _verify_joint(core, samples, queries))
 
 
-def _packed(core: nn.Module, pair: Documents) -> EncodingPlan:
-    return packed_plan(*positioned(core, pair), _nothing_skipped)
+def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None) -> EncodingPlan:
+    return packed_plan(*positioned(core, samples), _nothing_skipped, token_budget)
 
 
 def _what_fails(trial: Callable[[], None]) -> str | None:
@@ -86,19 +91,20 @@ def _what_fails(trial: Callable[[], None]) -> str | None:
     return None
 
 
-def _verify(core: nn.Module, documents: Documents, plan: EncodingPlan) -> None:
-    """Raise PackingUnsupported where a plan gives other token embeddings than padding does."""
+def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
+    """Raise PackingUnsupported where one of the plans gives other token embeddings than padding does."""
     padded = {"input_ids": documents.input_ids, "attention_mask": documents.attention_mask}
     if documents.token_type_ids is not None:
         padded["token_type_ids"] = documents.token_type_ids
     with _evaluating(core), _recorded_dtype(core) as dtypes:
         expected = token_embeddings(core, padded).flatten(0, 1)[documents.token_index]
-        batch = plan.batch([token_embeddings(core, call) for call in plan.calls])
-    _try_dropout(core, plan.calls)
+        batches = [plan.batch([token_embeddings(core, call) for call in plan.calls]) for plan in plans]
+    _try_dropout(core, plans[0].calls)
     # After all calls, so that every rank makes as many, whatever it finds.
-    offsets = torch.arange(plan.max_length, device=batch.device)
-    rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
-    _compare(core, batch.values[rows[batch.keep[rows]]], expected, dtypes, "without padding than with it")
+    for batch in batches:
+        offsets = torch.arange(batch.max_length, device=batch.device)
+        rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
+        _compare(core, batch.values[rows[batch.keep[rows]]], expected, dtypes, "without padding than with it")
 
 
 def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tensor]) -> None:

@@ -40,17 +40,22 @@ def unwrap(model: nn.Module) -> nn.Module:
     return layers_of_wrapping(model)[-1]
 
 
+def unsharded(module: nn.Module) -> nn.Module:
+    """What FullyShardedDataParallel wrapped, or the module itself."""
+    return module.module if isinstance(module, FullyShardedDataParallel) else module
+
+
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """What is around a model that may change its output: all but what was written in one of the libraries here."""
     around = layers_of_wrapping(model)[:-1]
-    return next((layer for layer in around if not _written_in(type(layer).forward, _LIBRARIES)), None)
+    return next((layer for layer in around if not written_in(type(layer).forward, _LIBRARIES)), None)
 
 
 def forward_is_own(module: nn.Module) -> bool:
     """Whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
     forward, of_class = vars(module).get("forward"), type(module).forward
     while forward is not None and getattr(forward, "__func__", forward) is not of_class:
-        if not _written_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
+        if not written_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
             return False
         forward = forward.__wrapped__
     return True
@@ -59,10 +64,10 @@ def forward_is_own(module: nn.Module) -> bool:
 def hooks_change_nothing(module: nn.Module) -> bool:
     """Whether its forward hooks, and those of all modules, are FSDP's or this package's, which measures by them."""
     hooks = [*module._forward_hooks.values(), *nn.modules.module._global_forward_hooks.values()]
-    return all(_written_in(hook, ("torch", "pylate_fastmaxsim")) for hook in hooks)
+    return all(written_in(hook, ("torch", "pylate_fastmaxsim")) for hook in hooks)
 
 
-def _written_in(function: Callable, libraries: Iterable[str]) -> bool:
+def written_in(function: Callable, libraries: Iterable[str]) -> bool:
     # Not of a decorator's result, which often says the module of what it decorates.
     written = getattr(getattr(function, "__func__", function), "__globals__", {})
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
