@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 
@@ -11,17 +12,24 @@ def main() -> None:
     # Not through typer, which may be missing and would keep `--` from the script.
     if arguments[:1] == ["run"]:
         run(arguments[1:])
-    elif arguments == ["doctor"]:
+        return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names and paths may have letters that the terminal or the log does not; stderr writes those in another way.
+        sys.stdout.reconfigure(errors="replace")
+    if arguments == ["doctor"]:
         doctor()
-    else:
-        try:
-            from pylate_fastmaxsim.recipes.commands import app
-        except ModuleNotFoundError as error:
-            sys.exit(
-                f"fastmaxsim: {error.name} is missing, which every command but run and doctor needs: "
-                'pip install "pylate-fastmaxsim[recipes]".'
-            )
-        app()
+        return
+    try:
+        from pylate_fastmaxsim.recipes.commands import app
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"fastmaxsim: {error.name} is missing, which every command but run and doctor needs: "
+            'pip install "pylate-fastmaxsim[recipes]".'
+        )
+    except KeyboardInterrupt:  # in the seconds that imports take
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)
+    app()
 
 
 def run(arguments: list[str]) -> None:

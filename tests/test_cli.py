@@ -125,6 +125,30 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
     assert "Traceback" not in errors
 
 
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    # As if it came while the named module was imported: by the command line, then by a command.
+    for module in ("yaml", "pylate_fastmaxsim.recipes.report"):
+        code = f"""
+import builtins
+load = builtins.__import__
+def interrupted(name, *rest, **more):
+    if name == {module!r}:
+        raise KeyboardInterrupt
+    return load(name, *rest, **more)
+builtins.__import__ = interrupted
+"""
+        done = fastmaxsim("train", write(tmp_path, tiny(tmp_path)), code=code)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nInterrupted.\n")
+
+
+def test_names_that_the_terminal_has_no_letters_for_are_shown_with_others(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1, "save_steps": None}))
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = fastmaxsim("train", file, "--set", "name=modèle", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "mod?le: trained" in done.stdout
+
+
 def test_run_hands_all_arguments_to_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

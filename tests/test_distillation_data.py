@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset
 from pylate.utils import KDProcessing
 from test_shipped_recipes import kd_subsets
@@ -108,6 +110,24 @@ def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch)
         (("train", {"scores": [0.1, 0.2, 0.3, 0.4, None]}), "", "must be finite numbers"),
         (("train", {"scores": None}), "", "has 5 document_ids but 0 scores"),
         (
+            ("train", {"scores": ["n/a"] * 5}),
+            "",
+            "'scores' of the subset train must be numbers, but some string are none.",
+        ),
+        (("train", {"query_id": None}), "", "'query_id' of the subset train must hold ids, but some are missing."),
+        (
+            ("train", {"document_ids": ["d1", None, "d3", "d4", "d5"]}),
+            "",
+            "'document_ids' of the subset train must hold ids, but some are missing.",
+        ),
+        (("queries", {"query_id": None}), "", "'query_id' of the subset queries must hold ids, but some are missing."),
+        (
+            ("documents", {"document_id": None}),
+            "",
+            "'document_id' of the subset documents must hold ids, but some are missing.",
+        ),
+        (("queries", {"query_id": ["q1"]}), "", "'query_id' of the subset queries must hold ids, but it holds list"),
+        (
             ("queries", {"text": None}),
             "",
             "'text' of the subset queries must hold a text in every row, but some have none.",
@@ -130,7 +150,7 @@ def test_data_that_does_not_fit_gets_one_sentence(change, override, sentence, tm
     subsets = kd_subsets()
     subset, values = change
     subsets[subset][3] |= values
-    if values == {"text": 7}:
+    if values in ({"text": 7}, {"query_id": ["q1"]}, {"scores": ["n/a"] * 5}):
         subsets[subset] = [row | values for row in subsets[subset]]
     folder = write_files(tmp_path / "data", subsets)
     overrides = [override] if override else []
@@ -140,6 +160,64 @@ def test_data_that_does_not_fit_gets_one_sentence(change, override, sentence, tm
     with pytest.raises(RecipeError) as error:
         load(tmp_path, folder, *overrides)
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "['n/a', '1', '2', '3', '4']",
+        "{1: 2}",
+        "{1, 2}",
+        "7",
+        "[1, [2], 3, 4, 5]",
+        "[1, 2",
+        "-" * 9999,
+        f"[{10**400}]",
+        None,
+    ],
+)
+def test_scores_as_text_that_are_no_list_of_numbers_get_one_sentence(written, tmp_path):
+    subsets = kd_subsets()
+    for row in subsets["train"]:
+        row["scores"] = str(row["scores"])
+    subsets["train"][3]["scores"] = written
+    sentence = "'scores' of the subset train is text, which is not a list of numbers in the row of query_id q21."
+    with pytest.raises(RecipeError, match=sentence) as error:
+        load(tmp_path, write_files(tmp_path / "data", subsets))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scores", [pa.float32(), pa.int8()])
+@pytest.mark.parametrize("source", ["files", "distillation"])
+def test_lists_of_a_fixed_size_are_lists(source, scores, tmp_path):
+    subsets = kd_subsets()
+    for row in subsets["train"]:
+        row["scores"] = list(map(round, row["scores"])) if scores == pa.int8() else row["scores"]
+    expected = by_query(load(tmp_path, write_files(tmp_path / "lists", subsets), "data.n_ways=5"))
+    folder = write_files(tmp_path / "data", subsets, ".parquet")
+    table = pa.Table.from_pylist(subsets["train"])
+    if source == "files":
+        queries, documents = (
+            {row[name]: row["text"] for row in subsets[kind]}
+            for kind, name in (("queries", "query_id"), ("documents", "document_id"))
+        )
+        rows = [[queries[row["query_id"]], [documents[i] for i in row["document_ids"]]] for row in subsets["train"]]
+        table = pa.table(
+            {"query": [row[0] for row in rows], "documents": [row[1] for row in rows], "scores": table["scores"]}
+        )
+    fixed = {1: pa.list_(pa.string(), 5), 2: pa.list_(scores, 5)}
+    for place, kind in fixed.items():
+        table = table.set_column(place, table.column_names[place], pa.array(table.column(place).to_pylist(), kind))
+    pq.write_table(table, folder / "train.parquet")
+    if source == "distillation":
+        rows = load(tmp_path, folder, "data.n_ways=5")
+        assert by_query(load(tmp_path, folder, "data.n_ways=4")) == [(q, d[:4], s[:4]) for q, d, s in expected]
+    else:
+        recipe = tiny(tmp_path, loss={"name": "distillation"}, evaluation={"rows": 0})
+        recipe["data"] = {"source": "files", "files": [str(folder / "train.parquet")]}
+        rows = load_data(load_recipe(write(tmp_path, recipe))).train
+    assert by_query(rows) == expected
+    assert all(isinstance(score, float) for score in rows[0]["scores"])
 
 
 def test_missing_columns_and_files_are_named(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
+import PIL.Image
 import torch
+from datasets import Dataset, Features, Image, Value
 from pylate import models
 from safetensors.torch import load_file
 from test_shipped_recipes import kd_subsets
@@ -27,11 +30,13 @@ from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes import prepare as preparing
 from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.compare import compare
+from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.output import RECIPE_FILE, last_checkpoint
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
+from pylate_fastmaxsim.recipes.warmup import batch_sizes
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -73,8 +78,14 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
         ("training.max_steps=many", "training.max_steps must be an integer of at least 1 or null, got 'many'."),
         ("training.max_steps=0", "training.max_steps must be an integer of at least 1 or null, got 0."),
         ("training.max_steps=true", "training.max_steps must be an integer of at least 1 or null, got True."),
-        ("training.learning_rate=fast", "training.learning_rate must be a number of at least 0, got 'fast'."),
-        ("training.learning_rate=.nan", "training.learning_rate must be a number of at least 0, got nan."),
+        (
+            "training.learning_rate=fast",
+            "training.learning_rate must be a number of at least 0 and at most 1e+37, got 'fast",
+        ),
+        (
+            "training.learning_rate=.nan",
+            "training.learning_rate must be a number of at least 0 and at most 1e+37, got nan.",
+        ),
         ("training.precision=int8", "training.precision must be one of auto, fp32, bf16, fp16, got 'int8'."),
         ("fast.enabled=maybe", "fast.enabled must be true or false, got 'maybe'."),
         (
@@ -90,6 +101,29 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
             "training.seed must be an integer of at least 0 and at most 4294967295, got 99999999999999999999.",
         ),
         ("model.build.vocab_size=99999999999", "model.build.vocab_size must be an integer of at least 512 and at most"),
+        (
+            f"model.build.local_attention={10**29}",
+            "model.build.local_attention must be an integer of at least 2 and at ",
+        ),
+        (f"model.document_length={10**29}", "model.document_length must be an integer of at least 3 and at most"),
+        (
+            f"training.gradient_accumulation_steps={10**29}",
+            "training.gradient_accumulation_steps must be an integer of ",
+        ),
+        (
+            "training.learning_rate=1e300",
+            "training.learning_rate must be a number of at least 0 and at most 1e+37, got ",
+        ),
+        (f"training.adam_epsilon={10**400}", "training.adam_epsilon must be a number of at least 0, got 1000"),
+        (
+            "training.seed=" + "[" * 5000 + "]" * 5000,
+            "--set training.seed: its sections are nested deeper than can be ",
+        ),
+        ("training.seed={<<: {a: 1}, <<: {b: 1}}", "--set training.seed: '<<' is given twice (line 1); give it once."),
+        (
+            "training.seed={<<: 1}",
+            "--set training.seed, line 1: not valid YAML: expected a mapping or list of mappings ",
+        ),
         ("model.embedding_size=99999999999", "model.embedding_size must be an integer of at least 1 and at most"),
         (
             "output_dir=/dev/null/out",
@@ -125,6 +159,19 @@ def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, t
         load_recipe(file, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_merge_keys_bring_in_what_a_section_does_not_say_itself(tmp_path):
+    # The first is built before the one that it takes over, which has a merge key and a key of that itself.
+    text = """
+    output_dir: out
+    model: {build: {<<: &wide {<<: &narrow {hidden_size: 16, dropout: 0.5}, hidden_size: 32}, num_hidden_layers: 1}}
+    data: {source: hub, name: a/b}
+    mining: {pairs: {source: hub, name: a/b}, teacher: a/b}
+    """
+    (tmp_path / "merged.yaml").write_text(text)
+    build = load_recipe(tmp_path / "merged.yaml").model.build
+    assert (build.hidden_size, build.dropout, build.num_hidden_layers) == (32, 0.5, 1)
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
@@ -190,6 +237,7 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path):
         ("data.columns=[positive, query]", "data.columns must start with the query column"),
         ("evaluation.rows=60", "evaluation.rows must leave at least one training batch, but the data has 60 rows"),
         ("loss.name=distillation", "data.columns must be [query, documents, scores] for distillation"),
+        ("model.config_kwargs={num_hidden_layers: 3}", "model cannot be built: list index out of range"),
     ],
 )
 def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sentence, tmp_path):
@@ -199,6 +247,62 @@ def test_a_recipe_that_does_not_fit_its_data_leaves_nothing_behind(override, sen
         training.train(recipe)
     assert sentence in str(error.value)
     assert not output.parent.exists()
+
+
+def test_too_few_rows_for_a_batch_name_its_size(tmp_path):
+    few = ["evaluation.rows=0", "data.max_rows=3"]
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1, "save_steps": None}))
+    with pytest.raises(RecipeError, match="^training.per_device_train_batch_size must be at most 3, as many rows as "):
+        load_data(load_recipe(file, few))
+    # One that is not full is a batch as well.
+    recipe = load_recipe(file, [*few, "training.dataloader_drop_last=false"])
+    assert training.train(recipe)["steps"] == 1
+    assert batch_sizes(3, recipe) == [3]
+
+
+def repeated(kind: str, folder: Path) -> dict:
+    """A recipe whose 20 queries stand in three rows each, with another document in each."""
+    rows = [{"query": f"query {i % 20}", "positive": f"document {i} of query {i % 20}"} for i in range(60)]
+    recipe = tiny(folder, evaluation={"rows": 10})
+    if kind == "texts":
+        (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return recipe
+    if kind == "pages":
+        pages = [PIL.Image.new("L", (8, 8), number) for number in range(60)]
+        columns = {"query": [row["query"] for row in rows], "image": pages}
+        Dataset.from_dict(columns, Features({"query": Value("string"), "image": Image()})).to_parquet(
+            folder / "p.parquet"
+        )
+        recipe["model"] = {"kind": "colpali", "name_or_path": "some/model"}
+        return recipe | {"data": {"source": "files", "files": [str(folder / "p.parquet")]}, "loss": {"name": "colbert"}}
+    # A query may also have several ids.
+    subsets = {
+        "train": [{"query_id": i, "document_ids": [i, (i + 1) % 60], "scores": [1.0, 0.0]} for i in range(60)],
+        "queries": [{"query_id": i, "text": row["query"]} for i, row in enumerate(rows)],
+        "documents": [{"document_id": i, "text": row["positive"]} for i, row in enumerate(rows)],
+    }
+    data = hub_dataset(folder / "kd", **subsets)
+    return recipe | {"data": {"source": "distillation", "name": str(data)}, "loss": {"name": "distillation"}}
+
+
+@pytest.mark.parametrize("kind", ["texts", "pages", "distillation"])
+def test_no_query_is_both_held_out_and_trained_on(kind, tmp_path):
+    file = write(tmp_path, repeated(kind, tmp_path))
+    data, again, other = (load_data(load_recipe(file, [f"data.seed={seed}"])) for seed in (0, 0, 1))
+    held_out, trained = data.held_out[:]["query"], data.train[:]["query"]
+    assert not set(held_out) & set(trained)
+    # Four whole queries: of three there are 9 rows.
+    assert len(held_out) == 12 and len(set(held_out)) == 4 and len(trained) == 48
+    assert held_out == again.held_out[:]["query"] and trained == again.train[:]["query"]
+    assert set(held_out) != set(other.held_out[:]["query"])
+
+
+def test_of_queries_that_stand_in_one_row_each_the_first_rows_are_held_out(tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
+    rows = Dataset.from_json(recipe.data.files[0]).map(lambda row: {"query": row["positive"]})
+    rows.to_json(recipe.data.files[0])
+    data, shuffled = load_data(recipe), rows.shuffle(seed=recipe.data.seed)
+    assert data.held_out[:] == shuffled[:24] and data.train[:] == shuffled[24:]
 
 
 def test_docstring_pairs_are_many_uneven_and_the_same_each_time():
@@ -366,6 +470,14 @@ def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(tmp
     result = training.train(changed, resume=False)
     assert result["resumed_from"] is None
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-14"]
+
+
+def test_a_folder_that_was_moved_is_gone_on_with(tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    training.train(load_recipe(file, ["training.max_steps=8"]), resume=False)
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    recipe = load_recipe(file, [f"output_dir={tmp_path}/./moved", "training.max_steps=8"])
+    assert training.train(recipe)["resumed_from"] == "checkpoint-8"
 
 
 def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path):

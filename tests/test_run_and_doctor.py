@@ -96,7 +96,44 @@ def test_an_exception_prints_the_script_s_own_traceback(tmp_path):
     assert done.returncode == plain.returncode == 1
     first, _, traceback = done.stderr.partition("\n")
     assert "fail.py did not import PyLate" in first
-    assert traceback == plain.stderr.replace(str(tmp_path / "fail.py"), "fail.py")
+    assert traceback == plain.stderr
+
+
+@pytest.mark.parametrize("words", [["--"], ["--", "--", "x", "--"], ["x", "--"], []])
+@pytest.mark.parametrize("begin", [["told.py"], ["-m", "told"], ["--ring", "told.py"], ["--", "told.py"]])
+def test_every_word_behind_the_script_is_the_script_s(begin, words, tmp_path, monkeypatch):
+    (tmp_path / "told.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(launcher, "_show_log", lambda: None)
+    ran = []
+    monkeypatch.setattr(launcher, "_run", ran.append)
+    launcher.run_script([*begin, *words])
+    assert ran[0].target in ("told.py", "told") and sys.argv == [ran[0].target, *words]
+
+
+MAIN = """
+import os, pickle, sys, threading, time
+class Kept: pass
+def later():
+    time.sleep(0.5)
+    print(pickle.loads(pickle.dumps(Kept())).__class__ is Kept)
+threading.Thread(target=later).start()
+import __main__
+names = ("__file__", "__name__", "__package__", "__doc__", "__cached__", "__builtins__")
+print([globals()[name] for name in names], __main__.Kept is Kept, type(__loader__).__name__, sys.argv, __spec__ and __spec__.name)
+os.chdir("/")
+"""
+
+
+@pytest.mark.parametrize("words", [["inner/main.py", "x"], ["inner/../inner/main.py"], ["-m", "inner.main", "x"]])
+def test_the_script_is_the_main_module_as_python_has_it_and_stays_it(words, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "main.py").write_text(MAIN)
+    plain = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert plain.stdout.endswith("\nTrue\n")
+    assert run(*words, cwd=tmp_path).stdout == plain.stdout
 
 
 @pytest.mark.parametrize(

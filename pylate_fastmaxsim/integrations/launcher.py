@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import builtins
+import dataclasses
 import importlib.abc
 import importlib.util
 import logging
@@ -10,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
@@ -64,22 +67,35 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    names = ("padding_free", "compile", "stock_masking", "grad_filter", "ring", "fused_head")
-    options = {name: getattr(parsed, name) for name in names}
+    options = {option.name: getattr(parsed, option.name) for option in dataclasses.fields(switch.Options)}
     hook = _EnableWithHost(options)
     if not switch.HOST_MODULES.isdisjoint(sys.modules):
         switch.enable(**options)
     else:
         sys.meta_path.insert(0, hook)
     try:
-        if parsed.module:
-            runpy.run_module(parsed.target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(parsed.target, run_name="__main__")
+        _run_as_main(parsed)
     finally:
         if hook in sys.meta_path:
             sys.meta_path.remove(hook)
             _logger.warning("%s did not import PyLate or colpali-engine, so nothing was accelerated.", parsed.target)
+
+
+def _run_as_main(parsed: argparse.Namespace) -> None:
+    """Run it as a module ``__main__`` that stays when its last line is done, for threads that go on and what they pickle.
+
+    What is public in runpy takes the module away then, and gives a script's own path to ``sys.argv``.
+    """
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__builtins__ = builtins
+    if parsed.module:
+        runpy._run_module_as_main(parsed.target)  # what python -m calls
+        return
+    # Absolute, as Python has it: the script may change the directory.
+    file = os.path.join(os.getcwd(), parsed.target)
+    loader = SourceFileLoader("__main__", file)
+    main.__file__, main.__loader__, main.__cached__ = file, loader, None
+    exec(loader.source_to_code(loader.get_data(file), file), main.__dict__)
 
 
 class _EnableWithHost(importlib.abc.MetaPathFinder):
@@ -136,9 +152,14 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--no-fused-head", dest="fused_head", action="store_false", help="project and normalise one after the other"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module, as in python -m")
-    parser.add_argument("target", metavar="SCRIPT.py | MODULE", nargs="?", help="what to run")
-    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser.parse_args(arguments)
+    # All of it as one: between two of its own argparse would drop a `--`, which is the script's.
+    parser.add_argument(
+        "words", metavar="SCRIPT.py | MODULE ARGS", nargs=argparse.REMAINDER, help="what to run, and its arguments"
+    )
+    parsed = parser.parse_args(arguments)
+    words = parsed.words[1:] if parsed.words[:1] == ["--"] else parsed.words
+    parsed.target, parsed.arguments = (words[0], words[1:]) if words else (None, [])
+    return parsed
 
 
 def _require_module(prog: str, name: str) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -74,12 +74,16 @@ def _options(
 
 
 @contextmanager
-def _one_sentence_for_a_bad_recipe():
+def _one_sentence_instead_of_a_traceback():
+    """For a bad recipe, and for an interrupt before there is anything to keep: imports alone take seconds."""
     try:
         yield
     except RecipeError as error:
         errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(BAD_RECIPE) from None
+    except KeyboardInterrupt:
+        _say_interrupted()
+        raise typer.Exit(INTERRUPTED) from None
 
 
 @contextmanager
@@ -132,10 +136,10 @@ def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
     return f"{checkpoint} is kept: {', or '.join(options)}"
 
 
-def _say_interrupted(kept: str) -> None:
+def _say_interrupted(kept: str | None = None) -> None:
     # Ctrl-C reaches every process of a launcher.
     if int(os.environ.get("RANK", "0")) == 0:
-        errors.print(f"\nInterrupted: {kept}.", markup=False)
+        errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.", markup=False)
 
 
 @app.command()
@@ -148,7 +152,7 @@ def train(
     ] = True,
 ) -> None:
     """Train the model of a recipe, with checkpoints, and save it."""
-    with _one_sentence_for_a_bad_recipe():
+    with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.output import last_checkpoint
         from pylate_fastmaxsim.recipes.report import training_table
@@ -180,7 +184,7 @@ def mine(
     ] = True,
 ) -> None:
     """Find hard negatives for a recipe, let its teacher score them, and write the data it trains on."""
-    with _one_sentence_for_a_bad_recipe():
+    with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from accelerate import PartialState
 
@@ -215,14 +219,14 @@ def compare(
     ] = None,
 ) -> None:
     """Train a recipe the stock way and the fast way and show both side by side."""
-    with _one_sentence_for_a_bad_recipe():
+    with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         if output is not None:
             loaded = replace(loaded, output_dir=str(output))
         from pylate_fastmaxsim.recipes.compare import RESULT_FILE, RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.compare import compare as run
-        from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
-        from pylate_fastmaxsim.recipes.report import comparison_table, draw_comparison, sweep_table
+        from pylate_fastmaxsim.recipes.figures import draw_comparison
+        from pylate_fastmaxsim.recipes.html_report import write_html
 
         batch_sizes = parse_sweep(sweep) if sweep is not None else []
         result = Path(loaded.output_dir, RESULT_FILE)
@@ -231,6 +235,8 @@ def compare(
             with _one_sentence_for_a_full_disk(lambda: f"the steps of each run are in {result.parent / 'compare'}"):
                 with _progress() as on_progress:
                     comparison = run(loaded, on_progress, batch_sizes)
+                # Before anything that may fail: it took long to measure.
+                _show_comparison(comparison)
                 draw_comparison(comparison, result.with_suffix(".png"))
                 write_html(comparison, result.with_suffix(".html"))
         except RunFailed as error:
@@ -239,13 +245,19 @@ def compare(
         except KeyboardInterrupt:
             errors.print("\nInterrupted: a comparison is not resumed, the same command starts it again.")
             raise typer.Exit(INTERRUPTED) from None
+    typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
+
+
+def _show_comparison(comparison: dict[str, Any]) -> None:
+    from pylate_fastmaxsim.recipes.html_report import sweep_sentence
+    from pylate_fastmaxsim.recipes.report import comparison_table, sweep_table
+
     plain.print(comparison_table(comparison))
     if points := comparison.get("sweep"):
         plain.print(sweep_table(points))
         plain.print(sweep_sentence(points), highlight=False, soft_wrap=True)
     for warning in comparison["runs"]["fast"].get("warnings", ()):
         errors.print(f"fast run: {warning}", style="yellow", markup=False, highlight=False)
-    typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
 
 
 class _Rate(ProgressColumn):
@@ -290,7 +302,7 @@ def _progress():
 @app.command()
 def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels that training a recipe needs, so that its first step finds them on disk."""
-    with _one_sentence_for_a_bad_recipe():
+    with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.report import warmup_table
         from pylate_fastmaxsim.recipes.warmup import nothing_to_compile, warm_up
@@ -317,7 +329,8 @@ def tune(
     d: Annotated[int, typer.Option("--d", min=1, help="Size of a token vector.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="Of the token vectors.")] = Dtype.bf16,
     budget: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="How long to search; an equal part for each family of kernels.")
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long to search; an equal part for each family of kernels."),
     ] = 300.0,
 ) -> None:
     """Measure the tiles of the kernels on this GPU and print rows for the tables in kernels/launch.py."""

@@ -10,11 +10,13 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -22,6 +24,7 @@ from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
@@ -30,6 +33,7 @@ from pylate_fastmaxsim.recipes.train import require_trainable, training_argument
 
 MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"
+LOCK_FILE = "compare.lock"
 NOT_RUN = "not run"
 WARM_UP_STEPS = 5
 SWEEP_STEPS = 9
@@ -81,7 +85,8 @@ def compare(
     Raises
     ------
     RecipeError
-        The recipe does not fit its data, or this is one of several processes of a launcher.
+        The recipe does not fit its data, this is one of several processes of a launcher, or another command compares in
+        ``output_dir`` at this moment.
     RunFailed
         With the last line of error of the run. What was measured before is in ``compare.json``.
     """
@@ -89,13 +94,24 @@ def compare(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare measures on one device; start it without a distributed launcher.")
     _require_trainable(recipe)
+    directory = Path(recipe.output_dir)
+    taken = f"output_dir: another command compares in {directory}; wait until it ends, or choose another folder."
+    with only_command("output_dir", directory, LOCK_FILE, taken):
+        return _compare(recipe, directory, on_progress, batch_sizes, begun)
+
+
+def _compare(
+    recipe: Recipe, directory: Path, on_progress: OnProgress, batch_sizes: Sequence[int], begun: float
+) -> dict[str, Any]:
     prepared = prepare(recipe)
     # Both runs would fail on these: better here, before anything is written. It also downloads them once.
-    load_data(prepared)
-    if batch_sizes:
-        load_data(_of_size(prepared, max(batch_sizes)))
+    data = load_data(prepared)
+    rows = len(data.train) + len(data.held_out or ())
+    if batch_sizes and max(batch_sizes) > rows:
+        raise RecipeError(
+            f"--sweep: batch_size must be at most {rows}, as many rows as the data has, got {max(batch_sizes)}."
+        )
     load_model(prepared.model, "cpu", recipe.training.seed)
-    directory = Path(recipe.output_dir)
     make_directory("output_dir", directory / "compare")
     # Before training both have the same model, so one of them evaluates it.
     options = {"stock": (), "fast": ("--untrained",)}
@@ -191,7 +207,7 @@ def _run(
     recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
     command = [sys.executable, "-c", _program(), str(recipe_file), str(steps_file), str(result_file), *options]
     variables = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
-    with open(log_file, "w", encoding="utf-8") as log:
+    with open(log_file, "w", encoding="utf-8") as log, _ended_by_signals():
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
         try:
             while child.poll() is None:
@@ -210,10 +226,35 @@ def _run(
     raise RunFailed(f"The {name} failed: {_last_line(log_file)} (see {log_file})")
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn the signals that end a process into an exception, for what it started to be ended as well."""
+
+    def end(signum: int, frame: object) -> NoReturn:
+        sys.exit(128 + signum)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one of them
+                previous[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def _program() -> str:
-    """Code that finds modules where this process does: ``-m`` would look for them in the working directory first."""
+    """Code that finds modules where this process does: ``-m`` would look for them in the working directory first.
+
+    On Linux it is killed when this process ends, however that ends.
+    """
     places = [place for place in sys.path if isinstance(place, str)]
-    return f"import sys; sys.path[:] = {places!r}; from pylate_fastmaxsim.recipes.measure import main; main()"
+    # PR_SET_PDEATHSIG, SIGKILL
+    with_parent = "import ctypes; ctypes.CDLL(None).prctl(1, 9); " if sys.platform == "linux" else ""
+    start = "from pylate_fastmaxsim.recipes.measure import main; main()"
+    return f"{with_parent}import sys; sys.path[:] = {places!r}; {start}"
 
 
 def _progress(name: str, steps: list[dict[str, Any]], log_file: Path) -> Progress:

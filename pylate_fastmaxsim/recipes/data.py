@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,22 +44,52 @@ def load_data(recipe: Recipe) -> RecipeData:
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
     dataset = _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
-    held_out = recipe.evaluation.rows
     dataset = dataset.shuffle(seed=recipe.data.seed)
     if recipe.data.max_rows is not None:
         dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
-    if len(dataset) < held_out + recipe.training.per_device_train_batch_size:
-        raise RecipeError(
-            f"evaluation.rows must leave at least one training batch, but the data has {len(dataset)} rows, "
-            f"{held_out} are held out and a batch takes {recipe.training.per_device_train_batch_size}."
-        )
+    train, held_out = _split(dataset, recipe.evaluation.rows)
+    _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
     if recipe.evaluation.beir is not None:
-        return RecipeData(dataset, collection=load_collection(recipe.evaluation))
+        return RecipeData(train, collection=load_collection(recipe.evaluation))
     if recipe.evaluation.nano_beir is not None:
-        return RecipeData(dataset, nano_beir=load_nano_beir(recipe.evaluation))
-    if not held_out:
-        return RecipeData(dataset)
-    return RecipeData(dataset.select(range(held_out, len(dataset))), dataset.select(range(held_out)))
+        return RecipeData(train, nano_beir=load_nano_beir(recipe.evaluation))
+    return RecipeData(train, held_out)
+
+
+def _split(dataset: Dataset, rows: int) -> tuple[Dataset, Dataset | None]:
+    """Rows to train on, and the rows of as many whole queries, the first ones, as it takes to hold out ``rows``."""
+    if not rows:
+        return dataset, None
+    query = dataset.column_names[0]
+    queries = dataset.select_columns([query])[:][query]
+    rows_of = Counter(queries)  # in the order of the rows
+    taken, held_out = 0, set()
+    for text, count in rows_of.items():
+        if taken >= rows:
+            break
+        held_out.add(text)
+        taken += count
+    parts: tuple[list[int], list[int]] = ([], [])
+    for row, text in enumerate(queries):
+        parts[text in held_out].append(row)
+    return dataset.select(parts[0]), dataset.select(parts[1])
+
+
+def _require_a_batch(recipe: Recipe, rows: int, held_out: int) -> None:
+    """Refuse data of which the trainer would make no batch; one that is not full is one where it is not dropped."""
+    size = recipe.training.per_device_train_batch_size
+    least = size if recipe.training.dataloader_drop_last else 1
+    if rows >= least:
+        return
+    if held_out:
+        raise RecipeError(
+            f"evaluation.rows must leave at least one training batch, but the data has {rows + held_out} rows, "
+            f"{held_out} are held out and a batch takes {least}."
+        )
+    raise RecipeError(
+        f"training.per_device_train_batch_size must be at most {rows}, as many rows as the data has, got {size}; lower it "
+        "or set training.dataloader_drop_last to false."
+    )
 
 
 def _load_mined(recipe: Recipe) -> Dataset:

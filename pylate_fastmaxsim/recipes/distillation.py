@@ -24,6 +24,8 @@ COLUMNS = {
     "documents": ("document_id", "text"),
 }
 
+NOT_CAST = (pa.ArrowInvalid, pa.ArrowNotImplementedError)
+
 # For each batch of rows the ids of all documents are hashed once more, so batches are large.
 ROWS_PER_LOOKUP = 200_000
 
@@ -70,7 +72,7 @@ def load_distillation(data: DataSection) -> Dataset:
     n_ways = _number_of_ways(data, train)
     with progress_shown():
         rows = train.with_format("arrow").map(
-            _Resolve(_ids(queries, "query_id"), _ids(documents, "document_id"), n_ways, texts),
+            _Resolve(_ids(queries, "query_id", "queries"), _ids(documents, "document_id", "documents"), n_ways, texts),
             batched=True,
             batch_size=ROWS_PER_LOOKUP,
             remove_columns=train.column_names,
@@ -78,7 +80,7 @@ def load_distillation(data: DataSection) -> Dataset:
                 {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
             ),
             # Of the tables and not of the ids in memory, which would take long to hash.
-            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 2]),
+            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 3]),
             desc="Looking up document ids",
         )
     return rows.with_transform(Texts(queries, documents))
@@ -91,18 +93,28 @@ def _parsed(train: Dataset) -> Dataset:
     ]
     if not written:
         return train
+    lists = {name: Sequence(Value("string" if name == "document_ids" else "float64")) for name in written}
     with progress_shown():
-        return train.map(_parse, fn_kwargs={"columns": written}, desc="Reading lists")
+        return train.map(
+            _parse, fn_kwargs={"columns": written}, features=Features({**train.features, **lists}), desc="Reading lists"
+        )
 
 
 def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
-    try:
-        return {name: ast.literal_eval(row[name]) for name in columns}
-    except (ValueError, SyntaxError):
-        raise RecipeError(
-            f"data.name: the subset train holds {' and '.join(columns)} as text, which is "
-            f"not a list in the row of query_id {row['query_id']}."
-        ) from None
+    parsed = {}
+    for name in columns:
+        kind, wanted = (str, "ids") if name == "document_ids" else (float, "numbers")
+        try:
+            values = ast.literal_eval(row[name])
+            if not isinstance(values, (list, tuple)):
+                raise ValueError
+            parsed[name] = [None if value is None else kind(value) for value in values]
+        except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError):
+            raise RecipeError(
+                f"data.name: {name!r} of the subset train is text, which is not a list of {wanted} in the row of query_id "
+                f"{row['query_id']}."
+            ) from None
+    return parsed
 
 
 def _number_of_ways(data: DataSection, train: Dataset) -> int:
@@ -132,14 +144,25 @@ def _number_of_ways(data: DataSection, train: Dataset) -> int:
 def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
     """How many values each list of a column holds; none where there is no list. ``where`` begins the error."""
     kind = table[name].type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise RecipeError(f"{where} must hold lists, but it holds {kind}.")
     return pc.fill_null(pc.list_value_length(table[name]), 0)
 
 
-def _ids(table: Dataset, column: str) -> pa.ChunkedArray:
-    # As text: the same id may be a number in one table and text in the other.
-    return pc.cast(table.select_columns([column]).with_format("arrow")[:][column], pa.string())
+def _ids(table: Dataset, column: str, subset: str) -> pa.ChunkedArray:
+    return _as_text(table.select_columns([column]).with_format("arrow")[:][column], column, subset)
+
+
+def _as_text(ids: pa.ChunkedArray, column: str, subset: str) -> pa.ChunkedArray:
+    """As text: the same id may be a number in one table and text in the other. A missing one would match another."""
+    where = f"data.name: {column!r} of the subset {subset}"
+    try:
+        ids = pc.cast(ids, pa.string())
+    except NOT_CAST:
+        raise RecipeError(f"{where} must hold ids, but it holds {ids.type}.") from None
+    if ids.null_count:
+        raise RecipeError(f"{where} must hold ids, but some are missing.")
+    return ids
 
 
 class _Resolve:
@@ -161,7 +184,13 @@ class _Resolve:
         first = {name: pc.list_slice(table[name], 0, self.n_ways) for name in ("document_ids", "scores")}
         queries = _rows("query_id", table["query_id"], self.query_ids, "queries")
         documents = _rows("document_ids", pc.list_flatten(first["document_ids"]), self.document_ids, "documents")
-        scores = pc.cast(pc.list_flatten(first["scores"]), pa.float32())
+        scores = pc.list_flatten(first["scores"])
+        try:
+            scores = pc.cast(scores, pa.float32())
+        except NOT_CAST:
+            raise RecipeError(
+                f"data.name: 'scores' of the subset train must be numbers, but some {scores.type} are none."
+            ) from None
         if scores.null_count or not pc.all(pc.is_finite(scores)).as_py():
             raise RecipeError(
                 "data.name: 'scores' of the subset train must be finite numbers, but some are missing, nan or infinite."
@@ -182,7 +211,7 @@ class _Resolve:
 
 def _rows(column: str, ids: pa.ChunkedArray, known: pa.ChunkedArray, subset: str) -> pa.ChunkedArray:
     """Row numbers, int64, of ids in the table that has them."""
-    ids = pc.cast(ids, pa.string())
+    ids = _as_text(ids, column, "train")
     rows = pc.index_in(ids, value_set=known)
     if rows.null_count:
         missing = ids[pc.index(pc.is_null(rows), True).as_py()]

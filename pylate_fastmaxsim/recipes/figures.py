@@ -1,62 +1,86 @@
-"""Figures of a comparison that stand alone: losses, bars, phases, padding, and what a batch size costs."""
+"""Figures of a comparison: the picture of it all, and alone losses, bars, phases, padding, and what a batch size costs."""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.phases import PHASES
-from pylate_fastmaxsim.recipes.report import COLORS, GIBIBYTE, LABELS, draw_bars, draw_losses, plt
+from pylate_fastmaxsim.recipes.report import GIBIBYTE, LABELS, headline
 
+COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
 PHASE_COLORS = dict(zip(PHASES, ("#74b816", "#1c7ed6", "#d9480f", "#7048e8", "#868e96"), strict=True))
 TOKEN_COLORS = {"documents": "#1c7ed6", "queries": "#99c9ef", "padding": "#dee2e6"}
 
 
-def svg(draw: Callable[[plt.Figure], None], width: float, height: float) -> str:
+def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
+    """Loss curves on the left; step time, peak memory and padding as bars on the right."""
+    runs = comparison["runs"]
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
+    _draw_losses(figure.add_subplot(grid[0]), runs)
+    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
+    _draw_bars(figure.add_subplot(grid[1]), "median step (s)", runs, seconds)
+    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
+    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
+    _draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
+    padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
+    _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
+    # A name may have dollar signs, which are no formula.
+    figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left", parse_math=False)
+    figure.savefig(file, dpi=150)
+
+
+def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
     """What ``draw`` puts on a figure of ``width`` x ``height`` inches, as the text of an SVG file."""
-    figure = plt.figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     draw(figure)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
-    plt.close(figure)
     return text.getvalue()
 
 
-def losses(runs: dict[str, Any]) -> Callable[[plt.Figure], None]:
+def losses(runs: dict[str, Any]) -> Callable[[Figure], None]:
     """Both loss curves."""
-    return lambda figure: draw_losses(figure.add_subplot(), runs)
+    return lambda figure: _draw_losses(figure.add_subplot(), runs)
 
 
-def time_and_memory(runs: dict[str, Any]) -> Callable[[plt.Figure], None]:
+def time_and_memory(runs: dict[str, Any]) -> Callable[[Figure], None]:
     """Median step and peak memory as bars."""
 
-    def draw(figure: plt.Figure) -> None:
+    def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
-        draw_bars(left, "median step (s)", runs, seconds)
+        _draw_bars(left, "median step (s)", runs, seconds)
         memory = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
         peak, before = ({mode: x[key] / GIBIBYTE for mode, x in memory.items()} for key in ("peak", "before"))
-        draw_bars(right, "peak memory (GiB), pale: before training", runs, peak, before)
+        _draw_bars(right, "peak memory (GiB), pale: before training", runs, peak, before)
 
     return draw
 
 
-def phases(runs: dict[str, Any]) -> Callable[[plt.Figure], None]:
+def phases(runs: dict[str, Any]) -> Callable[[Figure], None]:
     """One bar per run, cut into the phases of a step."""
     parts = {mode: run["phases"] for mode, run in runs.items() if "phases" in run}
     return _stacked(parts, PHASE_COLORS, "seconds of a step")
 
 
-def tokens(runs: dict[str, Any]) -> Callable[[plt.Figure], None]:
+def tokens(runs: dict[str, Any]) -> Callable[[Figure], None]:
     """One bar per run: what the encoder was given, and how much of it was padding."""
     parts = {mode: run["tokens_per_step"] for mode, run in runs.items() if "tokens_per_step" in run}
     return _stacked(parts, TOKEN_COLORS, "tokens that the encoder computed in a step")
 
 
-def _stacked(parts: dict[str, dict[str, float]], colors: dict[str, str], title: str) -> Callable[[plt.Figure], None]:
-    def draw(figure: plt.Figure) -> None:
+def _stacked(parts: dict[str, dict[str, float]], colors: dict[str, str], title: str) -> Callable[[Figure], None]:
+    def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         for place, values in enumerate(parts.values()):
             begin = 0.0
@@ -74,13 +98,13 @@ def _stacked(parts: dict[str, dict[str, float]], colors: dict[str, str], title: 
     return draw
 
 
-def sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None = None) -> Callable[[plt.Figure], None]:
+def sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None = None) -> Callable[[Figure], None]:
     """Step time and peak memory against batch size; a cross is the first size that ran out of memory.
 
     ``capacity`` is how much memory the device has, in bytes.
     """
 
-    def draw(figure: plt.Figure) -> None:
+    def draw(figure: Figure) -> None:
         time, memory = figure.subplots(1, 2)
         _draw_points(time, "median step (s)", points, lambda point: point["step_seconds"])
         _draw_points(memory, "peak memory (GiB)", points, lambda point: point["memory"]["peak"] / GIBIBYTE)
@@ -92,7 +116,7 @@ def sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None = None) 
 
 
 def _draw_points(
-    axes: plt.Axes,
+    axes: Axes,
     title: str,
     points: dict[str, list[dict[str, Any]]],
     value: Callable[[dict[str, Any]], float],
@@ -114,3 +138,37 @@ def _draw_points(
     axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
     axes.set(xlabel="batch size", title=title)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
+    styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
+    for mode, run in runs.items():
+        score = run.get("ndcg@10")
+        label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]
+        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **styles[mode])
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_bars(
+    axes: Axes, title: str, runs: dict[str, Any], values: dict[str, float], pale: dict[str, float] | None = None
+) -> None:
+    """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
+    for place, (mode, run) in enumerate(runs.items()):
+        if run["status"] != FINISHED or mode not in values:
+            axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
+            continue
+        axes.bar(place, values[mode], width=0.65, color=COLORS[mode])
+        if pale:
+            axes.bar(place, pale[mode], width=0.65, color="white", alpha=0.6)
+        axes.text(place, values[mode], f"{values[mode]:.3g}", ha="center", va="bottom")
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.set_xlim(-0.6, len(runs) - 0.4)
+    axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)

@@ -119,16 +119,19 @@ def dump_recipe(recipe: Recipe) -> str:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # Where a mapping is read and not where it is built: by then `<<` may have brought in keys of another.
+        node = super().compose_mapping_node(anchor)
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            merges = key_node.tag == "tag:yaml.org,2002:merge"
+            key = key_node.value if merges else self.construct_object(key_node, deep=True)
             if not isinstance(key, typing.Hashable):
                 continue  # which SafeLoader refuses
             if key in seen:
                 raise RecipeError(f"{key!r} is given twice (line {key_node.start_mark.line + 1}); give it once.")
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -151,6 +154,8 @@ def _parse_yaml(text: str, where: str) -> Any:
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it cannot be read"
         raise RecipeError(f"{where}{line}: not valid YAML: {problem}.") from None
+    except RecursionError:
+        raise RecipeError(f"{where}: its sections are nested deeper than can be read.") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -225,7 +230,7 @@ def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(kind, value, path)
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             value = float(value)
     if not _is_a(value, kind) or not _is_within(value, limits):
         raise RecipeError(f"{path} must be {_allowed(hint, limits)}, got {value!r}.")

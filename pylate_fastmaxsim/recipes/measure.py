@@ -21,7 +21,9 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
+from pylate_fastmaxsim.recipes.counted import Counted
 from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.disk import write_whole_text
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.model import load_model
@@ -139,32 +141,20 @@ def _trainers(recipe: Recipe) -> tuple[type[Trainer], type[Trainer]]:
     return MeasuredPageTrainer, PagePhaseTrainer
 
 
-class MeasuredTrainer(SentenceTransformerTrainer):
-    """The trainer, with the loss and the tokens of the current step kept as ``measured``.
-
-    ``encoded`` counts the tokens that the encoder was given, so it includes padding and leaves out
-    what was packed away. A first pass without gradients (GradCache) does not count twice.
-    """
+class MeasuredTrainer(Counted, SentenceTransformerTrainer):
+    """The trainer of text encoders, which counts; not twice what GradCache encodes without gradients first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.measured: dict[str, Any] = {}
-        self.start_step()
         encoder = self.model[0].auto_model
         self.stop_counting = encoder.register_forward_pre_hook(self._count_encoded, with_kwargs=True).remove
 
-    def start_step(self) -> None:
-        self.measured = {"loss": 0.0, "documents": 0, "live": 0, "query_tokens": 0, "encoded": 0}
-
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def count(self, inputs: dict[str, Any]) -> None:
         (queries, *documents), _ = self.collect_features(inputs)
         self.measured["query_tokens"] += queries["input_ids"].numel()
         for column in documents:
             self.measured["documents"] += len(column["attention_mask"])
             self.measured["live"] += column["attention_mask"].sum()
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self.measured["loss"] += loss.detach()
-        return loss
 
     def _count_encoded(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -174,7 +164,7 @@ class MeasuredTrainer(SentenceTransformerTrainer):
 class _StepWriter(TrainerCallback):
     """Writes one line per optimizer step; its time runs from the end of the last step, data loading included."""
 
-    def __init__(self, trainer: MeasuredTrainer, lines: Any) -> None:
+    def __init__(self, trainer: Counted, lines: Any) -> None:
         self.trainer = trainer
         self.lines = lines
         self.last = 0.0
@@ -248,4 +238,5 @@ def main() -> None:
         result = measure(recipe, arguments.steps, arguments.steps_only, arguments.untrained)
     except RecipeError as error:
         sys.exit(str(error))  # the last line of the log, which the parent quotes
-    arguments.result.write_text(json.dumps(result), encoding="utf-8")
+    # Whole: the parent takes what is there for the result, also of a run that was killed.
+    write_whole_text(arguments.result, json.dumps(result))

@@ -41,7 +41,7 @@ SPECIAL_TOKENS = {
 }
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 # What a size or an option that a model cannot have is met with, up to no memory for it.
-BAD_VALUE = (ValueError, TypeError, RuntimeError)
+BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
@@ -230,4 +230,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=8192, **SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=8192,
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token types, which ModernBERT refuses
+        **SPECIAL_TOKENS,
+    )

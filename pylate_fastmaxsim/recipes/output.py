@@ -30,6 +30,7 @@ CHECKPOINT_LAST_FILE = "trainer_state.json"
 # What a run may change when it goes on from a checkpoint: none of it changes what is learned.
 FREE_TO_CHANGE = {
     "name",
+    "output_dir",  # the same folder under another name, or moved: its checkpoints are what is there
     "training.logging_steps",
     "training.save_steps",
     "training.save_total_limit",

@@ -1,25 +1,18 @@
-"""The result of a comparison for people: a table for the terminal and a picture."""
+"""Results for people: tables for the terminal, and numbers as text."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.table import Table
 
 from pylate_fastmaxsim.recipes.measure import FINISHED
 from pylate_fastmaxsim.recipes.phases import PHASES
 from pylate_fastmaxsim.recipes.warmup import WarmStep
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend must be chosen first)
-from matplotlib.ticker import MaxNLocator  # noqa: E402
-
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
-COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
 METRICS = {
     "ndcg@10": "nDCG@10",
     "mrr@10": "MRR@10",
@@ -115,24 +108,6 @@ def form(pattern: str, value: float | None) -> str:
     return "-" if value is None else pattern.format(value)
 
 
-def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
-    """Loss curves on the left; step time, peak memory and padding as bars on the right."""
-    runs = comparison["runs"]
-    figure = plt.figure(figsize=(11, 4.6), layout="constrained")
-    grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
-    draw_losses(figure.add_subplot(grid[0]), runs)
-    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
-    draw_bars(figure.add_subplot(grid[1]), "median step (s)", runs, seconds)
-    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
-    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
-    draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
-    padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
-    draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
-    figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left")
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
-
-
 def headline(comparison: dict[str, Any]) -> str:
     """One line over the picture."""
     summary, recipe = comparison["summary"], comparison["recipe"]["name"]
@@ -143,40 +118,6 @@ def headline(comparison: dict[str, Any]) -> str:
         f"{recipe} on {device(comparison)}: {summary['speedup']:.2f}x as fast per step, "
         f"{summary['peak_memory']:.0%} of the peak memory"
     )
-
-
-def draw_losses(axes: plt.Axes, runs: dict[str, Any]) -> None:
-    styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
-    for mode, run in runs.items():
-        score = run.get("ndcg@10")
-        label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
-        losses = [math.nan if loss is None else loss for loss in run["losses"]]
-        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **styles[mode])
-    axes.set(xlabel="step", ylabel="training loss")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_bars(
-    axes: plt.Axes, title: str, runs: dict[str, Any], values: dict[str, float], pale: dict[str, float] | None = None
-) -> None:
-    """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
-    for place, (mode, run) in enumerate(runs.items()):
-        if run["status"] != FINISHED or mode not in values:
-            axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
-            continue
-        axes.bar(place, values[mode], width=0.65, color=COLORS[mode])
-        if pale:
-            axes.bar(place, pale[mode], width=0.65, color="white", alpha=0.6)
-        axes.text(place, values[mode], f"{values[mode]:.3g}", ha="center", va="bottom")
-    axes.set_title(title, fontsize=10)
-    axes.set_xticks(range(len(runs)), list(runs))
-    axes.set_xlim(-0.6, len(runs) - 0.4)
-    axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
-    axes.set_yticks([])
-    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def sweep_table(sweep: dict[str, list[dict[str, Any]]]) -> Table:

@@ -13,6 +13,9 @@ class RecipeError(ValueError):
 # Of sizes that are handed to code which counts in 32 bits with a sign.
 INT32_MAX = 2**31 - 1
 
+# Adam's first step is ten times as long, which must be a number in fp32.
+LARGEST_RATE = 1e37
+
 # What NumPy takes, whose random numbers the trainer seeds as well.
 LARGEST_SEED = 2**32 - 1
 
@@ -36,7 +39,7 @@ class BuildSection:
     num_hidden_layers: int = key(4, minimum=1)
     num_attention_heads: int = key(2, minimum=1)
     intermediate_size: int = key(256, minimum=1)
-    local_attention: int = key(128, minimum=2)
+    local_attention: int = key(128, minimum=2, maximum=INT32_MAX)
     global_attn_every_n_layers: int = key(3, minimum=1)
     dropout: float = key(0.0, minimum=0, maximum=1)
 
@@ -70,8 +73,8 @@ class ModelSection:
     name_or_path: str | None = key(None, path=True)
     build: BuildSection | None = None
     embedding_size: int | None = key(None, minimum=1, maximum=INT32_MAX)
-    query_length: int | None = key(None, minimum=3)
-    document_length: int | None = key(None, minimum=3)
+    query_length: int | None = key(None, minimum=3, maximum=INT32_MAX)
+    document_length: int | None = key(None, minimum=3, maximum=INT32_MAX)
     do_query_expansion: bool | None = None
     attend_to_expansion_tokens: bool | None = None
     config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -198,10 +201,10 @@ class TrainingSection:
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)
-    gradient_accumulation_steps: int = key(1, minimum=1)
+    gradient_accumulation_steps: int = key(1, minimum=1, maximum=INT32_MAX)
     num_train_epochs: float = key(1.0, minimum=0)
     max_steps: int | None = key(None, minimum=1)
-    learning_rate: float = key(3e-6, minimum=0)
+    learning_rate: float = key(3e-6, minimum=0, maximum=LARGEST_RATE)
     lr_scheduler_type: str = "linear"
     warmup_steps: int = key(0, minimum=0)
     weight_decay: float = key(0.0, minimum=0)
@@ -242,7 +245,8 @@ class EvaluationSection:
     """Retrieval, once at the end, of one of three kinds or of none.
 
     ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
-    scored by the processor of the model. PyLate's evaluators add, for rows with a column of negatives, the accuracy of
+    scored by the processor of the model. They are all rows of as many queries as it takes, so that no query is both
+    trained on and evaluated, and somewhat more where queries stand in several rows. PyLate's evaluators add, for rows with a column of negatives, the accuracy of
     triplets (how often the positive scores higher than the first negative) and, for distillation, the KL divergence
     from the teacher's scores.
 

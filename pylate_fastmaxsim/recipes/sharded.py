@@ -1,4 +1,4 @@
-"""The trainer, with what it lacks for a model that FSDP divides among the processes."""
+"""Trainers, with what they lack for a model that FSDP divides among the processes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ import copy
 import os
 from typing import Any
 
+import torch
 from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer
 
 
-class RecipeTrainer(SentenceTransformerTrainer):
-    """Saves, resumes and hands back whole models, also under FSDP.
+class Undivided:
+    """Gives a trainer that it is mixed into ``_whole``: the model from before FSDP divided it, to put gathered weights into.
 
-    The trainer of Sentence Transformers saves the model as the process sees it, which under FSDP is a part of it.
-    Here the main process keeps a copy of the model from before it was divided, to put gathered weights into.
+    The main process has it, and none where nothing is divided.
     """
 
-    def __init__(self, model: ColBERT, **kwargs: Any) -> None:
+    def __init__(self, model: torch.nn.Module, **kwargs: Any) -> None:
         wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         self._whole = copy.deepcopy(model).cpu() if wanted and kwargs["args"].should_save else None
         super().__init__(model=model, **kwargs)
         if self.is_fsdp_enabled:
             # Parts in files of their own could only be read again by as many processes.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+
+class RecipeTrainer(Undivided, SentenceTransformerTrainer):
+    """Saves, resumes and hands back whole models, also under FSDP.
+
+    The trainer of Sentence Transformers saves the model as the process sees it, which under FSDP is a part of it.
+    """
 
     def whole_model(self) -> ColBERT | None:
         """The model with all of its weights. Every process must ask; under FSDP only the main process is answered."""

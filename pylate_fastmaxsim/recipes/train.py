@@ -325,16 +325,8 @@ def plugin_off(fast: FastSection) -> str | None:
 
 def switched(fast: FastSection) -> AbstractContextManager:
     """The plugin with the recipe's options, on or off, for the length of a ``with`` block."""
-    if not fast.enabled:
-        return nullcontext()
-    return pylate_fastmaxsim.enabled(
-        padding_free=fast.padding_free,
-        compile=fast.compile,
-        stock_masking=fast.stock_masking,
-        grad_filter=fast.grad_filter,
-        ring=fast.ring,
-        fused_head=fast.fused_head,
-    )
+    options = asdict(fast)
+    return pylate_fastmaxsim.enabled(**options) if options.pop("enabled") else nullcontext()
 
 
 def evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData) -> dict[str, float | None]:

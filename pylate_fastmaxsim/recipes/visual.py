@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,9 +23,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainingArguments
 
+from pylate_fastmaxsim.recipes.counted import Counted
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16
 from pylate_fastmaxsim.recipes.phases import Phases
 from pylate_fastmaxsim.recipes.schema import LoraSection, ModelSection
+from pylate_fastmaxsim.recipes.sharded import Undivided
 
 CLASSES = {
     "colpali": (models.ColPali, models.ColPaliProcessor),
@@ -148,16 +148,12 @@ def build_page_trainer(
     )
 
 
-class PageTrainer(ContrastiveTrainer):
-    """colpali-engine's trainer, which hands back whole models, also under FSDP; see ``RecipeTrainer``."""
+class PageTrainer(Undivided, ContrastiveTrainer):
+    """colpali-engine's trainer, which hands back whole models, also under FSDP."""
 
     def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
         self._retriever = retriever
-        wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        self._whole = copy.deepcopy(retriever.model).cpu() if wanted and kwargs["args"].should_save else None
         super().__init__(model=retriever.model, **kwargs)
-        if self.is_fsdp_enabled:
-            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
     def whole_model(self) -> VisualRetriever | None:
         """The model with all of its weights. Every process must ask; under FSDP only the main process is answered."""
@@ -173,24 +169,13 @@ class PageTrainer(ContrastiveTrainer):
         return VisualRetriever(self._whole.to(self.args.device), self._retriever.processor)
 
 
-class MeasuredPageTrainer(PageTrainer):
-    """The trainer, with the loss and the tokens of the current step kept as ``measured``; see ``MeasuredTrainer``.
+class MeasuredPageTrainer(Counted, PageTrainer):
+    """The trainer of models of pages, which counts.
 
     A vision-language model is given every page padded to the longest of its batch, stock and fast.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.measured: dict[str, Any] = {}
-        self.start_step()
-
-    def start_step(self) -> None:
-        self.measured = {"loss": 0.0, "documents": 0, "live": 0, "query_tokens": 0, "encoded": 0}
-
-    def stop_counting(self) -> None:
-        """Nothing is left behind: tokens are counted where the batch comes in."""
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def count(self, inputs: dict[str, Any]) -> None:
         queries = inputs[f"{self.query_prefix}input_ids"].numel()
         self.measured["query_tokens"] += queries
         self.measured["encoded"] += queries
@@ -200,9 +185,6 @@ class MeasuredPageTrainer(PageTrainer):
                 self.measured["documents"] += mask.shape[:-1].numel()
                 self.measured["live"] += mask.sum()
                 self.measured["encoded"] += mask.numel()
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self.measured["loss"] += loss.detach()
-        return loss
 
 
 class PagePhaseTrainer(Phases, PageTrainer):
