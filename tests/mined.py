@@ -1,13 +1,17 @@
-"""What tests/test_mining_launched.py starts in two processes: mining, in which the second fails at a given file."""
+"""What tests/test_mining_launched.py starts in two processes: mining, in which the second fails at a given file, or reads late."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from pylate_fastmaxsim.recipes import mining_parts
+import numpy as np
+
+from pylate_fastmaxsim.recipes import mining_parts, mining_scores
 from pylate_fastmaxsim.recipes.commands import app
 
 RANK = int(os.environ["RANK"])
@@ -24,5 +28,12 @@ def noting(file: Path, writer) -> None:
     (folder / f"written-{RANK}.json").write_text(json.dumps(written))
 
 
+def load_late(file: Path) -> np.ndarray:
+    time.sleep(0.5)
+    return np.load(file)
+
+
 mining_parts.write_whole = noting
+if RANK == 1 and failing == "late":
+    mining_scores.np = SimpleNamespace(**vars(np) | {"load": load_late})
 app(["mine", str(folder / "mine.yaml")])

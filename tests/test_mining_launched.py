@@ -88,6 +88,12 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
     assert done.stderr.count("Asking the teacher (process 1 of 2): 100%") >= 1
 
 
+def test_the_parts_stay_until_both_have_read_them(recipe, tmp_path):
+    done = two_processes(tmp_path, "late")
+    assert done.returncode == 0, done.stderr
+    assert_same(tmp_path)
+
+
 def test_two_processes_are_refused_while_another_command_mines(recipe, tmp_path):
     unfinished = tmp_path / "mined.unfinished"
     with only_command("data.name", unfinished, mining.LOCK_FILE, ""):

@@ -125,6 +125,8 @@ def _mine(
             "the search is kept, or raise mining.range_max, for which it begins anew."
         )
     graded = grade(teacher, pairs, candidates, section, work)
+    # All have read the parts before the main process removes them.
+    processes.wait_for_everyone()
     summary = {
         "queries": len(pairs.queries),
         "documents": len(pairs.documents),
