@@ -68,7 +68,7 @@ def quickstart_table() -> str:
     ]
     lines = ["| | stock | fast |", "|---|---|---|", *("| " + " | ".join(row) + " |" for row in rows)]
     largest = f"at most {number(summary['largest_loss_difference'], '.1e')}"
-    if (step := summary.get("loss_difference_nan_from")) is not None:
+    if (step := summary["loss_difference_nan_from"]) is not None:
         largest = f"NaN, first at step {step}"
     return "\n".join(lines) + f"\n\n{summary['speedup']:.2f} times faster; the loss curves differ by {largest}."
 

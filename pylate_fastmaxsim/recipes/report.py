@@ -66,7 +66,7 @@ def caption(comparison: dict[str, Any]) -> str:
     """What the numbers mean, how close the two runs stayed and how long all took, in a few sentences."""
     steps = min(run["steps"] for run in comparison["runs"].values())
     difference = comparison["summary"]["largest_loss_difference"]
-    nan_from = comparison["summary"].get("loss_difference_nan_from")
+    nan_from = comparison["summary"]["loss_difference_nan_from"]
     largest = f"NaN, first at step {nan_from}" if nan_from is not None else form("{:.2g}", difference)
     curves = "" if largest == "-" else f" Largest difference of the loss curves over {steps} steps: {largest}."
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"

@@ -246,9 +246,9 @@ class EvaluationSection:
 
     ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
     scored by the processor of the model. They are all rows of as many queries as it takes, so that no query is both
-    trained on and evaluated, and somewhat more where queries stand in several rows. PyLate's evaluators add, for rows with a column of negatives, the accuracy of
-    triplets (how often the positive scores higher than the first negative) and, for distillation, the KL divergence
-    from the teacher's scores.
+    trained on and evaluated, and somewhat more where queries stand in several rows. PyLate's evaluators add, for rows
+    with a column of negatives, the accuracy of triplets (how often the positive scores higher than the first negative)
+    and, for distillation, the KL divergence from the teacher's scores.
 
     ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus.
     It is on the Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet
