@@ -132,17 +132,17 @@ def score_multi_vector(
     if len(qs) == 0 or len(ps) == 0:
         raise LeftToStock("there are no queries or no passages")
     device = device or get_torch_device("auto")
-    queries = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
+    padded = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
+    for some in padded:
+        check(some, padded[0], 3, 3)
+    queries = [_live(some).tokens for some in padded]
     columns = []
     for begin in range(0, len(ps), batch_size):
         # Stock pads the pages of such a batch to the longest; the shorter ones then hold rows of zeros.
-        padded = _padded(ps[begin : begin + batch_size], device)
-        for some in queries:
-            _check(some, padded, 3)
-        passages = _live(padded)
-        columns.append(
-            torch.cat([maxsim(_live(some).tokens, passages.tokens, zero_floor=passages.has_zeros) for some in queries])
-        )
+        pages = _padded(ps[begin : begin + batch_size], device)
+        _check(padded[0], pages, 3)
+        passages = _live(pages)
+        columns.append(torch.cat([maxsim(some, passages.tokens, zero_floor=passages.has_zeros) for some in queries]))
     return torch.cat([column.cpu() for column in columns], dim=1).float()
 
 

@@ -8,7 +8,8 @@ from pylate.utils import convert_to_tensor
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.pylate_scores import LeftToStock, check, masked_batch, own_documents, replaces
+from pylate_fastmaxsim.integrations.pylate_scores import masked_batch, replaces
+from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
