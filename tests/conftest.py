@@ -61,6 +61,14 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return folder
 
 
+@pytest.fixture
+def model(encoder: Callable[..., str]):
+    """A tiny ColBERT in float64."""
+    from models import load_model
+
+    return load_model(encoder("modernbert")).double()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     """Whatever a test enabled is off again for the next one."""

@@ -16,11 +16,6 @@ from pylate_fastmaxsim.integrations import packing
 from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX
 
 
-@pytest.fixture
-def model(encoder):
-    return load_model(encoder("modernbert")).double()
-
-
 def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
     pylate_fastmaxsim.enable()
     packing._mode(model, batch_of(model)[1:])

@@ -48,11 +48,6 @@ def mode_of(model) -> str:
     return next(iter(packing._modes[unwrap(model)].values()))
 
 
-@pytest.fixture
-def model(encoder):
-    return load_model(encoder("modernbert")).double()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "loss_class, options",

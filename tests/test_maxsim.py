@@ -8,8 +8,6 @@ import exactness
 import pytest
 import torch
 from strategies import ragged
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -181,98 +179,6 @@ def test_autocast_casts_as_einsum_does():
     assert not torch.equal(scores, maxsim(queries, documents))
 
 
-def test_nan_in_a_live_token_shows_and_elsewhere_does_not():
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(3, 4, 8, generator=generator)
-    documents = torch.randn(5, 6, 8, generator=generator)
-    queries_mask, documents_mask = torch.ones(3, 4), torch.ones(5, 6)
-    queries_mask[0, 1] = documents_mask[0, 2] = 0
-    queries[0, 1] = documents[0, 2] = torch.nan
-    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
-    assert maxsim(queries, documents, **masks).isfinite().all()
-    documents[3, 4, 0] = torch.nan
-    expected = torch.zeros(3, 5, dtype=torch.bool)
-    expected[:, 3] = True
-    for zero_floor in (None, torch.ones(5, dtype=torch.bool)):
-        assert torch.equal(maxsim(queries, documents, **masks, zero_floor=zero_floor).isnan(), expected)
-    queries[2, 0, 0] = torch.nan
-    expected[2] = True
-    assert torch.equal(maxsim(queries, documents, **masks).isnan(), expected)
-
-
-def test_nan_passes_a_gradient_so_that_a_gradient_scaler_sees_it():
-    queries = torch.randn(2, 4, 8, requires_grad=True)
-    documents = torch.randn(3, 6, 8)
-    documents[1] = torch.nan
-    documents.requires_grad_()
-    maxsim(queries, documents).logsumexp(dim=1).sum().backward()
-    assert queries.grad.isnan().any(dim=-1).all()
-    assert documents.grad[1].isnan().any()
-
-
-@pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 1], [1, 2]])], ids=["all", "candidates"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(candidates, bad):
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(2, 4, 8, generator=generator)
-    documents = torch.randn(3, 6, 8, generator=generator)
-    shape = (2, 3 if candidates is None else 2)
-    for side, named in ((0, torch.ones(shape)), (1, torch.ones(shape))):
-        inputs = [queries.clone(), documents.clone()]
-        inputs[side][1] = bad
-        # Of all pairs that the bad query or document is in, the gradient is 0.
-        columns = torch.arange(3).expand(2, 3) if candidates is None else candidates
-        named[1 if side == 0 else columns == 1] = 0
-        leaves = [each.requires_grad_() for each in inputs]
-        gradients = torch.autograd.grad(maxsim(*leaves, candidates), leaves, named)
-        assert all(gradient.isfinite().all() for gradient in gradients)
-        assert gradients[1 - side].any() and not gradients[side][1].any()
-        # NaN is not 0.
-        gradients = torch.autograd.grad(maxsim(*leaves, candidates), leaves, named * torch.nan)
-        assert all(gradient.isnan().any() for gradient in gradients)
-
-
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-@pytest.mark.parametrize("floor", [False, True])
-@pytest.mark.parametrize("few", [0, blocked.FEW_ELEMENTS], ids=["one by one", "many at once"])
-def test_what_is_not_finite_wins_as_in_the_definition(layout, floor, few, monkeypatch):
-    """The first NaN of a document, and -infinity where there is nothing better; masked tokens never."""
-    monkeypatch.setattr(blocked, "FEW_ELEMENTS", few)
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.inf, -1.0, 1.0, 2.0])
-    for _ in range(20):
-        queries, documents = batches(torch.float64, dim=1, documents=(7, 0, 2, 3, 9, 1))
-        some = torch.randint(2, len(numbers), documents.values.shape, generator=generator)
-        some[torch.rand(some.shape, generator=generator) < 0.1] -= 2
-        documents = documents.with_values(numbers.double()[some])
-        queries = queries.with_values(queries.values.sign())
-        candidates = CANDIDATES if layout == "candidates" else None
-        zero_floor = torch.rand(6, generator=generator) < 0.5 if floor else None
-        arguments = exactness.arguments(queries, documents, candidates, zero_floor)
-        scores, winners = blocked.forward(*arguments, True, "highest")
-        assert torch.equal(
-            exactness.winner_index(winners), reference.maxsim_winners(queries, documents, candidates, zero_floor)
-        )
-        torch.testing.assert_close(scores, reference.maxsim(queries, documents, candidates, zero_floor), equal_nan=True)
-
-
-def test_winners_of_nan_and_infinity():
-    documents = torch.tensor([[1.0, torch.nan, 2.0, torch.nan], [-torch.inf] * 4, [-torch.inf, -torch.inf, -1.0, -1.0]])
-    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 0], [1, 0, 1, 1]])
-    for function in (maxsim, lambda q, d: reference.maxsim(TokenBatch.from_padded(q), d)):
-        values = documents[..., None].clone().requires_grad_()
-        function(torch.ones(1, 1, 1), TokenBatch.from_padded(values, mask)).sum().backward()
-        assert values.grad.squeeze(-1).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
-
-
-def test_minus_infinity_is_a_score_and_no_live_token_is_zero():
-    queries = torch.tensor([[[1.0]]])
-    documents = torch.tensor([[[-torch.inf], [-torch.inf]], [[-torch.inf], [1.0]]])
-    mask = torch.tensor([[1, 1], [0, 0]])
-    assert maxsim(queries, documents, documents_mask=mask).tolist() == [[-torch.inf, 0.0]]
-    assert maxsim(queries, documents).tolist() == [[-torch.inf, 1.0]]
-
-
 def test_the_first_of_equal_maxima_gets_the_gradient():
     documents = torch.tensor([[[0.0], [2.0], [2.0]], [[2.0], [2.0], [-2.0]]], requires_grad=True)
     maxsim(torch.ones(1, 1, 1), documents).sum().backward()
@@ -441,95 +347,6 @@ JAGGED, STRIDED = (
 def test_errors_say_what_is_allowed(arguments, options, error, message):
     with pytest.raises(error, match=f"maxsim: .*{message}"):
         maxsim(*arguments, **options)
-
-
-@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
-@pytest.mark.parametrize("want_winners", [False, True])
-def test_opcheck(candidates, want_winners):
-    queries, documents = batches(dim=3)
-    values = [batch.values.nan_to_num().requires_grad_(want_winners) for batch in (queries, documents)]
-    arguments = (
-        *(values[0], queries.starts, queries.lengths, queries.keep),
-        *(values[1], documents.starts, documents.lengths, documents.keep),
-        *(candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless),
-    )
-    torch.library.opcheck(torch.ops.pylate_fastmaxsim.maxsim_forward.default, (*arguments, want_winners))
-    if want_winners:
-        detached = [x.detach() if torch.is_tensor(x) else x for x in arguments]
-        scores, winners = blocked.forward(*detached, True, "highest")
-        for needs in ((True, True), (True, False), (False, True)):
-            torch.library.opcheck(
-                torch.ops.pylate_fastmaxsim.maxsim_backward.default, (scores, winners, *detached, *needs)
-            )
-
-
-def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compilation():
-    def loss(queries, documents, queries_mask, documents_mask, candidates):
-        masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
-        all_pairs = maxsim(2 * queries, documents, **masks)
-        listed = maxsim(TokenBatch.from_padded(queries), documents, candidates, documents_mask=documents_mask)
-        return all_pairs.logsumexp(1).sum() + listed.sum()
-
-    def inputs(queries, query_length, documents, document_length):
-        shapes = (queries, query_length, 8), (documents, document_length, 8)
-        values = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        masks = [torch.rand(shape[:2]) < 0.7 for shape in shapes]
-        return *values, *masks, torch.randint(0, documents, (queries, 2))
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    compiled(*inputs(3, 5, 7, 11)).backward()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for shape in ((4, 6, 8, 12), (2, 9, 5, 40)):
-            arguments = inputs(*shape)
-            expected = loss(*arguments)
-            expected_gradients = torch.autograd.grad(expected, arguments[:2])
-            actual = compiled(*arguments)
-            torch.testing.assert_close(actual, expected)
-            torch.testing.assert_close(torch.autograd.grad(actual, arguments[:2]), expected_gradients)
-
-
-class _Scores(torch.nn.Module):
-    def forward(self, queries, documents, mask):
-        return maxsim(queries, documents, documents_mask=mask)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported_with_any_number_of_queries_and_documents(strict):
-    def inputs(queries, documents):
-        return torch.randn(queries, 3, 8), torch.randn(documents, 6, 8), torch.rand(documents, 6) < 0.7
-
-    some, others = torch.export.Dim("some"), torch.export.Dim("others")
-    sizes = {0: some}, {0: others}, {0: others}
-    program = torch.export.export(_Scores(), inputs(2, 5), dynamic_shapes=sizes, strict=strict).module()
-    arguments = inputs(4, 7)
-    torch.testing.assert_close(program(*arguments), _Scores()(*arguments))
-
-
-def test_fake_tensors_are_not_looked_at():
-    with FakeTensorMode():
-        documents = TokenBatch.from_packed(torch.randn(5, 4), torch.tensor([0, 2, 5]), max_length=3)
-        scores = maxsim(torch.randn(2, 3, 4), documents, torch.tensor([[0], [1]]))
-    assert scores.shape == (2, 1)
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_traced_as_one_operator(mode):
-    def function(queries, documents, bounds):
-        return maxsim(queries, TokenBatch.from_packed(documents, bounds, max_length=3)) + maxsim(queries, queries)
-
-    inputs = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([0, 2, 5])
-    traced = make_fx(function, tracing_mode=mode)(*inputs)
-    assert [str(node.target) for node in traced.graph.nodes].count("pylate_fastmaxsim.maxsim_forward.default") == 2
-    torch.testing.assert_close(traced(*inputs), function(*inputs))
-
-
-def test_compiled_autograd_takes_the_backward_whole():
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4, requires_grad=True)
-    expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
-    whole = torch.compile(backend="aot_eager", fullgraph=True)
-    with torch._dynamo.compiled_autograd._enable(whole):
-        maxsim(queries, documents).square().sum().backward()
-    torch.testing.assert_close((queries.grad, documents.grad), expected)
 
 
 @pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])

@@ -107,11 +107,6 @@ def test_a_subclass_with_scores_of_its_own_keeps_them(calls, caplog):
     assert not calls and "overrides _score" in caplog.text
 
 
-@pytest.fixture
-def model(encoder):
-    return load_model(encoder("modernbert")).double()
-
-
 def compare(loss_function, batch, labels=None, mode=None, **options):
     stock = run(loss_function, batch, labels)
     with pylate_fastmaxsim.enabled(**options):

@@ -45,11 +45,6 @@ def averaged_with_a_hook(model):
     return wrapper
 
 
-@pytest.fixture
-def model(encoder):
-    return load_model(encoder("modernbert")).double()
-
-
 @pytest.mark.parametrize("fused_head", [True, False])
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 @pytest.mark.parametrize("wrap", [Cutting, LookingAtPadding, averaged_with_a_hook])

@@ -1,0 +1,99 @@
+"""MaxSim as PyTorch compiles, exports and traces it."""
+
+import pytest
+import torch
+from test_maxsim import CANDIDATES, batches
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim.cpu import maxsim as blocked
+
+
+@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
+@pytest.mark.parametrize("want_winners", [False, True])
+def test_opcheck(candidates, want_winners):
+    queries, documents = batches(dim=3)
+    values = [batch.values.nan_to_num().requires_grad_(want_winners) for batch in (queries, documents)]
+    arguments = (
+        *(values[0], queries.starts, queries.lengths, queries.keep),
+        *(values[1], documents.starts, documents.lengths, documents.keep),
+        *(candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless),
+    )
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.maxsim_forward.default, (*arguments, want_winners))
+    if want_winners:
+        detached = [x.detach() if torch.is_tensor(x) else x for x in arguments]
+        scores, winners = blocked.forward(*detached, True, "highest")
+        for needs in ((True, True), (True, False), (False, True)):
+            torch.library.opcheck(
+                torch.ops.pylate_fastmaxsim.maxsim_backward.default, (scores, winners, *detached, *needs)
+            )
+
+
+def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compilation():
+    def loss(queries, documents, queries_mask, documents_mask, candidates):
+        masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+        all_pairs = maxsim(2 * queries, documents, **masks)
+        listed = maxsim(TokenBatch.from_padded(queries), documents, candidates, documents_mask=documents_mask)
+        return all_pairs.logsumexp(1).sum() + listed.sum()
+
+    def inputs(queries, query_length, documents, document_length):
+        shapes = (queries, query_length, 8), (documents, document_length, 8)
+        values = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        masks = [torch.rand(shape[:2]) < 0.7 for shape in shapes]
+        return *values, *masks, torch.randint(0, documents, (queries, 2))
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(*inputs(3, 5, 7, 11)).backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for shape in ((4, 6, 8, 12), (2, 9, 5, 40)):
+            arguments = inputs(*shape)
+            expected = loss(*arguments)
+            expected_gradients = torch.autograd.grad(expected, arguments[:2])
+            actual = compiled(*arguments)
+            torch.testing.assert_close(actual, expected)
+            torch.testing.assert_close(torch.autograd.grad(actual, arguments[:2]), expected_gradients)
+
+
+class _Scores(torch.nn.Module):
+    def forward(self, queries, documents, mask):
+        return maxsim(queries, documents, documents_mask=mask)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_any_number_of_queries_and_documents(strict):
+    def inputs(queries, documents):
+        return torch.randn(queries, 3, 8), torch.randn(documents, 6, 8), torch.rand(documents, 6) < 0.7
+
+    some, others = torch.export.Dim("some"), torch.export.Dim("others")
+    sizes = {0: some}, {0: others}, {0: others}
+    program = torch.export.export(_Scores(), inputs(2, 5), dynamic_shapes=sizes, strict=strict).module()
+    arguments = inputs(4, 7)
+    torch.testing.assert_close(program(*arguments), _Scores()(*arguments))
+
+
+def test_fake_tensors_are_not_looked_at():
+    with FakeTensorMode():
+        documents = TokenBatch.from_packed(torch.randn(5, 4), torch.tensor([0, 2, 5]), max_length=3)
+        scores = maxsim(torch.randn(2, 3, 4), documents, torch.tensor([[0], [1]]))
+    assert scores.shape == (2, 1)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_as_one_operator(mode):
+    def function(queries, documents, bounds):
+        return maxsim(queries, TokenBatch.from_packed(documents, bounds, max_length=3)) + maxsim(queries, queries)
+
+    inputs = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([0, 2, 5])
+    traced = make_fx(function, tracing_mode=mode)(*inputs)
+    assert [str(node.target) for node in traced.graph.nodes].count("pylate_fastmaxsim.maxsim_forward.default") == 2
+    torch.testing.assert_close(traced(*inputs), function(*inputs))
+
+
+def test_compiled_autograd_takes_the_backward_whole():
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4, requires_grad=True)
+    expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
+    whole = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(whole):
+        maxsim(queries, documents).square().sum().backward()
+    torch.testing.assert_close((queries.grad, documents.grad), expected)
