@@ -101,6 +101,8 @@ SHAPES = [
     Shape("rerank-1000", "rerank", 1, 32, 1000, 300, backward=False),
     Shape("rerank-10000", "rerank", 1, 32, 10_000, 300, backward=False),
     Shape("ragged", "ragged", 256, 32, 512, 300, layout="ragged"),
+    Shape("ragged-1024", "ragged", 256, 32, 256, 1024, layout="ragged"),
+    Shape("ragged-4096", "ragged", 256, 32, 128, 4096, layout="ragged"),
     Shape("fp16", "fp16", 256, 32, 512, 300, dtype="float16"),
     *(
         Shape(f"fp32-{p}", "fp32", 128, 32, 256, 180, dtype="float32", precision=p, competitors=AGAINST_EINSUM)
