@@ -8,6 +8,7 @@ What chooses kernels by timing them in its first steps does so beside the others
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -21,6 +22,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 OUT_OF_MEMORY = "out of memory"
+
+# When this run began, in an environment variable, so that the processes which it starts belong to the same run.
+RUN = "FASTMAXSIM_BENCHMARK_RUN"
+os.environ.setdefault(RUN, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
 
 
 def child_variables() -> dict[str, str]:

@@ -21,7 +21,7 @@ import platform
 import time
 from pathlib import Path
 
-from cell_processes import OUT_OF_MEMORY, measure
+from cell_processes import OUT_OF_MEMORY, RUN, measure
 
 HERE = Path(__file__).parent
 PATHS = {
@@ -74,7 +74,7 @@ def environment() -> dict:
         "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
         **{package: version(package) for package in PACKAGES},
         "date": datetime.date.today().isoformat(),
-        "run": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "run": os.environ[RUN],
     }
 
 
