@@ -33,14 +33,14 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a PyLate or colpali-engine training script with the plugin switched on: fastmaxsim run SCRIPT.py ARGS."""
+    """Run a PyLate or colpali-engine training script with this package switched on: fastmaxsim run SCRIPT.py ARGS."""
     from pylate_fastmaxsim.integrations.launcher import run_script
 
     run_script(arguments)
 
 
 def doctor() -> None:
-    """Show versions, device, what would be patched and what would fall back, and why."""
+    """Show versions, devices, what enable() patches here, and what falls back and why."""
     from pylate_fastmaxsim.integrations.doctor import render
 
     print(render())

@@ -38,8 +38,8 @@ def write_corpus(
 ) -> Corpus:
     """Write token embeddings to a folder, batch after batch, and open it.
 
-    Only tokens that count are written: no padding, none that ``keep`` leaves out. A document of which nothing is left
-    stays a document. The folder is a corpus once all is written; what an interruption leaves is refused.
+    Only tokens that count are written: no padding, and none that ``keep`` leaves out. A document without tokens is
+    still a document. The folder is a corpus only when everything is written; what an interrupted call leaves is refused.
 
     Parameters
     ----------
@@ -130,8 +130,8 @@ def _append(file, tensor: Tensor) -> None:
 class Corpus:
     """Token embeddings that :func:`write_corpus` has written.
 
-    Opening reads two numbers: the files are mapped into memory, and the operating system reads what is looked at and keeps
-    of it what it has room for.
+    Opening reads only the sizes. The files are mapped into memory; the operating system reads what is used, and keeps as
+    much of it as it has room for.
 
     Parameters
     ----------
@@ -173,9 +173,9 @@ class Corpus:
         """The documents in order, in batches for :func:`pylate_fastmaxsim.search.search`.
 
         On a CPU a batch is a view of the memory map, and nothing is copied. For a GPU a thread reads ahead into pinned
-        memory and copies on a stream of its own while earlier batches are scored; it holds three batches there, and
-        waits until the GPU is done with what the caller queued for the first of them before it takes the next one. It
-        ends with the iteration, also with one that is abandoned.
+        memory, and copies on a stream of its own while earlier batches are scored. It holds three batches there. Before
+        it loads another, it waits until the GPU has finished what the caller queued for the oldest. The thread ends with
+        the iteration, even if that is abandoned.
 
         Parameters
         ----------
@@ -196,8 +196,8 @@ class Corpus:
 
         Notes
         -----
-        The vectors must not be written to; on a CPU that ends the process. A batch may be kept for as long as wanted;
-        on a GPU it is for use on the stream that is current where the batch is taken.
+        Do not write to the vectors; on a CPU that ends the process. A batch may be kept for as long as you like. On a
+        GPU, use it on the stream that was current when you took it.
         """
         device, end = torch.device(device), len(self) if end is None else end
         if tokens_per_batch < 1:

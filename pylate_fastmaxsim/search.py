@@ -19,8 +19,8 @@ SCORES_AT_ONCE = 1 << 26
 def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` documents of each query with the highest MaxSim score, found without an index.
 
-    Takes one batch of documents at a time and keeps nothing of it but the best scores, so the corpus may be any
-    size. The larger the batches, the better they fill a GPU. Of equal scores the earlier document comes first.
+    Takes one batch of documents at a time and keeps only the best scores, so the corpus may have any size. The larger
+    the batches, the better they fill a GPU. Of equal scores the earlier document comes first.
 
     Parameters
     ----------

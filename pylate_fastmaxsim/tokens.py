@@ -69,8 +69,8 @@ class TokenBatch:
     keep
         Which rows of ``values`` count, ``[T]``, bool; ``None`` means all of them.
     gapless
-        Whether every row of ``values`` is known to belong to a sequence, so that no gradient has to be filled with
-        zeros first. ``False`` where it is not known.
+        ``True`` if every row of ``values`` is known to belong to a sequence; gradients then need not be filled with
+        zeros first. ``False`` if this is not known.
 
     Raises
     ------
@@ -163,7 +163,7 @@ class TokenBatch:
     def from_padded(cls, values: Tensor, mask: Tensor | None = None) -> TokenBatch:
         """View padded token vectors ``[N, L, d]`` as a ragged batch.
 
-        Without a copy where they can be viewed as ``[N * L, d]``.
+        Nothing is copied where they can be viewed as ``[N * L, d]``.
 
         Parameters
         ----------
@@ -313,11 +313,12 @@ class TokenBatch:
     def select(self, index: Tensor) -> TokenBatch:
         """The sequences ``index`` (int64, any length), in that order. No token is copied.
 
-        An index must not repeat where gradients are wanted: of queries at all, of documents where theirs are. Repeat the
-        vectors instead, or name documents more than once in ``candidates``. Checked on a CPU only, where scores are made.
+        Where gradients are wanted, an index must not repeat: never for queries, and for documents if their own gradients
+        are wanted. Repeat the vectors instead, or name documents more than once in ``candidates``. This is checked on a
+        CPU only, when scores are computed.
 
-        Of queries, the winners that are kept for a backward take an entry for each of the P documents or candidates and
-        each of the T rows of ``values``, selected or not.
+        If queries are selected, the winners that are kept for a backward still take an entry for each of the P documents
+        or candidates and each of the T rows of ``values``, selected or not.
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 

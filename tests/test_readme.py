@@ -64,7 +64,7 @@ def test_options_are_those_of_enable():
 
 def test_what_is_patched_is_named():
     pytest.importorskip("pylate")
-    named = re.findall(r"`(?:\w+\.)?(\w+)`", README.partition("Patched are ")[2].partition("\n\n")[0])
+    named = re.findall(r"`(?:\w+\.)?(\w+)`", README.partition("`enable()` patches:")[2].partition("\n\n")[0])
     for patch in available_patches():
         of_class = isinstance(patch.owner, type)
         if (patch.owner.__module__ if of_class else patch.owner.__name__).startswith("pylate."):

@@ -169,7 +169,7 @@ def _fallbacks() -> list[str]:
             lines.append(f"{variable}={backend}: {host}'s scoring functions run as they came.")
     if not torch.cuda.is_available():
         lines.append(
-            "No CUDA device: MaxSim and the projection before it run in blocks of plain PyTorch, documents are encoded in "
+            "No CUDA device: MaxSim and the projection before it run in blocks of plain PyTorch, and documents are encoded in "
             "groups of similar length."
         )
         return lines
@@ -179,7 +179,7 @@ def _fallbacks() -> list[str]:
         )
     if torch.cuda.get_device_capability() < (8, 0):
         lines.append(
-            "Compute capability below 8.0: no variable-length attention, documents are encoded in groups of similar "
+            "Compute capability below 8.0: no variable-length attention, so documents are encoded in groups of similar "
             "length."
         )
     try:
@@ -188,5 +188,5 @@ def _fallbacks() -> list[str]:
         lines.append(
             "transformers without AttentionInterface (or none): documents are encoded in groups of similar length."
         )
-    lines.append("In training with neither bf16 nor fp16, documents are encoded in groups of similar length.")
+    lines.append("Training with neither bf16 nor fp16 encodes documents in groups of similar length.")
     return lines

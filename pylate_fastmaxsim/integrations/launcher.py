@@ -136,22 +136,32 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--no-padding-free", dest="padding_free", action="store_false", help="encode documents padded, as stock does"
+        "--no-padding-free",
+        dest="padding_free",
+        action="store_false",
+        help="encode documents with padding, as stock PyLate does",
     )
     parser.add_argument("--compile", action="store_true", help="compile the encoder's layers")
     parser.add_argument(
-        "--stock-masking", action="store_true", help="masked document tokens count with similarity 0, as in stock"
+        "--stock-masking",
+        action="store_true",
+        help="score masked document tokens with similarity 0, as stock PyLate does",
     )
     parser.add_argument(
-        "--grad-filter", choices=["auto"], help="skip pairs whose gradients are too small to matter in the backward"
+        "--grad-filter", choices=["auto"], help="skip the backward of pairs whose gradients are too small to matter"
     )
     parser.add_argument(
-        "--ring", action="store_true", help="pass documents from rank to rank instead of gathering those of all ranks"
+        "--ring",
+        action="store_true",
+        help="with gather_across_devices: pass documents from GPU to GPU instead of gathering all on each",
     )
     parser.add_argument(
-        "--no-fused-head", dest="fused_head", action="store_false", help="project and normalise one after the other"
+        "--no-fused-head",
+        dest="fused_head",
+        action="store_false",
+        help="project and normalise hidden states in two steps",
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module, as in python -m")
+    parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     # All of it as one: between two of its own argparse would drop a `--`, which is the script's.
     parser.add_argument(
         "words", metavar="SCRIPT.py | MODULE ARGS", nargs=argparse.REMAINDER, help="what to run, and its arguments"

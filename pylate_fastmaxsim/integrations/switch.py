@@ -96,25 +96,25 @@ def enable(
 ) -> None:
     """Make PyLate and colpali-engine compute their scores and losses without a similarity tensor.
 
-    PyLate's documents are encoded without padding as well. Whichever of the two is installed is
-    patched. Call it before or after the model and the loss are built, and whether their functions were
-    imported before or will be: functions stay the objects they are, so that whoever holds one follows, as a default
-    argument, in a ``partial`` or a closure, and models and losses pickle as they did, for processes without this
-    package too. Only a method that was taken off its class before (``step = Contrastive.forward``) stays as it was.
-    Calling it again changes the options. :func:`disable` takes it back.
+    PyLate's documents are also encoded without padding. Whichever of the two libraries is installed is patched.
+    Call it at any time: before or after the model and the loss are built, before or after functions are imported.
+    Calling it again changes the options; :func:`disable` takes it back.
 
-    Scores keep their meaning with two differences that show: they are float32 for bfloat16 and
-    float16 input (stock sums in the input's dtype), and with PyLate a masked document token never wins
-    (stock gives it the similarity 0, which wins over negative ones). colpali-engine has no masks; a
-    row of zeros keeps its similarity of 0.
+    Patched functions stay the same objects. Whoever holds one (as a default argument, in a ``partial`` or a closure)
+    gets the new behaviour, and models and losses pickle as before, for processes without this package too. Only a
+    method that was taken off its class before (``step = Contrastive.forward``) stays as it was.
+
+    Scores keep their meaning, with two visible differences. They are float32 for bfloat16 and float16 input; stock
+    sums in the input's dtype. With PyLate, a masked document token never wins; stock gives it the similarity 0, which
+    wins over negative ones. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
 
     Parameters
     ----------
     padding_free
-        Encode the documents of a batch back to back in one forward, without padding tokens, and where that is possible
-        its queries in the same forward. PyLate only. PyLate's collator leaves ``token_index`` and ``cu_seqlens`` with
-        every column, which say where its tokens are and are not divided into rows. Whoever reorders, picks or joins the
-        rows of a column or changes its masks afterwards has to leave them out; else a later batch raises a ValueError.
+        Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
+        queries in the same forward. PyLate only. PyLate's collator then adds ``token_index`` and ``cu_seqlens`` to every
+        column; they say where its tokens are, and are not divided into rows. Code that reorders, picks or joins the rows
+        of a column afterwards, or changes its masks, has to leave both keys out, or a later batch raises a ValueError.
         A subclass of the collator may change what it wants.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
@@ -124,21 +124,21 @@ def enable(
         runs that were made with it. PyLate only.
     grad_filter
         ``"auto"``: the backward of a loss's scores skips pairs of a query and a document whose gradients are too small
-        to matter, of each query at most 2**-12 of the sum of its absolute gradients.
+        to matter. For each query, the skipped pairs hold at most 2**-12 of the sum of its absolute gradients.
     ring
-        Losses with ``gather_across_devices=True`` pass the documents of a batch round from rank to rank instead of
-        gathering them, with the same scores and gradients: no rank ever holds the documents of all, so their memory
-        does not grow with the number of ranks. For many ranks and large batches; for a few ranks gathering is faster,
-        because everything is scored by one launch.
+        Losses with ``gather_across_devices=True`` pass the documents of a batch from rank to rank instead of gathering
+        them. Scores and gradients are the same. No rank ever holds the documents of all ranks, so their memory does not
+        grow with the number of ranks. Use it for many ranks and large batches. For a few ranks gathering is faster,
+        because one launch scores everything.
     fused_head
-        Project hidden states and normalise them in one pass, where the model ends with an ordinary Dense: token
-        embeddings are made in float32 on the chip and kept in the dtype that the encoder computes in.
+        If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
+        are computed in float32 on the chip and kept in the dtype that the encoder computes in.
 
     Raises
     ------
     ImportError
         Neither PyLate from 1.5.1 up to but not including 2 nor colpali-engine from 0.3.18 up to but not
-        including 0.4 can be imported. Where one of the two can, the other is a line of log.
+        including 0.4 can be imported. If only one of the two can, a line of log says why the other is left alone.
     ValueError
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
         ``"auto"`` nor ``None``.
@@ -147,7 +147,7 @@ def enable(
 
     Notes
     -----
-    ``PYLATE_FASTMAXSIM=0`` in the environment turns this call into a line of log.
+    With ``PYLATE_FASTMAXSIM=0`` in the environment this call does nothing but log one line.
 
     Examples
     --------
@@ -178,9 +178,10 @@ def enable(
 def disable() -> None:
     """Put the host libraries back as they came. Does nothing where they are.
 
-    A loss that was computed before can be differentiated afterwards. With ``compile=True`` and dropout do that before:
-    what its backward computes again (CachedContrastive, gradient checkpointing) is computed by layers that are not
-    compiled any more, which draw other dropout masks, and the gradients are not those of the loss.
+    A loss that was computed before can still be differentiated afterwards, except with ``compile=True`` and dropout:
+    call ``backward()`` first then. What the backward computes again (CachedContrastive, gradient checkpointing) would
+    otherwise run through layers that are no longer compiled and draw other dropout masks, and the gradients would not
+    be those of the loss.
 
     Examples
     --------
@@ -200,7 +201,7 @@ def enabled(
     ring: bool = False,
     fused_head: bool = True,
 ) -> Iterator[None]:
-    """:func:`enable` for the length of a ``with`` block; then what was in force before is again.
+    """:func:`enable` for the length of a ``with`` block. Afterwards the options from before are in force again.
 
     With ``compile=True`` and dropout call ``backward()`` inside the block; see :func:`disable`.
 

@@ -37,14 +37,15 @@ def maxsim_from_hidden(
 ) -> Tensor:
     """Score by MaxSim from hidden states: ``Linear -> L2-normalise -> MaxSim``.
 
-    Each row of hidden states is projected and normalised once, in float32 on the chip, and kept in their own dtype;
-    see :func:`project_normalize`. Hidden states that win for no query token get a gradient of exactly 0.
+    Each row of hidden states is projected and normalised once, in float32 on the chip. The unit vectors are kept in
+    the dtype of the hidden states; see :func:`project_normalize`. Hidden states that win for no query token get a
+    gradient of exactly 0.
 
     Parameters
     ----------
     queries
-        Nq queries, as in :func:`~pylate_fastmaxsim.maxsim`: token vectors of d numbers, or, where they are projected,
-        hidden states of d_model.
+        Nq queries, as in :func:`~pylate_fastmaxsim.maxsim`: token vectors of d numbers, or hidden states of d_model
+        numbers if ``project`` names them.
     documents
         Nd documents, likewise.
     weight
@@ -94,9 +95,9 @@ def maxsim_from_hidden(
 def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
     """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded once.
 
-    Products, bias and norm are float32 (float64 for float64) until the result is written; kept for the backward are
-    that result and one number a row. Rows of a gradient of 0 cost nothing there, and get one of exactly 0, whatever
-    the hidden states in them are. Differentiable once. Repeatable bit by bit.
+    Products, bias and norm are float32 (float64 for float64) until the result is written. For the backward the result
+    and one number per row are kept. There, rows whose gradient is 0 cost nothing, and their hidden states get a
+    gradient of exactly 0, whatever they hold. Differentiable once. Repeatable bit by bit.
 
     Parameters
     ----------

@@ -36,9 +36,10 @@ def maxsim(
     """Score queries against documents: each live query token takes its best live document token; sum over query tokens.
 
     ``score[i, j] = sum over live s of (max over live t of <q_is, d_jt>)``, without holding the similarities: the
-    forward keeps one running maximum per query token and document and the backward touches only the winners.
-    Differentiable once in both arguments. The first of equal maxima wins. A document without a live token scores 0
-    and passes no gradient. NaN in a live token gives NaN in every score that uses it. Repeatable bit by bit.
+    forward keeps one running maximum per query token and document, and the backward touches only the tokens that gave
+    these maxima, the winners. Differentiable once in both arguments. The first of equal maxima wins. A document
+    without a live token scores 0 and passes no gradient. NaN in a live token gives NaN in every score that uses it.
+    Repeatable bit by bit.
 
     Parameters
     ----------
@@ -54,11 +55,11 @@ def maxsim(
     documents_mask
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
     zero_floor
-        Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Where masked tokens were multiplied by 0
-        rather than left out, this reproduces the score of a document that has one.
+        Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Set it for documents with a masked token, to
+        get the scores of libraries that multiply masked tokens by 0 rather than leave them out.
     grad_filter
-        ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter, of each
-        query at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only those of gradient 0.
+        ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter. For each
+        query they hold at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only pairs of gradient 0.
 
     Returns
     -------
@@ -78,8 +79,8 @@ def maxsim(
     Notes
     -----
     Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``.
-    Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and what else asks PyTorch for TF32. Sums are
-    taken in float32.
+    Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32. Sums
+    are taken in float32.
 
     Examples
     --------

@@ -35,7 +35,7 @@ def ring_maxsim(
     zero_floor: Tensor | None = None,
     grad_filter: GradFilter = None,
 ) -> Tensor:
-    """Score this rank's queries against the documents of all ranks, of which it holds two shards at a time.
+    """Score this rank's queries against the documents of all ranks, holding two ranks' documents at a time.
 
     All ranks of the default process group must call it together, and its backward as well. Scores and gradients are
     those of :func:`~pylate_fastmaxsim.maxsim` on the gathered documents: the gradient of a document is the sum over

@@ -35,10 +35,10 @@ def xtr_scores(
 ) -> Tensor:
     """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
 
-    With ``t_s`` the k-th largest similarity of query token s to any live token of any document, a document gives s
-    its largest similarity of those that are at least ``t_s``, and a token that is not counts as 0. The score is the
-    sum of what the live query tokens get, divided by how many of them get more than 0 (or by 0.001 if none does); the
-    count passes no gradient. The similarities are never held. Differentiable once in queries and documents.
+    Let ``t_s`` be the k-th largest similarity of query token s to any live token of any document. A document gives s
+    its largest similarity to s if that is at least ``t_s``, and 0 otherwise. The score is the sum of what the live
+    query tokens get, divided by how many of them get more than 0 (or by 0.001 if none does). The count passes no
+    gradient. The similarities are never held. Differentiable once in queries and documents.
 
     All tokens that equal the k-th largest similarity pass; ``torch.topk``, which PyLate uses, picks exactly k of them
     in an order that is not defined. Of equal maxima in a document the first wins. NaN in a live token gives NaN in

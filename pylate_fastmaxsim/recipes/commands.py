@@ -41,7 +41,11 @@ plain = Console(markup=False, emoji=False)
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example training.max_steps=100. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the recipe, for example training.max_steps=100. May be given several times.",
+    ),
 ]
 
 
@@ -148,7 +152,9 @@ def train(
     set_: Overrides = None,
     resume: Annotated[
         bool,
-        typer.Option(help="Go on from the last checkpoint in output_dir, or remove its checkpoints and start over."),
+        typer.Option(
+            help="Go on from the last checkpoint in output_dir; --no-resume deletes its checkpoints and starts over."
+        ),
     ] = True,
 ) -> None:
     """Train the model of a recipe, with checkpoints, and save it."""
@@ -180,10 +186,10 @@ def mine(
     recipe: RecipePath,
     set_: Overrides = None,
     resume: Annotated[
-        bool, typer.Option(help="Go on from where mining stopped, or remove its results and start over.")
+        bool, typer.Option(help="Go on from where mining stopped; --no-resume deletes its results and starts over.")
     ] = True,
 ) -> None:
-    """Find hard negatives for a recipe, let its teacher score them, and write the data it trains on."""
+    """Find hard negatives for a recipe's pairs, score them with its teacher, and write the data for train."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from accelerate import PartialState
@@ -208,17 +214,17 @@ def compare(
     recipe: RecipePath,
     set_: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the results go, instead of the recipe's output_dir.")
+        Path | None, typer.Option(metavar="DIR", help="Folder for the results, in place of the recipe's output_dir.")
     ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
             metavar="batch_size=N,N,...",
-            help="Measure a few steps of each of these batch sizes as well, up to where memory runs out.",
+            help="Also measure a few steps at each of these batch sizes, until memory runs out.",
         ),
     ] = None,
 ) -> None:
-    """Train a recipe the stock way and the fast way and show both side by side."""
+    """Train a recipe with stock PyLate and with this package, and show both side by side."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         if output is not None:
@@ -301,7 +307,7 @@ def _progress():
 
 @app.command()
 def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
-    """Compile the kernels that training a recipe needs, so that its first step finds them on disk."""
+    """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.report import warmup_table
@@ -326,14 +332,14 @@ class Dtype(str, Enum):
 
 @app.command()
 def tune(
-    d: Annotated[int, typer.Option("--d", min=1, help="Size of a token vector.")] = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Of the token vectors.")] = Dtype.bf16,
+    d: Annotated[int, typer.Option("--d", min=1, help="Numbers per token vector.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the token vectors.")] = Dtype.bf16,
     budget: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="How long to search; an equal part for each family of kernels."),
+        typer.Option(metavar="SECONDS", min=0, help="Seconds to search, shared equally by the families of kernels."),
     ] = 300.0,
 ) -> None:
-    """Measure the tiles of the kernels on this GPU and print rows for the tables in kernels/launch.py."""
+    """For developers: find the fastest tile sizes on this GPU and print rows for kernels/launch.py."""
     import torch
 
     if not torch.cuda.is_available():

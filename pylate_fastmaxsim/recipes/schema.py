@@ -96,11 +96,13 @@ class DataSection:
 
     ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
-    .parquet ``files``. ``columns`` says which columns are used and in which order, the query first, and without it all are,
-    but those that PyLate's collator leaves out: ``dataset_name`` and those with ``_id`` in their name;
-    none but the query may have query or anchor in its name, by which the collator knows queries;
-    for distillation they are the query, a list of documents and a list of teacher scores, and for retrieval of
-    pages the query, the image of its page, and, for losses with negatives, a list of images of others.
+    .parquet ``files``.
+
+    ``columns`` says which columns are used and in which order, the query first. Without it all are used, except those
+    that PyLate's collator leaves out: ``dataset_name`` and those with ``_id`` in their name. No column but the query
+    may have query or anchor in its name, because the collator knows queries by it. For distillation the columns are the
+    query, a list of documents and a list of teacher scores. For retrieval of pages they are the query, the image of its
+    page and, for losses with negatives, a list of images of other pages.
 
     ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
     ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
@@ -131,10 +133,10 @@ class MiningSection:
     and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that no
     positive of a query is taken for its negative. Texts are read from disk as they are needed.
     The model of the recipe searches them, and negatives are chosen as ``sentence_transformers.util.mine_hard_negatives``
-    does: of each query's best documents, ``range_max`` plus the largest number of positives of a query, its positives
-    are dropped and those that the margins and limits rule out (likely false negatives); of the first ``range_max``
-    that are left the first ``range_min`` are skipped and the next ``num_negatives`` are taken. A pair that has fewer is
-    left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
+    does. It takes each query's best documents (``range_max`` plus the largest number of positives of a query), drops its
+    positives and those that the margins and limits rule out as likely false negatives, and keeps the first ``range_max``
+    that are left. Of these it skips the first ``range_min`` and takes the next ``num_negatives``. A pair that has fewer
+    is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
     ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
 
     ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
@@ -159,7 +161,7 @@ class MiningSection:
 
 @dataclass(frozen=True)
 class LossSection:
-    """A loss of PyLate or, ``colbert`` and what begins so, of colpali-engine, and its options; null keeps its default.
+    """A loss and its options: of colpali-engine if its name begins with ``colbert``, else of PyLate. null: its default.
 
     ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``use_smooth_max`` needs every
     similarity, so that it runs as colpali-engine has it.
@@ -245,10 +247,10 @@ class EvaluationSection:
     """Retrieval, once at the end, of one of three kinds or of none.
 
     ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
-    scored by the processor of the model. They are all rows of as many queries as it takes, so that no query is both
-    trained on and evaluated, and somewhat more where queries stand in several rows. PyLate's evaluators add, for rows
-    with a column of negatives, the accuracy of triplets (how often the positive scores higher than the first negative)
-    and, for distillation, the KL divergence from the teacher's scores.
+    scored by the processor of the model. All rows of a query are held out together, so that no query is both trained
+    on and evaluated. Where queries stand in several rows, somewhat more rows than asked for are held out. PyLate's
+    evaluators add, for rows with a column of negatives, the accuracy of triplets (how often the positive scores higher
+    than the first negative) and, for distillation, the KL divergence from the teacher's scores.
 
     ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus.
     It is on the Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet
