@@ -43,7 +43,8 @@ def against(results: Results, shape: Shape, measure: str) -> list[str]:
 
 
 def headline(results: Results) -> str:
-    header = ["shape", "forward", "best peer", "", "forward with winners", "forward + backward", "best peer", ""]
+    header = ["shape", "forward", "best peer", "speed-up", "forward with winners"]
+    header += ["forward + backward", "best peer", "speed-up"]
     header += ["extra memory", "best peer"]
     rows = []
     for shape in (shape for group in HEADLINE for shape in results.group(group)):
@@ -102,7 +103,7 @@ def dimensions(results: Results) -> str:
             relative = f"{own / reference:.2f}" if own and reference else ""
             row += [ours(results, shape, measure), relative, *against(results, shape, measure)]
         rows.append(row)
-    side = ["per multiply-add, d = 128 is 1", "best peer", ""]
+    side = ["per multiply-add, d = 128 is 1", "best peer", "speed-up"]
     return table(["d", "shape", "forward", *side, "forward + backward", *side], rows)
 
 

@@ -33,10 +33,10 @@ def train_step_tables() -> str:
 
 
 def summary_table() -> str:
-    """Every workload once: stock, the better of the two peers, this package; and the speed relative to stock."""
+    """Every workload once: stock, the faster of the two peers, this package; and the speed relative to stock."""
     step, kd, gradcache = (results(name)["cells"] for name in ("train_step", "kd_step", "gradcache_step"))
     lines = [
-        "| | PyLate | with the better package of fused kernels | this package | speed | memory |",
+        "| | PyLate | PyLate with fused kernels, the faster of two | this package | speed | memory |",
         "|---" * 6 + "|",
     ]
 
@@ -48,10 +48,10 @@ def summary_table() -> str:
         ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
         lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
 
-    add("contrastive, 256 queries, a negative each", step, 256)
-    add("the same compiled", step, 256, compiled=True)
+    add("contrastive, 256 queries, one negative each", step, 256)
+    add("the same, compiled", step, 256, compiled=True)
     add("distillation, 32 queries, 16 documents each", kd, 32)
-    add("GradCache, 4,096 queries, a negative each", gradcache, 4096)
+    add("GradCache, 4,096 queries, one negative each", gradcache, 4096)
     return "\n".join(lines)
 
 
