@@ -13,7 +13,7 @@ from test_packing import batch_of, mode_of
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import packing
+from pylate_fastmaxsim.integrations import decisions, packing
 
 
 class _PromptLeftOut(nn.Module):
@@ -73,8 +73,9 @@ def test_features_that_only_some_batches_have_are_refused_in_step(model, packed,
     model[1] = _PromptLeftOut(model[1])
     loss_function = losses.Contrastive(model)
     pylate_fastmaxsim.enable()
-    monkeypatch.setattr(packing, "runs_in_step", lambda _model: True)
-    monkeypatch.setattr(packing, "_most_of_all_ranks", lambda count, device: count)
+    for module in (packing, decisions):
+        monkeypatch.setattr(module, "runs_in_step", lambda _model: True)
+        monkeypatch.setattr(module, "most_of_all_ranks", lambda count, device: count)
     loss_function(prompted(model))
     with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
         loss_function(prompted(model, "positive"))

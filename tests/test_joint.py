@@ -11,7 +11,7 @@ from models import FAMILIES, attend_to_own_document, collated, features, load_mo
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations import attention, decisions, packing
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 EXPANDED = {}
@@ -108,7 +108,7 @@ def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder
     assert joins(model) == {False} and set(packing._modes[model].values()) == {"packed"}
     assert calls_of(model, partial(step, model, batch_of(model))) == 2
     (said,) = [record for record in caplog.records if "in a call of their own" in record.message]
-    assert said.levelno == logging.WARNING and "must all see the same ones" in said.message
+    assert said.levelno == logging.WARNING and "have to see the same tokens as all others" in said.message
 
 
 def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encoder, monkeypatch, caplog):
@@ -141,8 +141,9 @@ def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, pac
 def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
     model = load(encoder)
     batch = batch_of(model)
-    monkeypatch.setattr(packing, "runs_in_step", lambda _model: True)
-    monkeypatch.setattr(packing, "_on_all_ranks", lambda here, device: here)
+    for module in (packing, decisions):
+        monkeypatch.setattr(module, "runs_in_step", lambda _model: True)
+    monkeypatch.setattr(decisions, "_on_all_ranks", lambda here, device: here)
     assert_as_stock(model, batch)
     assert joins(model) == {True}
     model.query_length = 5

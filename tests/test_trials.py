@@ -57,9 +57,9 @@ def _forget_the_window(_model):
 @pytest.mark.parametrize(
     "family, spoil, said",
     [
-        ("bert", _ignore_positions, "other token embeddings"),
+        ("bert", _ignore_positions, "BertModel cannot take packed documents (RuntimeError: The size"),
         ("modernbert", _take_no_positions, "takes no position_ids"),
-        ("modernbert", _raise_for_four_dimensional_masks, "ValueError: no such mask."),
+        ("modernbert", _raise_for_four_dimensional_masks, "cannot take packed documents (ValueError: no such mask)."),
         ("modernbert", _attend_to_other_documents, "other token embeddings"),
         ("modernbert", _forget_the_window, "other token embeddings"),
     ],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -18,7 +18,7 @@ except ImportError:
     _HAS_VARLEN_ATTN = False
 
 # Attention implementations of transformers that understand a packed mask now: name -> what puts the old one back.
-_replaced: dict[str, Callable[[], None]] = {}
+_replaced: dict[str, tuple[Callable, Callable]] = {}
 
 # The packed masks that something may still attend with, as gradient checkpointing in a backward to come.
 _masks: dict[int, weakref.ref[Tensor]] = {}
@@ -174,8 +174,8 @@ def variable_length_attention(
     )[0]
 
 
-def accept_packed_masks(implementation: str) -> None:
-    """Teach the attention function registered with transformers under this name to take a packed mask.
+def accept_packed_masks(encoder: nn.Module) -> None:
+    """Teach the attention function with which a model of transformers attends to take a packed mask.
 
     Every other mask goes to the function that was there before, with the arguments as they came.
 
@@ -186,6 +186,7 @@ def accept_packed_masks(implementation: str) -> None:
     """
     global _released
     _released = False
+    implementation = encoder.config._attn_implementation
     if implementation in _replaced:
         return
     try:
@@ -194,8 +195,9 @@ def accept_packed_masks(implementation: str) -> None:
     except ImportError as error:
         raise PackingUnsupported("this version of transformers has no AttentionInterface") from error
     if implementation not in ALL_ATTENTION_FUNCTIONS:
+        advice = "; load it with attn_implementation='sdpa'" if getattr(encoder, "_supports_sdpa", False) else ""
         raise PackingUnsupported(
-            f"attn_implementation={implementation!r} is written into the model; load it with attn_implementation='sdpa'"
+            f"{type(encoder).__name__} computes attn_implementation={implementation!r} in code of its own{advice}"
         )
     original = ALL_ATTENTION_FUNCTIONS[implementation]
 
@@ -206,7 +208,7 @@ def accept_packed_masks(implementation: str) -> None:
         return original(module, query, key, value, attention_mask, *args, **kwargs)
 
     AttentionInterface.register(implementation, attention)
-    _replaced[implementation] = partial(AttentionInterface.register, implementation, original)
+    _replaced[implementation] = attention, original
 
 
 def release() -> None:
@@ -227,8 +229,13 @@ def _forget(mask: int) -> None:
 
 
 def _put_back() -> None:
-    for put_back in _replaced.values():
-        put_back()
+    if _replaced:
+        from transformers import AttentionInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    for implementation, (attention, original) in _replaced.items():
+        # Whoever registered another since wraps ours, or wants none of it.
+        if ALL_ATTENTION_FUNCTIONS[implementation] is attention:
+            AttentionInterface.register(implementation, original)
     _replaced.clear()
 
 
@@ -252,7 +259,14 @@ def _packed_attention(
     kinds, longest_apart, max_length, _ = attention_mask.shape
     if kinds > 1 and (causal or -1 < reach < longest_apart - 1):
         # FlashAttention aligns the ends of a text's rows and of those that they attend to, not their beginnings.
-        raise PackingUnsupported("where tokens are not attended to, those of a text must all see the same ones")
+        raise PackingUnsupported(
+            "its tokens that are not attended to have to see the same tokens as all others, and "
+            + (
+                "attention is causal"
+                if causal
+                else f"a window of attention reaches {reach} tokens, fewer than a query has"
+            )
+        )
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations import log_once, switch
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents, replaces
-from pylate_fastmaxsim.integrations.switch import options
+from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -53,22 +53,23 @@ def patches() -> list[Patch]:
 
 
 @_replaces(stock_scores.maxsim_inbatch)
-def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
+def maxsim_inbatch(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     _check_backend()
     _check(query, doc, 3)
-    return _score(_live(query), _live(doc))
+    return _score(options, _live(query), _live(doc))
 
 
 @_replaces(stock_scores.maxsim_kd)
-def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
+def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     _check_backend()
     _check(query, doc, 4)
     if len(query) != len(doc):
         raise LeftToStock("queries and documents differ in number")
-    return _score(_live(query), _live(doc.flatten(0, 1)), own_documents(doc))
+    return _score(options, _live(query), _live(doc.flatten(0, 1)), own_documents(doc))
 
 
 def _with_negatives(
+    options: Options,
     self: nn.Module,
     in_batch_loss: nn.Module,
     query_embeddings: Tensor,
@@ -87,8 +88,8 @@ def _with_negatives(
         raise LeftToStock("queries, documents and negatives differ in number")
     queries = _live(query_embeddings)
     own = torch.arange(offset, offset + batch_size, device=query_embeddings.device)[:, None]
-    positive = _score(queries, _live(doc_embeddings), own)
-    negative = _score(queries, _live(neg_doc_embeddings.flatten(0, 1)), own_documents(neg_doc_embeddings))
+    positive = _score(options, queries, _live(doc_embeddings), own)
+    negative = _score(options, queries, _live(neg_doc_embeddings.flatten(0, 1)), own_documents(neg_doc_embeddings))
     if self.normalize_scores:
         lengths = (query_embeddings[:, :, 0] != 0).sum(dim=1)
         positive, negative = self._apply_normalization(positive, lengths), self._apply_normalization(negative, lengths)
@@ -100,29 +101,30 @@ def _with_negatives(
 
 
 @_replaces(stock_losses.ColbertNegativeCELoss.forward)
-def negative_ce(self: nn.Module, *args, **kwargs) -> Tensor:
+def negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
     if self.use_smooth_max:
         return negative_ce.__wrapped__(self, *args, **kwargs)
-    return _with_negatives(self, self.inner_loss, *args, **kwargs)
+    return _with_negatives(options, self, self.inner_loss, *args, **kwargs)
 
 
 @_replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)
-def pairwise_negative_ce(self: nn.Module, *args, **kwargs) -> Tensor:
+def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
     if self.use_smooth_max:
         return pairwise_negative_ce.__wrapped__(self, *args, **kwargs)
-    return _with_negatives(self, self.inner_pairwise, *args, **kwargs)
+    return _with_negatives(options, self, self.inner_pairwise, *args, **kwargs)
 
 
 @wraps(stock_losses.ColbertModule._smooth_max)
 def smooth_max(self: nn.Module, *args, **kwargs) -> Tensor:
     # Every loss with use_smooth_max comes through here, and through none of the functions above.
-    if options() is not None:
+    if switch.options() is not None:
         log_once("use_smooth_max needs every similarity: colpali-engine itself computes the scores.")
     return smooth_max.__wrapped__(self, *args, **kwargs)
 
 
 @_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
 def score_multi_vector(
+    _options: Options,
     qs: Tensor | Sequence[Tensor],
     ps: Tensor | Sequence[Tensor],
     batch_size: int = 128,
@@ -150,7 +152,7 @@ def score_multi_vector(
 def without_logits(self: ColPali, *args, **kwargs) -> Tensor:
     # The embeddings come from the hidden states. Stock also computes, and throws away, the scores of all 257,216 words
     # for each of the 1,030 tokens of a page, and from the labels that the processor makes a loss in float32.
-    if options() is not None:
+    if switch.options() is not None:
         kwargs.pop("labels", None)
         kwargs["logits_to_keep"] = 1
     return without_logits.__wrapped__(self, *args, **kwargs)
@@ -174,13 +176,13 @@ def _live(embeddings: Tensor) -> _Live:
     return _Live(tokens, ~live.all(dim=1))
 
 
-def _score(queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
+def _score(options: Options, queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
     return maxsim(
         queries.tokens,
         documents.tokens,
         candidates,
         zero_floor=documents.has_zeros,
-        grad_filter=options().grad_filter,
+        grad_filter=options.grad_filter,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ _TRACED_ALIKE = {"use_reentrant", "preserve_rng_state"}
 
 _patches = PatchSet()
 
-# Of each layer, where the probabilities of its dropout stand: attributes, and whose they are.
-_dropouts: WeakKeyDictionary[nn.Module, list[tuple[object, str]]] = WeakKeyDictionary()
+# Of each layer, where the probabilities of its dropout stand: attributes, and whose they are, which may be the layer.
+_dropouts: WeakKeyDictionary[nn.Module, list[tuple[ref, str]]] = WeakKeyDictionary()
 
 
 def include(layers: Iterable[nn.Module]) -> None:
@@ -70,14 +70,14 @@ def _can_be_traced(layer: nn.Module) -> bool:
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.
         return False
-    if any(getattr(owner, name) for owner, name in _dropouts[layer]):
+    if any(owner() is None or getattr(owner(), name) for owner, name in _dropouts[layer]):
         # In a checkpoint that is traced Inductor was seen to leave out dropout of attention (PyTorch 2.11, on a CPU).
         return False
     function = layer._gradient_checkpointing_func
     return isinstance(function, partial) and function.func is checkpoint and function.keywords.keys() <= _TRACED_ALIKE
 
 
-def _probabilities(layer: nn.Module) -> Iterable[tuple[object, str]]:
+def _probabilities(layer: nn.Module) -> Iterable[tuple[ref, str]]:
     modules = list(layer.modules())
     # By identity, once each: all modules of an encoder have one config.
     owners = {id(owner): owner for owner in [*modules, *(getattr(module, "config", None) for module in modules)]}
@@ -85,4 +85,4 @@ def _probabilities(layer: nn.Module) -> Iterable[tuple[object, str]]:
         for name, value in getattr(owner, "__dict__", {}).items():
             is_named = "dropout" in name or (name == "p" and isinstance(owner, _DropoutNd))
             if is_named and isinstance(value, (int, float)):
-                yield owner, name
+                yield ref(owner), name

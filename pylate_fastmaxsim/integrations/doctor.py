@@ -147,13 +147,16 @@ def _devices() -> list[str]:
 def _driver_version() -> str:
     if shutil.which("nvidia-smi") is None:
         return "unknown"
-    answer = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+        )
+    except (OSError, subprocess.SubprocessError):  # it hangs where a GPU does
+        return "unknown"
     return answer.stdout.partition("\n")[0].strip() or "unknown"
 
 

@@ -55,10 +55,15 @@ def position_table(core: nn.Module) -> nn.Embedding | None:
     return None
 
 
+def _has_token_types(encoder: nn.Module) -> bool:
+    """Whether it has embeddings of token types: GPT-2 takes them as well, as words."""
+    return any("token_type" in name.rpartition(".")[2] for name, _ in encoder.named_modules())
+
+
 def _how_it_counts(core: nn.Module) -> tuple[int | None, bool]:
     encoder = encoder_of(core)
     if encoder not in _counting:
         table = position_table(core)
-        takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters
+        takes_types = "token_type_ids" in inspect.signature(encoder.forward).parameters and _has_token_types(encoder)
         _counting[encoder] = (None if table is None else table.padding_idx, takes_types)
     return _counting[encoder]

@@ -18,10 +18,12 @@ from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations import log_once, switch
+from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changed, masks_of
 from pylate_fastmaxsim.integrations.normalization import unit
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import (
+    HOSTS,
     forward_is_own,
     hooks_change_nothing,
     is_compiled,
@@ -29,6 +31,7 @@ from pylate_fastmaxsim.integrations.wrappers import (
     unknown_wrapper,
     unsharded,
     unwrap,
+    written_in,
 )
 from pylate_fastmaxsim.ops.head import project_normalize
 
@@ -69,7 +72,7 @@ def project(self: Dense, features: dict[str, Tensor]) -> dict[str, Tensor]:
     return features
 
 
-def unit_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
+def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: bool = False) -> Tensor:
     """Token embeddings of length 1, ``[N, L, d]``, of one call of the model, which leaves the features as they are.
 
     Where the head is fused they have the dtype that the encoder computes in, else that of the model's output.
@@ -80,15 +83,25 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
         A ``pylate.models.ColBERT``, possibly wrapped.
     features
         What the tokenizer made of texts.
+    masks_stay
+        Whether the caller goes on with ids and masks as they were.
+
+    Raises
+    ------
+    MasksChanged
+        They have to stay, and the model changes them.
     """
     head = _head(model)
-    asked = {} if head is None else {_ASKED: id(head)}
+    given = {**features, **({} if head is None else {_ASKED: id(head)})}
+    before = masks_of(given)
     with uninspected():
-        output = model({**features, **asked})
+        output = model(given)
+    if masks_stay and changed(given, before):
+        raise MasksChanged
     made = output.get(_UNIT)
     if made is not None:
         return made.values
-    if head is not None:
+    if head is not None and switch.options() is not None:
         log_once(
             "The head is not fused: the last Dense module of the model does not see what its first is given.",
             about=unwrap(model),
@@ -150,7 +163,8 @@ def _full_name(thing: object) -> str:
 def _reason_to_expect_changes(module: nn.Module) -> str | None:
     """Why what the module returns may differ from what PyLate's code made, as where embeddings are cut short."""
     name = type(module).__name__
-    if isinstance(module, ColBERT) and type(module).forward is not ColBERT.forward:
+    forward = type(module).forward
+    if isinstance(module, ColBERT) and (forward is not ColBERT.forward or not written_in(forward, HOSTS)):
         return f"the forward of {name} is not PyLate's own"
     if not forward_is_own(module):
         return f"the forward of {name} was replaced"

@@ -119,10 +119,11 @@ class _EnableWithHost(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def execute_and_enable(module: ModuleType) -> None:
+            execute(module)
+            # A host that cannot be imported leaves the finder to the other one.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            execute(module)
-            switch.enable(**self.options)
+                switch.enable(**self.options)
 
         spec.loader.exec_module = execute_and_enable
         return spec

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import attention, compilation, left_behind, log_once, switch
+from pylate_fastmaxsim.integrations import attention, changed_masks, compilation, left_behind, log_once, switch
 from pylate_fastmaxsim.integrations.attention import is_packed_mask
+from pylate_fastmaxsim.integrations.decisions import Agree, Decisions, decided, most_of_all_ranks
 from pylate_fastmaxsim.integrations.documents import (
     CU_SEQLENS,
     TOKEN_INDEX,
@@ -27,27 +27,22 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_index,
 )
-from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import short_to_long, why_not_grouped, why_not_joint, why_not_packed
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
     is_compiled,
     layers_of_wrapping,
+    reader,
     runs_in_step,
     unknown_wrapper,
-    unsharded,
     unwrap,
 )
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
-
-# Of what this rank found, what all ranks act on.
-Agree = Callable[[bool], bool]
-
-Decision = TypeVar("Decision")
 
 # What the plans without padding carry over; an encoder that is given more than this is left alone.
 _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
@@ -56,7 +51,7 @@ _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 # dictionaries.
 _LEFT_OUT = {TOKEN_INDEX, CU_SEQLENS, "text_keys"}
 
-_modes: WeakKeyDictionary[nn.Module, dict[Hashable, str]] = WeakKeyDictionary()
+_modes: Decisions[str] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock PyLate does: %s."
 _APART = "Queries are not encoded with the documents but in a call of their own: %s."
@@ -66,7 +61,7 @@ _APART = "Queries are not encoded with the documents but in a call of their own:
 _MOST_TOKENS_BESIDE_QUERIES = 2**16
 
 # Whether a packed encoder takes the queries with the documents.
-_joint: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
+_joint: Decisions[bool] = WeakKeyDictionary()
 
 
 def encode(model: nn.Module, plan: EncodingPlan, embed: Embed = token_embeddings) -> TokenBatch:
@@ -175,7 +170,7 @@ def plan_documents(
     if mode == "packed" and documents.gaps:
         mode = _mode_with_gaps(model)
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
-    agree = partial(_most_of_all_ranks, device=documents.input_ids.device) if runs_in_step(model) else int
+    agree = partial(most_of_all_ranks, device=documents.input_ids.device) if runs_in_step(model) else int
     if mode == "grouped":
         plan = grouped_plan(documents, skipped, budget, agree)
     else:
@@ -198,7 +193,7 @@ def query_calls(
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
     if runs_in_step(model):
-        calls = _most_of_all_ranks(calls, features["input_ids"].device)
+        calls = most_of_all_ranks(calls, features["input_ids"].device)
     features = without_index(features)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
@@ -217,6 +212,7 @@ def release() -> None:
     attention.release()
     compilation.release()
     left_behind.forget()
+    changed_masks.changing.clear()
     _modes.clear()
     _joint.clear()
 
@@ -232,60 +228,16 @@ def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
 
 
-def _most_of_all_ranks(count: int, device: torch.device) -> int:
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
-
-
-def _on_all_ranks(here: bool, device: torch.device) -> bool:
-    return not _most_of_all_ranks(int(not here), device)
-
-
 def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
     """How to encode with this model."""
-    return _decided(_modes, model, columns, partial(_fastest_mode, model, columns))
-
-
-def _decided(
-    decisions: WeakKeyDictionary[nn.Module, dict[Hashable, Decision]],
-    model: nn.Module,
-    columns: Sequence[dict[str, Tensor]],
-    decide: Callable[[Agree], Decision],
-) -> Decision:
-    """What ``decide`` finds when a model is first met in a situation."""
-    core = unwrap(model)
-    device = columns[0]["input_ids"].device
-    situation = (
-        # The ranks of a distributed run decide together, also after one of them has used the model alone.
-        *(type(layer) for layer in layers_of_wrapping(model)),
-        core.training,
-        device.type,
-        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
-        id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
-        *_encoder_state(core),
-        # Much wider batches may have longer documents than were looked at, and others may hold what these did not; no
-        # rank may decide without the others.
-        0 if runs_in_step(model) else max(column["input_ids"].shape[1] for column in columns).bit_length(),
-        frozenset() if runs_in_step(model) else _not_carried(columns),
+    return decided(
+        _modes, model, columns, partial(_fastest_mode, model, columns), _features_that_differ(model, columns)
     )
-    decided = decisions.setdefault(core, {})
-    if situation not in decided:
-        # A few calls of odd shapes, not worth compiling for.
-        with torch.compiler.set_stance("force_eager"):
-            decided[situation] = decide(partial(_on_all_ranks, device=device) if runs_in_step(model) else bool)
-    return decided[situation]
 
 
-def _encoder_state(core: nn.Module) -> tuple[torch.dtype | None, str | None]:
-    """What users change of an encoder between batches: the dtype of its parameters and its attention."""
-    try:
-        encoder = encoder_of(core)
-        # One parameter for all: this is looked at in every step.
-        return next(encoder.parameters()).dtype, encoder.config._attn_implementation
-    except (AttributeError, StopIteration):  # no encoder that could be packed
-        return None, None
+def _features_that_differ(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
+    """Features of a batch that others may not have; no rank may decide about them without the others."""
+    return frozenset() if runs_in_step(model) else _not_carried(columns)
 
 
 def _mode_with_gaps(model: nn.Module) -> str:
@@ -338,7 +290,8 @@ def _joins(
     if not is_packed_mask(plan.calls[0]["attention_mask"]):
         return False
     tokens = plan.calls[0]["input_ids"].shape[1]
-    if not _decided(_joint, model, columns, partial(_should_join, model, queries, columns, tokens)):
+    decide = partial(_should_join, model, queries, columns, tokens)
+    if not decided(_joint, model, columns, decide, _features_that_differ(model, columns)):
         return False
     reason = _reason_not_to_join(unwrap(model), queries)
     if reason is not None and runs_in_step(model):
@@ -377,26 +330,13 @@ def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -
     unknown = more & core._first_module().model_forward_params
     if unknown:
         return f"the encoder is given {', '.join(sorted(unknown))}"
-    if more and (reader := _reader(core)) is not None:
-        return f"{type(reader).__name__} may read {', '.join(sorted(more))}"
+    if more and (module := reader(core)) is not None:
+        return f"{type(module).__name__} may read {', '.join(sorted(more))}"
     return None
 
 
 def _not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
     return frozenset().union(*columns) - _UNDERSTOOD - _LEFT_OUT
-
-
-def _reader(core: nn.Module) -> nn.Module | None:
-    """A module of the model that may look at anything in the features: it has no forward that is known not to."""
-    from pylate.models import ColBERT, Dense
-    from sentence_transformers.models import Transformer
-
-    known = (ColBERT.forward, Dense.forward, Transformer.forward)
-    core = unsharded(core)
-    for module in (core, *map(unsharded, core.children())):
-        if type(module).forward not in known or not forward_is_own(module):
-            return module
-    return None
 
 
 def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
@@ -416,4 +356,14 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
         return reason
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
+    return _reason_in_training(core) if core.training else None
+
+
+def _reason_in_training(core: nn.Module) -> str | None:
+    """What depends, in training, on how texts are divided into calls."""
+    for module in core.modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            return f"{type(module).__name__} normalises by all tokens of a call"
+        if getattr(module, "neftune_noise_alpha", None):
+            return "NEFTune scales its noise by the width of a call"
     return None

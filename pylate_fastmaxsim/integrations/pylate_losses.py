@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
+from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changing
 from pylate_fastmaxsim.integrations.documents import without_index
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
-from pylate_fastmaxsim.integrations.stock import asked_backend
+from pylate_fastmaxsim.integrations.stock import SCORING, asked_backend
+from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.integrations.wrappers import unwrap, written_in
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
@@ -45,21 +47,29 @@ def patches() -> list[Patch]:
 
 
 def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
-    """Decorator: stand in for the forward of a loss, and run that where the loss asks for what we do not do."""
+    """Decorator: stand in for the forward of a loss, and run that where the loss asks for what we do not do.
+
+    The options are those in force when the loss is called: another thread may change them before it ends.
+    """
 
     def decorate(fast: Callable) -> Callable:
         @wraps(stock)
         def forward(self: nn.Module, sentence_features: Iterable[dict[str, Tensor]], *labels, **named_labels):
             features = list(sentence_features)
-            if switch.options() is not None:
-                reason = _reason_to_leave(self) or _reason_in_masking(self)
+            options = switch.options()
+            if options is not None:
+                reason = _reason_to_leave(self) or _reason_in_masking(self) or _reason_in_model(self)
                 if reason is None:
                     if len(features) < 2:
                         raise ValueError(
                             f"{type(self).__name__}: sentence_features must hold the column of the queries and at least "
                             f"one of documents, got {len(features)} in all."
                         )
-                    return fast(self, features, *labels, **named_labels)
+                    try:
+                        return fast(self, options, features, *labels, **named_labels)
+                    except MasksChanged:
+                        changing.add(unwrap(self.model))
+                        reason = _reason_in_model(self)
                 name = type(self).__name__
                 log_once("The %s loss runs as PyLate has it, padded: %s.", name, reason, about=self)
             return stock(self, [without_index(column) for column in features], *labels, **named_labels)
@@ -73,28 +83,22 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
     metric = loss.score_metric
     xtr = passing_tokens(loss) is not None
     if isinstance(loss, Distillation):
-        default = metric is stock_scores.colbert_kd_scores
+        default = metric is stock_scores.colbert_kd_scores and written_in(metric, SCORING)
     else:
-        default = type(metric) is stock_scores.ColBERTScores
+        default = type(metric) is stock_scores.ColBERTScores and written_in(type(metric).__call__, SCORING)
     if not default and not xtr:
         name = getattr(metric, "__name__", type(metric).__name__)
-        return f"its score_metric {name} takes padded embeddings"
+        return f"its score_metric {name} is not PyLate's own, and takes padded embeddings"
     if not xtr and (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
         return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
     if isinstance(loss, CachedContrastive):
         steps = ("embed_minibatch", "embed_minibatch_iter", "calculate_loss", "calculate_loss_and_cache_gradients")
-        changed = [
-            step
-            for step in steps
-            if step in vars(loss) or getattr(type(loss), step) is not getattr(CachedContrastive, step)
-        ]
+        changed = [step for step in steps if not written_in(getattr(loss, step), ("pylate",))]
         if changed:
             return f"{', '.join(changed)} of it is not PyLate's own"
     return None
 
 
-# Where a loss is compiled, this stays outside: dynamo cannot trace where a function was written.
-@torch.compiler.disable
 def _reason_in_masking(loss: nn.Module) -> str | None:
     """Why other tokens may count than PyLate's: somebody replaced what says which do."""
     own = next(cls for cls in (Contrastive, CachedContrastive, Distillation) if isinstance(loss, cls))
@@ -102,6 +106,13 @@ def _reason_in_masking(loss: nn.Module) -> str | None:
     if written_in(masking, ("pylate",)) and written_in(ColBERT.skiplist_mask, ("pylate",)):
         return None
     return "extract_skiplist_mask or ColBERT.skiplist_mask was replaced"
+
+
+def _reason_in_model(loss: nn.Module) -> str | None:
+    # Stock's CachedContrastive looks at masks before it encodes, as all losses do here.
+    if isinstance(loss, CachedContrastive) or unwrap(loss.model) not in changing:
+        return None
+    return "the model changes input_ids or attention_mask, by a module of its own or a hook"
 
 
 @dataclass(frozen=True)
@@ -114,15 +125,16 @@ class _Scored:
     documents: TokenBatch
     zero_floor: Tensor | None
     k: int | None
+    options: Options
 
 
 @_replaces(Contrastive.forward)
-def contrastive(self: Contrastive, features: Features, labels: Tensor | None = None) -> Tensor:
+def contrastive(self: Contrastive, options: Options, features: Features, labels: Tensor | None = None) -> Tensor:
     queries, documents = _encode(self.model, features)
     queries_mask = _queries_mask(self.model, features)
-    scored = _scored(self, documents, features)
+    scored = _scored(self, options, documents, features)
     # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
-    if _in_ring(self):
+    if _in_ring(self, options):
         scores = _score_in_ring(queries, queries_mask, scored)
     else:
         scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
@@ -135,11 +147,11 @@ def contrastive(self: Contrastive, features: Features, labels: Tensor | None = N
 
 
 @_replaces(Distillation.forward)
-def distillation(self: Distillation, features: Features, labels: Tensor) -> Tensor:
+def distillation(self: Distillation, options: Options, features: Features, labels: Tensor) -> Tensor:
     features = features[:2]
     queries, documents = _encode(self.model, features)
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
-    scored = _scored(self, documents, features)
+    scored = _scored(self, options, documents, features)
     scores = _score(queries, _queries_mask(self.model, features), scored, candidates)
     if self.normalize_scores:
         lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
@@ -148,7 +160,9 @@ def distillation(self: Distillation, features: Features, labels: Tensor) -> Tens
 
 
 @_replaces(CachedContrastive.forward)
-def cached_contrastive(self: CachedContrastive, features: Features, labels: Tensor | None = None) -> Tensor:
+def cached_contrastive(
+    self: CachedContrastive, options: Options, features: Features, labels: Tensor | None = None
+) -> Tensor:
     """GradCache: embed without gradients, differentiate the loss by the embeddings, embed again to go on from there."""
     queries_mask = _queries_mask(self.model, features)
     plan = packing.plan_documents(self.model, features[1:], unwrap(self.model).skiplist, self.mini_batch_size)
@@ -157,7 +171,7 @@ def cached_contrastive(self: CachedContrastive, features: Features, labels: Tens
     embeddings = [one.first() for one in _progress(self, passes, "Embed mini-batches")]
     queries = torch.cat(embeddings[: len(query_calls)])
     documents = plan.batch(embeddings[len(query_calls) :])
-    scored = _scored(self, documents, features)
+    scored = _scored(self, options, documents, features)
     if not torch.is_grad_enabled():
         return _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
 
@@ -217,7 +231,7 @@ def _loss_in_chunks(
     As stock does: ``size_average`` divides the loss that is returned, not the gradients.
     """
     targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
-    losses_of_chunks = _losses_in_ring if _in_ring(self) else _losses_of_chunks
+    losses_of_chunks = _losses_in_ring if _in_ring(self, scored.options) else _losses_of_chunks
     loss = torch.stack(losses_of_chunks(self, queries, queries_mask, scored, targets)).sum()
     return loss / len(queries) if self.size_average else loss
 
@@ -287,7 +301,7 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
 
 def _encode(model: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
-    return packing.encode_batch(model, features, unwrap(model).skiplist, unit_embeddings)
+    return packing.encode_batch(model, features, unwrap(model).skiplist, partial(unit_embeddings, masks_stay=True))
 
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
@@ -295,7 +309,7 @@ def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
     return None if unwrap(model).do_query_expansion else features[0]["attention_mask"]
 
 
-def _scored(loss: nn.Module, documents: TokenBatch, features: Features) -> _Scored:
+def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: Features) -> _Scored:
     """From column after column to all documents of the first query, of the second, and so on."""
     columns = features[1:]
     rows = [len(column["input_ids"]) for column in columns]
@@ -308,25 +322,25 @@ def _scored(loss: nn.Module, documents: TokenBatch, features: Features) -> _Scor
     zero_floor = None
     k = passing_tokens(loss)
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
-    if switch.options().stock_masking or k is not None:
+    if options.stock_masking or k is not None:
         skiplist = unwrap(loss.model).skiplist
         masked = [~packing.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
-    return _Scored(documents.select(order), zero_floor, k)
+    return _Scored(documents.select(order), zero_floor, k, options)
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
     batch = TokenBatch.from_padded(queries, queries_mask)
-    options = {"zero_floor": scored.zero_floor, "grad_filter": switch.options().grad_filter}
+    options = {"zero_floor": scored.zero_floor, "grad_filter": scored.options.grad_filter}
     if scored.k is not None:
         return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
     return maxsim(batch, scored.documents, candidates, **options)
 
 
-def _in_ring(loss: nn.Module) -> bool:
+def _in_ring(loss: nn.Module, options: Options) -> bool:
     """Whether the documents of other ranks are to come by, rather than to be gathered."""
     distributed = dist.is_available() and dist.is_initialized()
-    if not (loss.gather_across_devices and switch.options().ring and distributed):
+    if not (loss.gather_across_devices and options.ring and distributed):
         return False
     if passing_tokens(loss) is not None:
         log_once("The documents of all ranks are gathered: the k-th largest similarity of XTR needs them all at once.")
@@ -340,7 +354,7 @@ def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored
         scored.documents,
         queries_mask=queries_mask,
         zero_floor=scored.zero_floor,
-        grad_filter=switch.options().grad_filter,
+        grad_filter=scored.options.grad_filter,
     )
 
 

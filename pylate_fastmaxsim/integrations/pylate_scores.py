@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations import stock
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents
-from pylate_fastmaxsim.integrations.switch import options
+from pylate_fastmaxsim.integrations.stock import SCORING, LeftToStock, asked_backend, check, own_documents
+from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.integrations.wrappers import written_in
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -39,33 +40,45 @@ def patches() -> list[Patch]:
 
 
 @replaces(stock_scores.colbert_scores)
-def colbert_scores(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None):
+def colbert_scores(
+    options: Options, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None
+):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
     check(queries, documents, 3, 3)
-    return _score(queries, documents, queries_mask, documents_mask)
+    return _score(options, queries, documents, queries_mask, documents_mask)
 
 
 @replaces(stock_scores.colbert_kd_scores)
-def colbert_kd_scores(queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None):
+def colbert_kd_scores(
+    options: Options, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None
+):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
     check(queries, documents, 3, 4)
     if len(queries) != len(documents):
         raise LeftToStock("queries and documents differ in number")
-    return _score(queries, documents, queries_mask, documents_mask, own_documents(documents))
+    return _score(options, queries, documents, queries_mask, documents_mask, own_documents(documents))
 
 
 @replaces(stock_scores.ColBERTScores.__call__)
-def score_groups(self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None):
+def score_groups(
+    options: Options,
+    self,
+    queries_embeddings,
+    documents_embeddings,
+    queries_mask=None,
+    documents_mask=None,
+    backend=None,
+):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
     check(queries, documents, 3, 4)
-    return _score(queries, documents, queries_mask, documents_mask)
+    return _score(options, queries, documents, queries_mask, documents_mask)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
-def colbert_scores_pairwise(queries_embeddings, documents_embeddings, backend=None):
+def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embeddings, backend=None):
     _check_backend(backend)
     queries, documents = _sequences(queries_embeddings), _sequences(documents_embeddings)
     check(queries.values, documents.values, 2, 2)
@@ -74,8 +87,10 @@ def colbert_scores_pairwise(queries_embeddings, documents_embeddings, backend=No
 
 
 @replaces(stock_rank.rerank)
-def rerank(documents_ids, queries_embeddings, documents_embeddings, device=None):
+def rerank(options: Options, documents_ids, queries_embeddings, documents_embeddings, device=None):
     _check_backend(None)
+    if not written_in(stock_rank.colbert_scores, SCORING):
+        raise LeftToStock("colbert_scores was replaced")
     results = []
     for query, ids, documents in zip(
         stock_rank.reshape_embeddings(queries_embeddings),
@@ -92,7 +107,7 @@ def rerank(documents_ids, queries_embeddings, documents_embeddings, device=None)
         documents = _pack(documents, query.device)
         check(query, documents.values, 2, 2)
         zero_floor = None
-        if options().stock_masking:
+        if options.stock_masking:
             # Stock pads every document with zeros to the longest and lets those compete.
             zero_floor = documents.lengths < documents.max_length
         with torch.no_grad():
@@ -116,13 +131,13 @@ def _check_backend(backend: str | None) -> None:
         raise LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
 
 
-def _score(queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
+def _score(options: Options, queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
     zero_floor = None
     if documents_mask is not None:
         documents_mask = convert_to_tensor(documents_mask).broadcast_to(documents.shape[:-1])
         if documents.dim() == 4:
             documents_mask = documents_mask.flatten(0, 1)
-        if options().stock_masking:
+        if options.stock_masking:
             zero_floor = (documents_mask == 0).any(dim=1)
     if documents.dim() == 4:
         documents = documents.flatten(0, 1)
@@ -147,6 +162,7 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     if isinstance(embeddings, Tensor):
         if embeddings.dim() != 3:
             raise LeftToStock(f"embeddings have the shape {tuple(embeddings.shape)}")
+        _check_floating(embeddings)
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:
         raise LeftToStock(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
@@ -156,11 +172,19 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     return _pack(sequences, sequences[0].device)
 
 
+def _check_floating(embeddings: Tensor) -> None:
+    if not embeddings.is_floating_point():
+        raise LeftToStock(f"embeddings have the dtype {embeddings.dtype}")
+
+
 def _pack(sequences: list[Tensor], device: torch.device) -> TokenBatch:
     """Token matrices back to back in the dtype of the first, moved to ``device`` at once."""
     first = sequences[0]
     if any(sequence.dim() != 2 or sequence.shape[1] != first.shape[1] for sequence in sequences):
         raise LeftToStock("embeddings in a list are not all [tokens, d] of one d")
+    _check_floating(first)
     lengths = [len(sequence) for sequence in sequences]
-    values = torch.cat([sequence.to(first) for sequence in sequences]).to(device)
+    # Autocast would widen what is put together, and refuses some dtypes.
+    with torch.autocast(first.device.type, enabled=False):
+        values = torch.cat([sequence.to(first) for sequence in sequences]).to(device)
     return TokenBatch.from_packed(values, torch.tensor([0, *accumulate(lengths)]), max_length=max(lengths))

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_scores import masked_batch, replaces
-from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.stock import SCORING, LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.integrations.wrappers import written_in
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -28,21 +30,25 @@ def passing_tokens(loss: nn.Module) -> int | None:
     """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
     own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
     metric = loss.score_metric
-    return metric.k if type(metric) is own else None
+    return metric.k if type(metric) is own and written_in(own.__call__, SCORING) else None
 
 
 @replaces(XTRScores.__call__)
-def score_batch(self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+def score_batch(
+    _options: Options, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
+):
     return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=False)
 
 
 @replaces(XTRKDScores.__call__)
-def score_own_documents(self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None):
+def score_own_documents(
+    _options: Options, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
+):
     return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=True)
 
 
 def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
-    if type(metric)._score is not _stock_score:
+    if type(metric)._score is not _stock_score or not written_in(_stock_score, SCORING):
         raise LeftToStock(f"{type(metric).__name__} overrides _score")
     queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, 4)

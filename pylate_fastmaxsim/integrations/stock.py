@@ -13,6 +13,9 @@ from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.switch import options
 
+# Who writes scoring functions that give PyLate's scores: itself, this package, and those that PyLate scores through.
+SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_maxsim")
+
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -23,18 +26,19 @@ class LeftToStock(Exception):
 def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
     """Decorator: stand in for ``stock`` of ``host``, and call it where the fast function leaves the input to it.
 
-    A call may outlive ``disable()``, in another thread or by a reference to a method that was taken before; it then
-    calls stock.
+    The fast function is given the options in force and then the arguments of stock. A call may outlive ``disable()``, in
+    another thread or by a reference to a method that was taken before; one that begins afterwards calls stock.
     """
     stock = detached(stock)
 
     def decorate(fast: Callable) -> Callable:
         @functools.wraps(stock)
         def replacement(*args, **kwargs):
-            if options() is None:
+            in_force = options()
+            if in_force is None:
                 return stock(*args, **kwargs)
             try:
-                return fast(*args, **kwargs)
+                return fast(in_force, *args, **kwargs)
             except LeftToStock as error:
                 reason = error
             result = stock(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import os
 import sys
@@ -262,7 +263,19 @@ def available_patches() -> list[Patch]:
     providers = [
         importlib.import_module(f"pylate_fastmaxsim.integrations.{name}") for host in hosts for name in host.providers
     ]
-    return [patch for provider in providers for patch in provider.patches()]
+    patches = [patch for provider in providers for patch in provider.patches()]
+    replaced = [patch for patch in patches if not _is_hosts(patch)]
+    for patch in replaced:
+        log_once("%s stays as it is: it was replaced before, by another library or the script.", patch.target)
+    return [patch for patch in patches if patch not in replaced]
+
+
+def _is_hosts(patch: Patch) -> bool:
+    """Whether a host library, or what it scores through, wrote what stands in a patch's place."""
+    from pylate_fastmaxsim.integrations.stock import SCORING
+    from pylate_fastmaxsim.integrations.wrappers import HOSTS, written_in
+
+    return written_in(inspect.getattr_static(patch.owner, patch.name, None), HOSTS + SCORING)
 
 
 def left_alone() -> list[str]:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks
+from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
+from pylate_fastmaxsim.integrations.changed_masks import changed, masks_of
+from pylate_fastmaxsim.integrations.decisions import holds_up_to
 from pylate_fastmaxsim.integrations.documents import Documents, EncodingPlan, grouped_plan, packed_plan, without_index
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
+from pylate_fastmaxsim.integrations.untouched import Before, untouched
+from pylate_fastmaxsim.integrations.wrappers import reader
 from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
 _TOLERANCE_TF32 = 1e-2
+
+# Encoders with so many positions at most are given a row that is longer: some refuse it though they need no position
+# behind their last one.
+_FEW_POSITIONS = 1024
 
 # Tokens of a document that has padding behind it.
 _SHORT = 3
@@ -32,12 +40,12 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
 
     What an encoder does not pass on, as a window of its attention, may show in long documents only, what it makes of
     padding only where there is some, and rotary positions that it scales only between two lengths. The first batch need
-    not have any.
+    not have any. The longest is as long as any for which the decision is meant to hold (:func:`decisions.decided`).
     """
     tokens = documents.input_ids.reshape(-1)[documents.token_index]
     if not len(tokens):
         tokens = documents.input_ids[0]
-    longest = width = documents.max_length
+    longest = width = _widest(core, documents.max_length)
     padding = getattr(core.tokenizer, "pad_token_id", None) or 0
     table = position_table(core)
     if table is not None and width > table.num_embeddings - table.padding_idx - 1:
@@ -54,22 +62,39 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
     return Documents.from_columns([rows])
 
 
+def _widest(core: nn.Module, width: int) -> int:
+    """The widest batch that is not decided about anew, as far as the encoder has learned positions."""
+    widest, config = holds_up_to(width), encoder_of(core).config
+    if any(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+        return widest
+    return max(width, min(widest, getattr(config, "max_position_embeddings", None) or widest))
+
+
 def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in one row; None if they can."""
 
     def trial() -> None:
         if "position_ids" not in core._first_module().model_forward_params:
             raise PackingUnsupported(f"{type(encoder_of(core)).__name__} takes no position_ids")
-        accept_packed_masks(core._first_module().auto_model.config._attn_implementation)
+        accept_packed_masks(encoder_of(core))
+        documents = _more_than_positions(core, samples)
         # Each alone as well: some encoders scale rotary positions by the longest text of a call.
-        _verify(core, samples, [_packed(core, samples), _packed(core, samples, _ALONE)])
+        _verify(core, documents, [_packed(core, documents), _packed(core, documents, _ALONE)])
 
-    return _what_fails(trial)
+    return _what_fails(trial, f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})")
 
 
 def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in groups of similar length; None if they can."""
-    return _what_fails(lambda: _verify(core, samples, [grouped_plan(samples, _nothing_skipped, _ALONE)]))
+
+    def trial() -> None:
+        # In 16 bits rounding would hide what an encoder of float32 parameters makes of padding.
+        exact = all(weight.dtype == torch.float32 for weight in core.parameters() if weight.is_floating_point())
+        device = samples.input_ids.device.type
+        with torch.autocast(device, enabled=False) if exact else nullcontext():
+            _verify(core, samples, [grouped_plan(samples, _nothing_skipped, _ALONE)])
+
+    return _what_fails(trial)
 
 
 def why_not_joint(core: nn.Module, samples: Documents, queries: dict[str, Tensor]) -> str | None:
@@ -81,13 +106,29 @@ def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None
     return packed_plan(*positioned(core, samples), _nothing_skipped, token_budget)
 
 
-def _what_fails(trial: Callable[[], None]) -> str | None:
+def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
+    """The documents as often as it takes for their row to be longer than the encoder's longest text."""
+    positions = getattr(encoder_of(core).config, "max_position_embeddings", None) or 0
+    times = positions // len(documents.token_index) + 1
+    if times == 1 or positions > _FEW_POSITIONS:
+        return documents
+    rows = {"input_ids": documents.input_ids, "attention_mask": documents.attention_mask}
+    if documents.token_type_ids is not None:
+        rows["token_type_ids"] = documents.token_type_ids
+    return Documents.from_columns([rows] * times)
+
+
+def _what_fails(trial: Callable[[], None], otherwise: str = "{}") -> str | None:
+    """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
         trial()
     except torch.OutOfMemoryError:
         raise
+    except PackingUnsupported as error:
+        return str(error)
     except Exception as error:  # whatever somebody's encoder raises at something it does not know
-        return _said(error)
+        lines = str(error).strip().splitlines() or ["no message"]
+        return otherwise.format(f"{type(error).__name__}: {lines[0].rstrip('.')}")
     return None
 
 
@@ -96,12 +137,22 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     padded = {"input_ids": documents.input_ids, "attention_mask": documents.attention_mask}
     if documents.token_type_ids is not None:
         padded["token_type_ids"] = documents.token_type_ids
-    with _evaluating(core), _recorded_dtype(core) as dtypes:
-        expected = token_embeddings(core, padded).flatten(0, 1)[documents.token_index]
-        batches = [plan.batch([token_embeddings(core, call) for call in plan.calls]) for plan in plans]
+    before = masks_of(padded)
+    with untouched(core), _evaluating(core), _recorded_dtype(core) as dtypes:
+        embeddings = core(padded)["token_embeddings"]
+        if changed(padded, before):
+            raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
+        expected = embeddings.flatten(0, 1)[documents.token_index]
+        values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
+        leaks = is_packed_mask(plans[0].calls[0]["attention_mask"]) and _leaks(
+            core, documents, *plans[0].calls, *values[0]
+        )
     _try_dropout(core, plans[0].calls)
     # After all calls, so that every rank makes as many, whatever it finds.
-    for batch in batches:
+    if leaks:
+        raise PackingUnsupported(f"{_name(core)} lets the documents of a call see each other")
+    for plan, of_plan in zip(plans, values, strict=True):
+        batch = plan.batch(of_plan)
         offsets = torch.arange(batch.max_length, device=batch.device)
         rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
         _compare(core, batch.values[rows[batch.keep[rows]]], expected, dtypes, "without padding than with it")
@@ -116,7 +167,7 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     queries["attention_mask"][1, 1:][-1:] = 0
     (of_documents,) = _packed(core, documents).calls
     call = joint_call(core, of_documents, queries)
-    with _evaluating(core), _recorded_dtype(core) as dtypes:
+    with untouched(core), _evaluating(core), _recorded_dtype(core) as dtypes:
         apart = [of_documents, queries]
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
@@ -124,16 +175,45 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
 
+def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], values: Tensor) -> bool:
+    """Whether token embeddings of packed documents change when every other document is given other tokens.
+
+    Not by a single bit: shapes are the same. That needs no tolerance, in which a convolution over neighbouring tokens
+    would hide while its weights are small.
+    """
+    tokens = call["input_ids"]
+    odd = torch.arange(len(documents), device=tokens.device) % 2 == 1
+    odd = odd.repeat_interleave(documents.cu_seqlens.diff(), output_size=tokens.shape[1])
+    others = token_embeddings(core, {**call, "input_ids": torch.where(odd, tokens.roll(1), tokens)})
+    return not torch.equal(others[:, ~odd], values[:, ~odd])
+
+
 def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> None:
-    """Make calls as in training: dropout may be what packed attention cannot do."""
+    """Make calls as in training: dropout may be what packed attention cannot do.
+
+    Raises
+    ------
+    PackingUnsupported
+        The encoder keeps statistics, of the texts of a call: other ones where texts are divided into other calls.
+    """
     if not core.training:
         return
-    device = calls[0]["input_ids"].device
-    # It must not take random numbers from the run, and reentrant checkpointing warns of inputs without gradients.
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+    with as_in_training(core, calls[0]["input_ids"].device) as before:
         for call in calls:
             token_embeddings(core, call)
+        changed = before.buffers_changed()
+    if changed:
+        raise PackingUnsupported(f"in training {_name(core)} keeps statistics of all texts of a call")
+
+
+@contextmanager
+def as_in_training(core: nn.Module, device: torch.device) -> Iterator[Before]:
+    """Within this, calls of a model without gradients leave the run as it was: its random numbers, its statistics."""
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        # Reentrant checkpointing warns of inputs without gradients.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        with untouched(core) as before:
+            yield before
 
 
 def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.dtype], how: str) -> None:
@@ -141,7 +221,7 @@ def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.
     tolerance = max(_tolerance(dtype, ours.device) for dtype in dtypes)
     if not error <= tolerance:
         raise PackingUnsupported(
-            f"{type(encoder_of(core)).__name__} gives other token embeddings {how} "
+            f"{_name(core)} gives other token embeddings {how} "
             f"(distance {error:.1e} between unit vectors, rounding explains {tolerance:.0e})"
         )
 
@@ -180,7 +260,7 @@ def _nothing_skipped(input_ids: Tensor) -> Tensor:
     return torch.zeros_like(input_ids, dtype=torch.bool)
 
 
-def _said(error: Exception) -> str:
-    """An error as a part of a sentence."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    return lines[0] if isinstance(error, PackingUnsupported) else f"{type(error).__name__}: {lines[0]}"
+def _name(core: nn.Module) -> str:
+    """Of the encoder, and of a module of somebody's own that may be what is meant."""
+    encoder, own = type(encoder_of(core)).__name__, reader(core)
+    return encoder if own is None else f"{encoder} with {type(own).__name__}"

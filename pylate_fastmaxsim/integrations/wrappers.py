@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel
 
 _LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
+
+# Whose code is as they came: the libraries that are patched, and this package, whose replacements stand in for theirs.
+HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
@@ -67,6 +71,26 @@ def hooks_change_nothing(module: nn.Module) -> bool:
     return all(written_in(hook, ("torch", "pylate_fastmaxsim")) for hook in hooks)
 
 
+def reader(core: nn.Module) -> nn.Module | None:
+    """A module of a PyLate model that may look at anything in the features.
+
+    It has no forward that is known not to: those of PyLate's model and Dense and of Sentence Transformers' Transformer,
+    as these libraries have them.
+    """
+    from pylate.models import ColBERT, Dense
+    from sentence_transformers.models import Transformer
+
+    known = (ColBERT.forward, Dense.forward, Transformer.forward)
+    core = unsharded(core)
+    for module in (core, *map(unsharded, core.children())):
+        forward = type(module).forward
+        if forward not in known or not written_in(forward, HOSTS) or not forward_is_own(module):
+            return module
+    return None
+
+
+# Outside of what is compiled: dynamo cannot trace it.
+@torch.compiler.disable
 def written_in(function: Callable, libraries: Iterable[str]) -> bool:
     # Not of a decorator's result, which often says the module of what it decorates.
     written = getattr(getattr(function, "__func__", function), "__globals__", {})

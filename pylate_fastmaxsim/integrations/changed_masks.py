@@ -1,0 +1,58 @@
+"""Whether a model changes which tokens its texts have, as one does that learns to leave tokens out.
+
+Stock's Contrastive and Distillation look at ids and masks behind the model; the losses here, before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+_MASKS = ("input_ids", "attention_mask")
+
+# Models that were seen to change masks.
+changing: WeakSet[nn.Module] = WeakSet()
+
+# Of each, the tensor and how often it had been written to.
+Masks = dict[str, tuple[Tensor, int]]
+
+
+class MasksChanged(Exception):
+    """A model left other ids or another mask in what it was given."""
+
+
+# Outside of what is compiled: dynamo cannot trace how often a tensor was written to.
+@torch.compiler.disable
+def masks_of(features: Mapping[str, Tensor]) -> Masks:
+    """Ids and mask of a column before the model is called with it."""
+    return {key: (features[key], _writes(features[key])) for key in _MASKS}
+
+
+@torch.compiler.disable
+def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
+    """Whether the column holds others now. Waits for the device only where the model has put other tensors there.
+
+    Examples
+    --------
+    >>> column = {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
+    >>> before = masks_of(column)
+    >>> changed(column, before)
+    False
+    >>> column["attention_mask"][0, 1] = 0
+    >>> changed(column, before)
+    True
+    """
+    return any(_differs(features.get(key), *mask) for key, mask in before.items())
+
+
+def _differs(now: Tensor | None, tensor: Tensor, writes: int) -> bool:
+    if now is tensor:
+        return _writes(now) != writes
+    return now is None or now.shape != tensor.shape or not torch.equal(now, tensor)
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,100 @@
+"""What is decided once about a model, by all ranks of a distributed run together: how to encode, what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.encoders import encoder_of
+from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, runs_in_step, unwrap
+
+# Of what this rank found, what all ranks act on.
+Agree = Callable[[bool], bool]
+
+Decision = TypeVar("Decision")
+
+# What a decision is about: it is made again where one of these changes.
+Decisions = WeakKeyDictionary[nn.Module, dict[Hashable, Decision]]
+
+
+def decided(
+    decisions: Decisions[Decision],
+    model: nn.Module,
+    columns: Sequence[dict[str, Tensor]],
+    decide: Callable[[Agree], Decision],
+    more: Hashable = None,
+) -> Decision:
+    """What ``decide`` finds when a model is first met in a situation.
+
+    Parameters
+    ----------
+    decisions
+        Those made so far, by the model inside what is wrapped around it.
+    model
+        A ``pylate.models.ColBERT``, possibly wrapped.
+    columns
+        The tokenized texts that it is given.
+    decide
+        Makes the decision, given how to agree with the other ranks.
+    more
+        What else the decision is about.
+    """
+    core = unwrap(model)
+    device = columns[0]["input_ids"].device
+    situation = (
+        # The ranks of a distributed run decide together, also after one of them has used the model alone.
+        *(type(layer) for layer in layers_of_wrapping(model)),
+        core.training,
+        device.type,
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
+        id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
+        *_encoder_state(core),
+        # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
+        0 if runs_in_step(model) else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
+        more,
+    )
+    found = decisions.setdefault(core, {})
+    if situation not in found:
+        # A few calls of odd shapes, not worth compiling for.
+        with torch.compiler.set_stance("force_eager"):
+            found[situation] = decide(partial(_on_all_ranks, device=device) if runs_in_step(model) else bool)
+    return found[situation]
+
+
+def holds_up_to(width: int) -> int:
+    """The width of batches up to which a decision about one of ``width`` tokens holds.
+
+    Examples
+    --------
+    >>> [holds_up_to(width) for width in (1, 256, 257, 300)]
+    [1, 256, 512, 512]
+    """
+    return 1 << (width - 1).bit_length()
+
+
+def most_of_all_ranks(count: int, device: torch.device) -> int:
+    """The largest of the numbers that the ranks of a distributed run have. Waits for the device."""
+    most = torch.tensor(count, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _on_all_ranks(here: bool, device: torch.device) -> bool:
+    return not most_of_all_ranks(int(not here), device)
+
+
+def _encoder_state(core: nn.Module) -> tuple[torch.dtype | None, str | None]:
+    """What users change of an encoder between batches: the dtype of its parameters and its attention."""
+    try:
+        encoder = encoder_of(core)
+        # One parameter for all: this is looked at in every step.
+        return next(encoder.parameters()).dtype, encoder.config._attn_implementation
+    except (AttributeError, StopIteration):  # no encoder that could be packed
+        return None, None
