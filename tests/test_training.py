@@ -14,7 +14,7 @@ from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import packing
+from pylate_fastmaxsim.integrations import documents, packing
 from pylate_fastmaxsim.integrations.documents import Documents
 
 ROWS, BATCH = 24, 6
@@ -79,7 +79,7 @@ def test_loss_curves(encoder, mode, tmp_path, loss_class, options, data, monkeyp
     from_columns = Documents.from_columns.__func__
 
     def recording(cls, columns):
-        searches.append(["token_index" not in column for column in columns])
+        searches.append([documents._left(column) is None for column in columns])
         return from_columns(cls, columns)
 
     def curve(**arguments):
@@ -94,11 +94,31 @@ def test_loss_curves(encoder, mode, tmp_path, loss_class, options, data, monkeyp
     assert len(ours) == 2 * ROWS // BATCH
     assert ours == pytest.approx(stock, rel=2e-3, abs=2e-3)
     assert stock[-1] < stock[0]
-    # Workers found the tokens of every batch; only the pair that is compared at first, in training and in evaluation, was
-    # searched, and once more with queries.
+    # Workers found the tokens of every batch; only the documents of the trial, in training and in evaluation, were
+    # searched: as they are, as often as makes a long row, and once more with queries.
     joint = mode == "packed" and loss_class is not losses.CachedContrastive
     assert [set(found.values()) for found in packing._joint.values()] == [{True}] * joint
-    assert sum(any(missing) for missing in searches) == (4 if joint else 2)
+    assert sum(any(missing) for missing in searches) == (6 if joint else 4)
+
+
+class PicksRows(losses.Contrastive):
+    """Scores every second query only, and looks at all texts in one column."""
+
+    def forward(self, sentence_features, labels=None):
+        columns = list(sentence_features)
+        self.widest = {key: torch.cat([column[key] for column in columns[1:]]) for key in columns[1]}
+        rows = torch.arange(0, len(columns[0]["input_ids"]), 2)
+        return super().forward([{key: value[rows] for key, value in column.items()} for column in columns], labels)
+
+
+def test_a_loss_that_picks_and_joins_rows(encoder, mode, tmp_path):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        return train(model, PicksRows(model, temperature=0.1), _pairs(), tmp_path)
+
+    stock = curve()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
 
 
 def test_several_datasets_with_a_loss_each(encoder, tmp_path):

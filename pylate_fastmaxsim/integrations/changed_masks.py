@@ -28,7 +28,7 @@ class MasksChanged(Exception):
 @torch.compiler.disable
 def masks_of(features: Mapping[str, Tensor]) -> Masks:
     """Ids and mask of a column before the model is called with it."""
-    return {key: (features[key], _writes(features[key])) for key in _MASKS}
+    return {key: (features[key], writes_to(features[key])) for key in _MASKS}
 
 
 @torch.compiler.disable
@@ -50,9 +50,10 @@ def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
 
 def _differs(now: Tensor | None, tensor: Tensor, writes: int) -> bool:
     if now is tensor:
-        return _writes(now) != writes
+        return writes_to(now) != writes
     return now is None or now.shape != tensor.shape or not torch.equal(now, tensor)
 
 
-def _writes(tensor: Tensor) -> int:
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor has been written to, which is not counted in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

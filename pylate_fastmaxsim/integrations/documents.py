@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import left_behind
 from pylate_fastmaxsim.integrations.attention import packed_mask
+from pylate_fastmaxsim.integrations.changed_masks import writes_to
 from pylate_fastmaxsim.integrations.grouping import (
     fill_by_length,
     fill_in_order,
@@ -301,6 +302,22 @@ def index_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
     return {TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: ends.unsqueeze(0)}
 
 
+def with_index_at_mask(column: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A column without what the collator left, which its mask then carries: for as long as nobody makes another of it.
+
+    Examples
+    --------
+    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> column = with_index_at_mask({"input_ids": mask, "attention_mask": mask, **index_to_leave(mask)})
+    >>> sorted(column), left_index(column)
+    (['attention_mask', 'input_ids'], (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32)))
+    """
+    index, ends, mask = column.get(TOKEN_INDEX), column.get(CU_SEQLENS), column.get("attention_mask")
+    if index is not None and ends is not None and isinstance(mask, Tensor):
+        mask.fastmaxsim_index = index, ends, writes_to(mask)
+    return without_index(column)
+
+
 def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
     """Features as stock PyLate's collator makes them."""
     return {key: value for key, value in features.items() if key not in (TOKEN_INDEX, CU_SEQLENS)}
@@ -342,7 +359,9 @@ def _left(column: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     """
     index, ends, mask = column.get(TOKEN_INDEX), column.get(CU_SEQLENS), column["attention_mask"]
     if index is None or ends is None:
-        return None
+        index, ends, writes = getattr(mask, "fastmaxsim_index", (None, None, 0))
+        if index is None or writes != writes_to(mask):
+            return None
     count, width = mask.shape
     if column["input_ids"].shape != mask.shape or len(index) != 1 or ends.shape != (1, count + 1 + width):
         return None

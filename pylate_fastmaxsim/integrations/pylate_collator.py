@@ -1,22 +1,26 @@
-"""PyLate's collator, which also says where the attended tokens of each text are."""
+"""Where the attended tokens of each text are: found by PyLate's collator, taken out of the columns by the trainer."""
 
 from __future__ import annotations
 
 from functools import wraps
 
 from pylate.utils import ColBERTCollator
+from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.documents import has_gaps, index_to_leave
+from pylate_fastmaxsim.integrations.documents import has_gaps, index_to_leave, with_index_at_mask
 from pylate_fastmaxsim.integrations.patching import Patch
 
 _MASK = "_attention_mask"
 
 
 def patches() -> list[Patch]:
-    """What to replace in PyLate."""
-    return [Patch(ColBERTCollator, "__call__", collate)]
+    """What to replace in PyLate and in the trainer of Sentence Transformers."""
+    return [
+        Patch(ColBERTCollator, "__call__", collate),
+        Patch(SentenceTransformerTrainer, "collect_features", collect_features),
+    ]
 
 
 @wraps(ColBERTCollator.__call__)
@@ -36,3 +40,10 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
         if not has_gaps(batch[key]):
             batch |= {f"{column}_{part}": value for part, value in index_to_leave(batch[key]).items()}
     return batch
+
+
+@wraps(SentenceTransformerTrainer.collect_features)
+def collect_features(self: SentenceTransformerTrainer, inputs: dict) -> tuple[list[dict[str, Tensor]], Tensor | None]:
+    # A loss then sees what stock's collator makes, and may pick, join or reorder its rows.
+    features, labels = collect_features.__wrapped__(self, inputs)
+    return [with_index_at_mask(column) for column in features], labels

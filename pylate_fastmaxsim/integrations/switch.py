@@ -114,9 +114,9 @@ def enable(
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
         queries in the same forward. PyLate only. PyLate's collator then adds ``token_index`` and ``cu_seqlens`` to every
-        column; they say where its tokens are, and are not divided into rows. Code that reorders, picks or joins the rows
-        of a column afterwards, or changes its masks, has to leave both keys out, or a later batch raises a ValueError.
-        A subclass of the collator may change what it wants.
+        column; they say where its tokens are, and are not divided into rows. The trainer takes them out before a loss
+        sees the columns. In a loop of your own, code that reorders, picks or joins the rows of a column, or changes its
+        masks, has to leave both keys out, or a later batch raises a ValueError.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.
