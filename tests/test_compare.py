@@ -44,7 +44,7 @@ from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
 from pylate_fastmaxsim.recipes.phases import PHASES
-from pylate_fastmaxsim.recipes.report import LABELS, comparison_table, sweep_table
+from pylate_fastmaxsim.recipes.report import LABELS, comparison_table, sweep_rows, sweep_table
 
 MEBIBYTE = 2**20
 
@@ -413,6 +413,19 @@ def test_a_sweep_says_how_far_each_path_went():
     console = Console(width=200, file=io.StringIO())
     console.print(sweep_table(points))
     table = console.file.getvalue()
+    rows = sweep_rows(points)
+    assert rows[0] == (
+        "batch size",
+        "stock, median step",
+        "stock, peak memory",
+        "fast, median step",
+        "fast, peak memory",
+    )
+    assert rows[2:] == [
+        ("256", "out of memory", "-", "0.250 s", "1,024 MiB"),
+        ("1,024", "not run", "-", "0.250 s", "1,024 MiB"),
+    ]
+    assert all(text in table for row in rows for text in row)
     assert table.count("0.250 s") == 4 and "1,024 MiB" in table and "out of memory" in table and "not run" in table
     drawn = figures.svg(figures.sweep(points, capacity=2**31), 8, 4)
     assert drawn.count("<!-- out of memory -->") == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import yaml
+from accelerate import PartialState
 from datasets import Dataset
 from pylate.scores import colbert_scores
 from sentence_transformers import CrossEncoder
@@ -28,7 +30,7 @@ from pylate_fastmaxsim.recipes import mining, mining_parts, negatives
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
-from pylate_fastmaxsim.recipes.pairs import load_pairs
+from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, RecipeError
 from pylate_fastmaxsim.recipes.train import train
 
@@ -162,6 +164,53 @@ def test_negatives_are_those_of_brute_force(rules, with_corpus, encoder, teacher
 def test_rules(rule, score, allowed):
     section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rule)
     assert negatives.is_negative(section, score, positive=1.0) is allowed
+
+
+def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp_path, monkeypatch):
+    # The three best documents of the first query are its positives, and range_max leaves none to spare.
+    similarities = torch.stack([-torch.arange(10.0), torch.arange(10.0)])
+    documents = Dataset.from_dict({"text": list(map(str, range(10)))})
+    pairs = Pairs(Dataset.from_dict({"text": ["a", "b"]}), documents, [(0, 0), (0, 1), (0, 2), (1, 9)], "")
+
+    def search(_, part, k):
+        best = similarities[:, part].topk(min(k, len(part)))
+        return best.values, best.indices
+
+    monkeypatch.setattr(negatives, "encode", lambda *args, **kwargs: None)
+    monkeypatch.setattr(negatives, "_encoded", lambda model, documents, *_: list(map(int, documents["text"][:])))
+    monkeypatch.setattr(negatives, "search", search)
+    rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}
+    section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
+    found = negatives.search_documents(None, pairs, section, mining_parts.Work(tmp_path, PartialState()), {})
+    assert negatives.hard_negatives(pairs, section, *found, [0.0, 0.0]) == {0: [4, 5], 1: [7, 6]}
+
+
+def test_negatives_are_chosen_without_a_copy_of_all_scores_as_python_numbers():
+    queries, k = 2000, 100
+    scores = torch.rand(queries, k).sort(descending=True).values
+    section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", num_negatives=1, range_max=k - 1)
+    rows = [(query, 0) for query in range(queries)]
+    pairs = Pairs(Dataset.from_dict({"text": list(map(str, range(queries)))}), None, rows, "")
+    found = torch.randint(1, 10**6, (queries, k))
+    tracemalloc.start()
+    try:
+        chosen = negatives.hard_negatives(pairs, section, scores, found, [2.0] * queries)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert chosen == {query: [found[query, 0].item()] for query in range(queries)}
+    assert peak < 20 * scores.numel()  # and not 76 bytes each
+
+
+def test_which_pairs_are_kept_depends_on_the_seed(tmp_path):
+    rows = {"query": [f"question {i}" for i in range(60)], "answer": [f"answer {i}" for i in range(60)]}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    data = DataSection(source="files", files=[str(tmp_path / "pairs.parquet")], max_rows=8)
+    first, again, other = (
+        load_pairs(MiningSection(pairs=replace(data, seed=seed), teacher="none")).queries["text"][:]
+        for seed in (0, 0, 1)
+    )
+    assert len(first) == 8 and first == again and set(first) != set(other)
 
 
 @pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta"])

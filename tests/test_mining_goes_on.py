@@ -164,6 +164,21 @@ def test_finished_data_is_not_taken_for_that_of_other_inputs(encoder, teacher, o
     assert mining.mine(recipe, resume=False)["queries"] == 40
 
 
+def test_data_mined_by_an_earlier_version_is_complete_where_its_keys_had_the_defaults(encoder, teacher, tmp_path):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
+    summary = mining.mine(recipe)
+    record = tmp_path / "mined" / "mining.json"
+    written = json.loads(record.read_text())
+    for name in ("corpus", "teacher_type", "min_score"):
+        del written["settings"]["mining"][name]
+    del written["settings"]["mining"]["pairs"]["n_ways"], written["settings"]["model"]["lora"]
+    record.write_text(json.dumps(written))
+    assert mining.mine(recipe) == summary
+    for override in ("mining.teacher_type=colbert", "mining.min_score=1", "mining.range_min=0"):
+        with pytest.raises(RecipeError, match="was mined with other settings"):
+            mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
+
+
 def test_the_way_out_that_an_error_names_keeps_the_search(encoder, teacher, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="lower it or loosen the margins, for which the search is kept, or raise"):
         mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.max_score=-100"))

@@ -16,16 +16,19 @@ pytest.importorskip("typer")
 pytest.importorskip("pylate")
 
 import torch
+import yaml
 from filelock import FileLock
 from pylate.models import ColBERT
 from rich.console import Console
 from safetensors.torch import load_file
 from test_misuse import command
 from tiny_recipe import tiny, write
+from typer.testing import CliRunner
 
 from pylate_fastmaxsim.recipes import disk
 from pylate_fastmaxsim.recipes import output as run_folder
 from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.measure import measure
@@ -92,6 +95,67 @@ def test_an_evaluation_out_of_memory_names_its_batch_size_and_the_model(tmp_path
         f"{out}/train.json has no metrics."
     )
     assert (out / "model" / "model.safetensors").exists()
+
+
+def files_of(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_model_replaces_all_of_an_earlier_one(tmp_path):
+    recipe, out = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out"
+    training.train(recipe)
+    first = files_of(out / "model")
+    (out / "model" / "adapter_config.json").write_text("{}")  # as of a training of adapters
+    training.train(recipe, resume=False)
+    assert files_of(out / "model") == first
+    assert sorted(path.name for path in out.iterdir()) == [
+        "files.json",
+        "model",
+        "prepared",
+        "recipe-of-checkpoints.yaml",
+        "train.json",
+    ]
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_earlier_one(tmp_path, monkeypatch):
+    recipe, out = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out"
+    training.train(recipe)
+    first, result = files_of(out / "model"), (out / "train.json").read_text()
+
+    def full(folder, recipe):
+        assert (folder / "model.safetensors").exists()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "name_recipe", full)
+        with pytest.raises(OSError, match="No space left"):
+            training.train(recipe, resume=False)
+    assert files_of(out / "model") == first and (out / "train.json").read_text() == result
+    assert not list(out.glob("*-model"))
+    # What an end in between has left is in nobody's way.
+    for name in ("writing-model", "replaced-model"):
+        shutil.copytree(out / "model", out / name)
+        (out / name / "stale").write_text("")
+    training.train(recipe, resume=False)
+    assert files_of(out / "model") == first and not list(out.glob("*-model"))
+
+
+def test_a_new_model_is_never_beside_the_result_of_an_earlier_one(tmp_path, monkeypatch):
+    recipe, out = load_recipe(without_checkpoints(tmp_path)), tmp_path / "out"
+    training.train(recipe)
+    monkeypatch.setattr(training, "_write_result", ending_with(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        training.train(recipe, resume=False)
+    assert (out / "model").exists() and not (out / "train.json").exists()
+
+
+def test_a_model_on_another_disk_stays_there(tmp_path):
+    elsewhere, out = tmp_path / "elsewhere" / "models", tmp_path / "out"
+    elsewhere.mkdir(parents=True)
+    out.mkdir()
+    (out / "model").symlink_to(elsewhere, target_is_directory=True)
+    training.train(load_recipe(without_checkpoints(tmp_path)))
+    assert (out / "model").is_symlink() and (elsewhere / "model.safetensors").exists()
 
 
 def repetitive(folder, **training_section):
@@ -182,6 +246,53 @@ def test_a_recipe_in_the_output_folder_stays_as_it_is(tmp_path):
         training.train(load_recipe(file))
 
 
+def test_checkpoints_of_an_earlier_version_go_on_where_its_keys_had_the_defaults(tmp_path):
+    file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out"
+    training.train(load_recipe(file))
+    record = yaml.safe_load((out / run_folder.RECIPE_FILE).read_text())
+    for section, name in (("training", "adam_epsilon"), ("model", "config_kwargs"), ("fast", "stock_masking")):
+        del record[section][name]
+    del record["model"]["build"]["global_attn_every_n_layers"], record["loss"]
+
+    def forget():
+        (out / run_folder.RECIPE_FILE).write_text(yaml.safe_dump(record))
+
+    forget()
+    assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
+    for override, sentence in {
+        "training.adam_epsilon=1e-6": "training.adam_epsilon is 1e-06, but the checkpoints in .* were made with 1e-08; ",
+        "fast.stock_masking=true": "fast.stock_masking is True, but the checkpoints in .* were made with False; ",
+        "loss.temperature=2": "loss.temperature is 2.0, but the checkpoints in .* were made with None; ",
+        "model.build.global_attn_every_n_layers=1": "layers is 1, but the checkpoints in .* were made with 3; ",
+    }.items():
+        forget()
+        with pytest.raises(RecipeError, match=sentence):
+            training.train(load_recipe(file, [override]))
+
+
+def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(tmp_path, caplog):
+    values = tiny(tmp_path, training={"max_steps": 4}, evaluation={"rows": 0})
+    values["fast"]["stock_masking"] = True
+
+    def warned(file, *overrides) -> list[str]:
+        caplog.clear()
+        assert training.train(load_recipe(file, overrides))["resumed_from"] == "checkpoint-4"
+        return [message for message in caplog.messages if "masked" in message]
+
+    file = write(tmp_path, values)
+    training.train(load_recipe(file))
+    assert not warned(file, "fast.fused_head=false", "loss.score_mini_batch_size=2")
+    assert not warned(file, "fast.enabled=true")
+    file = write(tmp_path, values | {"fast": {"enabled": False}}, "other")
+    training.train(load_recipe(file), resume=False)
+    assert warned(file, "fast.enabled=true") == [
+        f"fast.enabled is True, but the checkpoints in {tmp_path}/out were made with False: stock PyLate lets masked "
+        "document tokens win and this package does not, so that scores differ from here on."
+    ]
+    assert not warned(file, "fast.enabled=true", "fast.fused_head=false")
+    assert len(warned(file)) == 1
+
+
 @pytest.mark.parametrize("name", [run_folder.RECIPE_FILE, run_folder.FILES_FILE, run_folder.MINED_FILE])
 def test_a_record_that_cannot_be_read_is_one_sentence(name, tmp_path):
     file, record = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out" / name
@@ -230,6 +341,13 @@ def test_the_same_command_twice_at_the_same_time(tmp_path, monkeypatch):
         )
     ]
     assert (out / "train.json").exists() and not list(out.glob("*lock*"))
+
+
+def test_a_folder_whose_name_is_too_long_is_one_sentence(tmp_path):
+    folder = tmp_path / ("x" * 300)
+    done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path))), "--output", str(folder)])
+    sentence = f"output_dir {folder} cannot be made: File name too long."
+    assert (done.exit_code, done.stderr) == (2, f"fastmaxsim: {sentence}\n")
 
 
 def test_two_processes_are_refused_while_another_command_trains(tmp_path):

@@ -1,5 +1,9 @@
 """How a recipe is read: its keys, overrides and paths, and what it gets wrong."""
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("datasets")
@@ -8,7 +12,9 @@ pytest.importorskip("pylate")
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
+
+COLQWEN = Path(__file__).parents[1] / "recipes" / "colqwen_vidore.yaml"
 
 
 def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path):
@@ -112,6 +118,17 @@ def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, t
         load_recipe(file, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
+    other = {"grad_filter": "auto", **dict.fromkeys(("enabled", "padding_free", "fused_head"), False)}
+    for name in (field.name for field in dataclasses.fields(FastSection)):
+        override = f"fast.{name}={json.dumps(other.get(name, True))}"
+        if name in ("enabled", "grad_filter"):
+            assert load_recipe(COLQWEN, [override]).fast != load_recipe(COLQWEN).fast
+            continue
+        with pytest.raises(RecipeError, match=f"^fast.{name} does not apply to model.kind colqwen2.$"):
+            load_recipe(COLQWEN, [override])
 
 
 def test_merge_keys_bring_in_what_a_section_does_not_say_itself(tmp_path):

@@ -219,6 +219,15 @@ def test_a_run_goes_on_where_it_stopped(lora, recipe, tmp_path):
     assert resumed["ndcg@10"] == pytest.approx(whole["ndcg@10"])
 
 
+def test_all_weights_leave_nothing_of_adapters_trained_before(recipe, tmp_path):
+    adapted = recipe("colqwen2", "training.max_steps=1", "evaluation.rows=0")
+    train(adapted)
+    assert (tmp_path / "out" / "model" / "adapter_config.json").exists()
+    train(recipe("colqwen2", "training.max_steps=1", "evaluation.rows=0", "model.lora=null"), resume=False)
+    assert not list((tmp_path / "out" / "model").glob("adapter*"))
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("kind", RECIPES)
 def test_compare(kind, visual_model, pages, tmp_path):
     overrides = few_steps(kind, visual_model(kind), pages, tmp_path / "out")

@@ -130,7 +130,7 @@ def _read_judgements(file: Path) -> Dataset:
         with open(file, encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines, delimiter="\t")
             numbered = [(reader.line_num, cells) for cells in reader if cells]
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise loading_failure(KEY, error) from error
     if not numbered:
         raise RecipeError(f"{KEY}: there are no rows in {file}.")

@@ -196,10 +196,11 @@ def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None
         ways = ways or max(2, lengths[0][0].as_py())
         wrong = pc.index(pc.or_(*(pc.not_equal(length, ways) for length in lengths)), True).as_py()
         if wrong >= 0:
+            row = before + wrong
             found = [length[wrong].as_py() for length in lengths]
             raise RecipeError(
-                f"data.columns: every row must have {ways} {documents}, as the first has, and a score for each, but "
-                f"row {before + wrong} has {found[0]} and {found[1]} {scores}."
+                f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score "
+                f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
             )
         _require_values(
             table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)

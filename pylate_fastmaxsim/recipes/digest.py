@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from pylate_fastmaxsim.recipes.schema import RecipeError
 
-def content_digest(files: Iterable[str | Path]) -> str:
-    """Of the content of files, one after the other; read in parts, because models and data are large."""
+
+def content_digest(key: str, files: Iterable[str | Path]) -> str:
+    """Of the content of files, one after the other; read in parts, because models and data are large.
+
+    Raises
+    ------
+    RecipeError
+        A file cannot be read; it names the recipe's ``key``.
+    """
     digest = hashlib.sha256()
     for file in files:
-        with open(file, "rb") as content:
-            while block := content.read(2**24):
-                digest.update(block)
+        try:
+            with open(file, "rb") as content:
+                while block := content.read(2**24):
+                    digest.update(block)
+        except OSError as error:
+            raise RecipeError(f"{key}: {file} cannot be read: {os.strerror(error.errno)}.") from error
     return digest.hexdigest()

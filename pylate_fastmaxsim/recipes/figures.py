@@ -27,11 +27,7 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
     _draw_losses(figure.add_subplot(grid[0]), runs)
-    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
-    _draw_bars(figure.add_subplot(grid[1]), "median step (s)", runs, seconds)
-    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
-    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
-    _draw_bars(figure.add_subplot(grid[2]), "peak memory (GiB)\npale: before training", runs, peak, before)
+    _draw_time_and_memory(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), runs, "\n")
     padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
     _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
     # A name may have dollar signs, which are no formula.
@@ -57,12 +53,7 @@ def time_and_memory(runs: dict[str, Any]) -> Callable[[Figure], None]:
     """Median step and peak memory as bars."""
 
     def draw(figure: Figure) -> None:
-        left, right = figure.subplots(1, 2)
-        seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
-        _draw_bars(left, "median step (s)", runs, seconds)
-        memory = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
-        peak, before = ({mode: x[key] / GIBIBYTE for mode, x in memory.items()} for key in ("peak", "before"))
-        _draw_bars(right, "peak memory (GiB), pale: before training", runs, peak, before)
+        _draw_time_and_memory(*figure.subplots(1, 2), runs, ", ")
 
     return draw
 
@@ -152,6 +143,15 @@ def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_time_and_memory(time: Axes, memory: Axes, runs: dict[str, Any], between: str) -> None:
+    """``between`` stands between the parts of a title: a line break where the figure is narrow."""
+    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
+    _draw_bars(time, "median step (s)", runs, seconds)
+    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
+    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
+    _draw_bars(memory, f"peak memory (GiB){between}pale: before training", runs, peak, before)
 
 
 def _draw_bars(

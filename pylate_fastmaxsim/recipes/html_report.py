@@ -14,7 +14,7 @@ from jinja2 import Environment
 from pylate_fastmaxsim.recipes import figures
 from pylate_fastmaxsim.recipes.measure import FINISHED, NO_BATCH, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, PHASES
-from pylate_fastmaxsim.recipes.report import GIBIBYTE, METRICS, caption, final_loss, form, headline, memory
+from pylate_fastmaxsim.recipes.report import GIBIBYTE, METRICS, caption, final_loss, form, headline, memory, sweep_rows
 
 TEMPLATE = "comparison.html.jinja"
 
@@ -72,7 +72,7 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     if points := comparison.get("sweep"):
         environment = next((run["environment"] for run in runs.values() if "environment" in run), {})
         draw = figures.sweep(points, environment.get("device_memory"))
-        sections.append(_section("Against batch size", sweep_sentence(points), _sweep_rows(points), draw, (8.5, 3.6)))
+        sections.append(_section("Against batch size", sweep_sentence(points), sweep_rows(points), draw, (8.5, 3.6)))
     return sections
 
 
@@ -129,18 +129,6 @@ def _quality_rows(runs: dict[str, Any]) -> Rows:
         if any(run.get(key) is not None for run in runs.values())
     ]
     return [("", "before", *(f"after, {mode}" for mode in runs)), *rows] if rows else []
-
-
-def _sweep_rows(points: dict[str, list[dict[str, Any]]]) -> Rows:
-    head = ("batch size", *(f"{mode}, {what}" for mode in points for what in ("median step", "peak memory")))
-    rows = []
-    for row in zip(*points.values(), strict=False):
-        cells = [f"{row[0]['batch_size']:,}"]
-        for point in row:
-            done = point["status"] == FINISHED
-            cells += [form("{:.3f} s", point.get("step_seconds")) if done else point["status"], memory(point, "peak")]
-        rows.append(tuple(cells))
-    return [head, *rows]
 
 
 def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:

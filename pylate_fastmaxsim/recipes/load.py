@@ -19,6 +19,7 @@ from pylate_fastmaxsim.recipes.docstrings import package_directory
 from pylate_fastmaxsim.recipes.schema import (
     DataSection,
     EvaluationSection,
+    FastSection,
     MiningSection,
     ModelSection,
     Recipe,
@@ -39,6 +40,7 @@ VISUAL_LOSS_OPTIONS = {
 LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
 VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
 VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
+VISUAL_FAST_KEYS = ("enabled", "grad_filter")
 LOSS_OPTIONS = {
     "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices"},
     "cached_contrastive": {
@@ -109,6 +111,34 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = _build(Recipe, values, "")
     _check(recipe)
     return recipe
+
+
+def with_defaults(values: dict[str, Any], section: type) -> dict[str, Any]:
+    """What ``asdict`` of a section gave in an earlier version, with the defaults of keys that it did not have yet.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.load import with_defaults
+    >>> from pylate_fastmaxsim.recipes.schema import FastSection
+    >>> with_defaults({"enabled": False, "ring": True}, FastSection)["padding_free"]
+    True
+    """
+    hints = typing.get_type_hints(section)
+    filled = dict(values)
+    for field in dataclasses.fields(section):
+        if field.name not in values:
+            made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if made is not dataclasses.MISSING:
+                filled[field.name] = dataclasses.asdict(made) if dataclasses.is_dataclass(made) else made
+            continue
+        kinds = [kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if _is_section(kind)]
+        if kinds and isinstance(values[field.name], dict):
+            filled[field.name] = with_defaults(values[field.name], kinds[0])
+    return filled
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -201,7 +231,7 @@ def _build(section: type, values: Any, path: str) -> Any:
         if name in values:
             limits = field.metadata.get("minimum"), field.metadata.get("maximum")
             value = _convert(values[name], hints[name], limits, dotted)
-            arguments[name] = _at_home(value) if field.metadata.get("path") else value
+            arguments[name] = _reachable(_at_home(value), dotted) if field.metadata.get("path") else value
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")
     return section(**arguments)
@@ -212,6 +242,23 @@ def _at_home(paths: str | list[str] | None) -> str | list[str] | None:
     if isinstance(paths, list):
         return [os.path.expanduser(path) for path in paths]
     return paths if paths is None else os.path.expanduser(paths)
+
+
+def _reachable(paths: str | list[str] | None, key: str) -> str | list[str] | None:
+    """The same, once the system has looked each up: it refuses names that are too long and folders not to be entered.
+
+    Nothing need be there: it may be a name on the Hub, or yet to be made.
+    """
+    for path in [paths] if isinstance(paths, str) else paths or ():
+        try:
+            os.stat(os.path.join(path, "."))  # the dot, to enter it if it is a folder
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise RecipeError(f"{key}: {path} cannot be reached: {os.strerror(error.errno)}.") from None
+        except ValueError:  # a null byte, half of a character
+            raise RecipeError(f"{key} has a character that no path may have, got {path!r}.") from None
+    return paths
 
 
 def _unknown_key(name: Any, path: str, known: list[str]) -> str:
@@ -352,9 +399,11 @@ def _check_visual(recipe: Recipe) -> None:
         "evaluation.beir": recipe.evaluation.beir is not None,
         "evaluation.nano_beir": recipe.evaluation.nano_beir is not None,
         "mining": recipe.mining is not None,
-        "fast.compile": recipe.fast.compile,
-        "fast.stock_masking": recipe.fast.stock_masking,
-        "fast.ring": recipe.fast.ring,
+        **{
+            f"fast.{field.name}": getattr(recipe.fast, field.name) != field.default
+            for field in dataclasses.fields(FastSection)
+            if field.name not in VISUAL_FAST_KEYS
+        },
     }.items():
         if given:
             raise RecipeError(f"{key} does not apply to model.kind {kind}.")
@@ -396,6 +445,11 @@ def _check_data(data: DataSection, section: str) -> None:
             raise RecipeError(f"{section}.files must end in {' or '.join(FILE_TYPES)}, got {file}.")
         if not Path(file).is_file():
             raise RecipeError(f"{section}.files: {file} is not a file.")
+        try:
+            with open(file, "rb"):
+                pass
+        except OSError as error:
+            raise RecipeError(f"{section}.files: {file} cannot be read: {os.strerror(error.errno)}.") from None
     if len({Path(file).suffix for file in data.files or []}) > 1:
         raise RecipeError(f"{section}.files must all be of one type, .jsonl or .parquet.")
     for package in data.packages or []:

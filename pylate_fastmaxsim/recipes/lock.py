@@ -21,15 +21,16 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 @contextmanager
 def only_command(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
-    """Hold the file ``name`` in ``directory``, which is made if need be; nothing is left of nothing.
+    """Hold the file ``name`` in ``directory``, which is made if need be.
+
+    The lock file, and the folders that were made for it and are still empty, are removed at the end.
 
     Raises
     ------
     RecipeError
         With ``sentence`` where another command holds it, or the folder of the recipe's ``key`` cannot be made.
     """
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
-    make_directory(key, directory)
+    made = make_directory(key, directory)
     lock = FileLock(directory / name)
     try:
         _take(lock, sentence)

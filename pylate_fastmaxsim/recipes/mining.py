@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
+from pylate_fastmaxsim.recipes.load import with_defaults
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE
@@ -23,7 +24,7 @@ from pylate_fastmaxsim.recipes.mining_scores import digest_of, files_digest, gra
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.negatives import hard_negatives, lowest_positive_scores, search_documents
 from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import progress_shown
 from pylate_fastmaxsim.recipes.train import training_arguments
 
@@ -90,8 +91,7 @@ def _mine(
     recipe: Recipe, resume: bool, device: torch.device, processes: PartialState, output: Path, unfinished: Path
 ) -> dict[str, Any]:
     section = recipe.mining
-    options = {name: value for name, value in asdict(section).items() if name != "corpus" or value is not None}
-    settings = {"mining": options, "model": asdict(recipe.model), "seed": recipe.training.seed}
+    settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
     finished = _finished(output, recipe, settings, processes, resume)
     if finished is not None:
         return finished
@@ -149,8 +149,8 @@ def _inputs(recipe: Recipe, pairs: Pairs) -> dict[str, str | None]:
     """Digests of what may change under the same name, by what the recipe calls it."""
     return {
         PAIRS: pairs.digest,
-        "model": files_digest(recipe.model.name_or_path),
-        "mining.teacher": files_digest(recipe.mining.teacher),
+        "model": files_digest("model.name_or_path", recipe.model.name_or_path),
+        "mining.teacher": files_digest("mining.teacher", recipe.mining.teacher),
     }
 
 
@@ -184,6 +184,10 @@ def _finished(
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that say only how the work is cut into pieces."""
+    """Settings, also of an earlier version, without those that say only how the work is cut into pieces."""
     pieces = ("batch_size", "documents_per_part", "rows_per_part")
-    return settings | {"mining": {key: value for key, value in settings["mining"].items() if key not in pieces}}
+    mining = with_defaults(settings["mining"], MiningSection)
+    return settings | {
+        "mining": {key: value for key, value in mining.items() if key not in pieces},
+        "model": with_defaults(settings["model"], ModelSection),
+    }

@@ -17,7 +17,7 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.mining_parts import Work
-from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, lacks_tokenizer, load_model
+from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, load_model, loading_failure
 from pylate_fastmaxsim.recipes.pairs import Pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, RecipeError
 
@@ -61,10 +61,7 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
     try:
         encoder = CrossEncoder(name, device="cpu")
     except (OSError, ValueError, ImportError) as error:
-        if lacks_tokenizer(ModelSection(name_or_path=name)):
-            raise RecipeError(NO_TOKENIZER.format("mining.teacher", name)) from error
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"mining.teacher {name} cannot be loaded: {reason}") from error
+        raise loading_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
     if is_empty(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
     if encoder.config.num_labels != 1:
@@ -87,7 +84,7 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
     compute = functools.partial(scored, teacher, pairs, candidates, at_once)
     settings = {
-        "mining.teacher": [section.teacher, files_digest(section.teacher)],
+        "mining.teacher": [section.teacher, files_digest("mining.teacher", section.teacher)],
         "mining.teacher_type": section.teacher_type,
         "mining.rows_per_part": section.rows_per_part,
         "the negatives": digest_of(pairs, candidates),
@@ -97,11 +94,11 @@ def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: Mining
     return np.concatenate(list(map(np.load, files)))
 
 
-def files_digest(model: str) -> str | None:
-    """Of a model in a folder, which may have been trained again since; None of one on the Hub."""
+def files_digest(key: str, model: str) -> str | None:
+    """Of a model in a folder, which may have been trained again since; None of one on the Hub. ``key`` is its name's."""
     if not Path(model).is_dir():
         return None
-    return content_digest(sorted(path for path in Path(model).rglob("*") if path.is_file()))
+    return content_digest(key, sorted(path for path in Path(model).rglob("*") if path.is_file()))
 
 
 def digest_of(pairs: Pairs, candidates: Candidates) -> str:

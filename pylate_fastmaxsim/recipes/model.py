@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.recipes.schema import BuildSection, ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.schema import BuildSection, ModelSection, RecipeError, first_line
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.visual import VisualRetriever
@@ -40,6 +41,7 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 # What a size or an option that a model cannot have is met with, up to no memory for it.
 BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
@@ -64,10 +66,7 @@ def load_model(
     except RecipeError:
         raise
     except (OSError, ImportError, *BAD_VALUE) as error:
-        if lacks_tokenizer(section):
-            raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path)) from error
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"{key} {section.name_or_path} cannot be loaded: {reason}") from error
+        raise loading_failure(key, section, error) from error
     if is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
     _check_lengths(section, model)
@@ -119,6 +118,18 @@ def _check_lengths(section: ModelSection, model: models.ColBERT) -> None:
             )
 
 
+def loading_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
+    """The sentence for an error of the libraries that load the model that ``key`` names."""
+    name = section.name_or_path
+    # Of a file that may not be read they say that it is not there, or that there is no tokenizer.
+    files = (path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES)
+    if file := next((path for path in files if not os.access(path, os.R_OK)), None):
+        return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
+    if lacks_tokenizer(section):
+        return RecipeError(NO_TOKENIZER.format(key, name))
+    return RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}")
+
+
 def lacks_tokenizer(section: ModelSection) -> bool:
     """Whether the model is there and its tokenizer is not: transformers says so in many ways, none of them plain."""
     options = {"trust_remote_code": section.trust_remote_code}
@@ -167,8 +178,7 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except BAD_VALUE as error:
-        reason = str(error).strip().split("\n")[0]
-        raise RecipeError(f"model cannot be built: {reason}") from error
+        raise RecipeError(f"model cannot be built: {first_line(error)}") from error
 
 
 def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:

@@ -63,7 +63,9 @@ def hard_negatives(
     """The negatives of each query that has enough of them, hardest first; ``lowest`` is each one's worst positive."""
     positives = pairs.positives()
     chosen = {}
-    for query, (ranked, documents) in enumerate(zip(scores.tolist(), found.tolist(), strict=True)):
+    # Row by row: as Python's numbers all of them would take several times the memory.
+    for query, (ranked, documents) in enumerate(zip(scores.numpy(), found.numpy(), strict=True)):
+        ranked, documents = ranked.tolist(), documents.tolist()
         others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
         allowed = [d for s, d in others if is_negative(section, s, lowest[query])][: section.range_max]
         negatives = allowed[section.range_min : section.range_min + section.num_negatives]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,9 +17,11 @@ from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
 from pylate_fastmaxsim.recipes.docstrings import source_files
 from pylate_fastmaxsim.recipes.finite_json import write_json
-from pylate_fastmaxsim.recipes.load import dump_recipe
+from pylate_fastmaxsim.recipes.load import dump_recipe, with_defaults
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+
+logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe-of-checkpoints.yaml"
 MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
@@ -27,7 +30,9 @@ FILES_FILE = "files.json"  # likewise, of what content of data.files or data.pac
 # The trainer writes this file last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
 
-# What a run may change when it goes on from a checkpoint: none of it changes what is learned.
+# What a run may change when it goes on from a checkpoint: what it writes and is evaluated on, its time, its memory, its
+# rounding and the random numbers of dropout. fast.enabled without fast.stock_masking also changes which masked tokens
+# win, and a line of log says so.
 FREE_TO_CHANGE = {
     "name",
     "output_dir",  # the same folder under another name, or moved: its checkpoints are what is there
@@ -42,10 +47,12 @@ FREE_TO_CHANGE = {
     "evaluation.nano_beir",
     "evaluation.split",
     "loss.mini_batch_size",
+    "loss.score_mini_batch_size",
     "fast.enabled",
     "fast.padding_free",
     "fast.compile",
     "fast.ring",
+    "fast.fused_head",
     "mining.batch_size",
     "mining.documents_per_part",
     "mining.rows_per_part",
@@ -79,6 +86,8 @@ def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
     checkpoint = last_checkpoint(recipe) if resume else None
     if checkpoint is not None and (earlier := _read_record(directory / RECIPE_FILE)) is not None:
         _require_same_run(recipe, earlier)
+        if writes:  # in one process of several
+            _say_what_masking_changes(recipe, earlier)
     digest, mined = mined_digest(recipe.data), directory / MINED_FILE
     if checkpoint is not None and (earlier := _read_record(mined)) is not None and earlier.get("digest") != digest:
         raise RecipeError(
@@ -113,7 +122,7 @@ def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """
     data = recipe.data
     if data.source == "docstrings":
-        return {name: {"digest": content_digest(source_files(name))} for name in data.packages}
+        return {name: {"digest": content_digest("data.packages", source_files(name))} for name in data.packages}
     try:
         earlier = _read_record(Path(recipe.output_dir, FILES_FILE)) or {}
     except RecipeError:
@@ -125,7 +134,7 @@ def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
         known = earlier.get(name, {})
         same = all(known.get(key) == value for key, value in kept.items())
         # The content decides: a copy that is made anew for each job has another time and the same rows.
-        contents[name] = kept | {"digest": known["digest"] if same else content_digest([name])}
+        contents[name] = kept | {"digest": known["digest"] if same else content_digest("data.files", [name])}
     return contents
 
 
@@ -155,13 +164,23 @@ def _read_record(file: Path) -> dict[str, Any] | None:
 
 
 def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
-    before, now = _flat(earlier), _flat(asdict(recipe))
+    before, now = _flat(with_defaults(earlier, Recipe)), _flat(asdict(recipe))
     for key in sorted(before.keys() | now.keys()):
         if key not in FREE_TO_CHANGE and before.get(key) != now.get(key):
             raise RecipeError(
                 f"{key} is {now.get(key)!r}, but the checkpoints in {recipe.output_dir} were made with "
                 f"{before.get(key)!r}; keep it, choose another output_dir, or start over with --no-resume."
             )
+
+
+def _say_what_masking_changes(recipe: Recipe, earlier: dict[str, Any]) -> None:
+    before = _flat(with_defaults(earlier, Recipe)).get("fast.enabled")
+    if recipe.fast.enabled != before and not recipe.fast.stock_masking and not recipe.model.visual:
+        logger.warning(
+            "fast.enabled is %r, but the checkpoints in %s were made with %r: stock PyLate lets masked document tokens "
+            "win and this package does not, so that scores differ from here on.",
+            *(recipe.fast.enabled, recipe.output_dir, before),
+        )
 
 
 def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -65,8 +65,7 @@ def _fingerprint(recipe: Recipe) -> str:
 def _make(recipe: Recipe, root: Path, directory: Path) -> None:
     if recipe.model.build is None:
         load_model(recipe.model, "cpu", recipe.training.seed)  # fails here, before anything is written
-    made = [path for path in (root, *root.parents) if not path.exists()]
-    make_directory("output_dir", root)
+    made = make_directory("output_dir", root)
     scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
     try:
         if recipe.data.source == "docstrings":

@@ -120,16 +120,23 @@ def headline(comparison: dict[str, Any]) -> str:
     )
 
 
-def sweep_table(sweep: dict[str, list[dict[str, Any]]]) -> Table:
-    """Step time and peak memory of each batch size, both ways."""
+def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
+    """Step time and peak memory of each batch size, both ways; the first row says what the columns are."""
+    rows = [("batch size", *(f"{mode}, {what}" for mode in points for what in ("median step", "peak memory")))]
+    for row in zip(*points.values(), strict=False):
+        cells = [(_cell(point, "step_seconds", "{:.3f} s"), memory(point, "peak")) for point in row]
+        rows.append((f"{row[0]['batch_size']:,}", *(text for cell in cells for text in cell)))
+    return rows
+
+
+def sweep_table(points: dict[str, list[dict[str, Any]]]) -> Table:
+    """The same for the terminal."""
+    head, *rows = sweep_rows(points)
     table = Table(title="against batch size", title_justify="left")
-    table.add_column("batch", justify="right")
-    for mode in sweep:
-        table.add_column(f"{mode}, median step", justify="right")
-        table.add_column("peak memory", justify="right")
-    for points in zip(*sweep.values(), strict=False):
-        cells = [(_cell(point, "step_seconds", "{:.3f} s"), memory(point, "peak")) for point in points]
-        table.add_row(str(points[0]["batch_size"]), *(text for cell in cells for text in cell))
+    for title in head:
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

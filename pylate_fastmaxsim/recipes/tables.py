@@ -22,9 +22,9 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 
-from pylate_fastmaxsim.recipes.disk import write_failure
+from pylate_fastmaxsim.recipes.disk import read_failure, write_failure
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
@@ -43,6 +43,8 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
         with progress_shown():
             table = load_dataset(path, subset, **_literal(options))
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
+        if reason := read_failure(error):
+            raise RecipeError(f"{key}: {reason}.") from error
         if write_failure(error):
             raise
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
@@ -73,8 +75,7 @@ def _literal(options: dict[str, Any]) -> dict[str, Any]:
 
 def loading_failure(key: str, error: Exception) -> RecipeError:
     """The sentence for an error of the libraries that load what ``key`` names."""
-    reason = str(error).strip().split("\n")[0]
-    return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {reason}")
+    return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
 
 
 def _place(path: str, subset: str | None, options: dict[str, Any]) -> str:

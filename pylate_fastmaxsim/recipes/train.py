@@ -21,6 +21,7 @@ from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
+from pylate_fastmaxsim.recipes.disk import write_whole_folder
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
 from pylate_fastmaxsim.recipes.lock import only_command
@@ -30,7 +31,7 @@ from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.output import CHECKPOINT_LAST_FILE, open_output
 from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError, first_line
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Train, evaluate and save the model of a recipe.
 
     Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``; the model is there before it is
-    evaluated. Under a distributed launcher every process calls this; only the main process writes.
+    evaluated, and replaces that of an earlier run when it is complete. Under a distributed launcher every process calls
+    this; only the main process writes.
 
     Parameters
     ----------
@@ -225,7 +227,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
             }
         )
     except ValueError as error:  # a scheduler or an optimizer that it does not know, a device that cannot do this
-        raise RecipeError(f"training: {_first_line(error)}") from error
+        raise RecipeError(f"training: {first_line(error)}") from error
     if arguments.n_gpu > 1:
         # More GPUs are for `accelerate launch`, one process each, not for threads of one process.
         arguments._n_gpu = 1
@@ -250,20 +252,14 @@ def require_trainable(arguments: SentenceTransformerTrainingArguments) -> None:
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Identity())
     except (ImportError, ValueError) as error:
-        raise RecipeError(
-            f"training.optim {arguments.optim.value} cannot be used here: {_first_line(error)}"
-        ) from error
+        raise RecipeError(f"training.optim {arguments.optim.value} cannot be used here: {first_line(error)}") from error
     weights = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
     try:
         get_scheduler(arguments.lr_scheduler_type, weights, arguments.warmup_steps, num_training_steps=1)
     except (TypeError, ValueError) as error:
         raise RecipeError(
-            f"training.lr_scheduler_type {arguments.lr_scheduler_type.value} cannot be used here: {_first_line(error)}"
+            f"training.lr_scheduler_type {arguments.lr_scheduler_type.value} cannot be used here: {first_line(error)}"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _precision(recipe: Recipe, on_gpu: bool) -> str:
@@ -346,10 +342,14 @@ def evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: Reci
 
 def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
     directory = Path(recipe.output_dir)
-    # Its metrics would be those of another model.
-    (directory / RESULT_FILE).unlink(missing_ok=True)
-    model.save_pretrained(str(directory / MODEL_DIRECTORY))
-    name_recipe(directory / MODEL_DIRECTORY, recipe)
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(str(folder))
+        name_recipe(folder, recipe)
+        # Its metrics would be those of another model.
+        (directory / RESULT_FILE).unlink(missing_ok=True)
+
+    write_whole_folder(directory / MODEL_DIRECTORY, write)
     _write_result(recipe, result)
 
 

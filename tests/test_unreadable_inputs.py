@@ -1,0 +1,139 @@
+"""Files that may not be read, and paths that cannot be reached, are sentences that name the key."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from test_shipped_recipes import kd_subsets
+from tiny_recipe import hub_dataset, tiny, write
+
+from pylate_fastmaxsim.recipes import model as models
+from pylate_fastmaxsim.recipes.digest import content_digest
+from pylate_fastmaxsim.recipes.disk import write_failure
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.schema import ModelSection, RecipeError
+
+LOAD = """
+import json, sys
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.schema import RecipeError
+for override in sys.argv[2:]:
+    try:
+        load_recipe(sys.argv[1], [override])
+    except RecipeError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def as_a_user(*arguments: str) -> subprocess.CompletedProcess:
+    """Run Python as somebody whom the modes of files concern, which root is not."""
+    without_rights = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root may read everything, and there is no setpriv")
+        without_rights = [
+            "setpriv",
+            *(f"--{each}=-dac_override,-dac_read_search" for each in ("bounding-set", "inh-caps")),
+        ]
+    return subprocess.run([*without_rights, sys.executable, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_what_a_recipe_names_and_the_system_refuses(tmp_path):
+    file, locked = write(tmp_path, tiny(tmp_path)), tmp_path / "locked"
+    secret = shutil.copy(tmp_path / "pairs.jsonl", tmp_path / "secret.jsonl")
+    (locked / "inside").mkdir(parents=True)
+    pairs = f"mining={{teacher: a/b, pairs: {{source: files, files: [{secret}]}}}}"
+    sentences = {
+        f"data.files=[{secret}]": f"data.files: {secret} cannot be read: Permission denied.",
+        pairs: f"mining.pairs.files: {secret} cannot be read: Permission denied.",
+        f"data.files=[{locked}/a.jsonl]": f"data.files: {locked}/a.jsonl cannot be reached: Permission denied.",
+        f"output_dir={locked}/new": f"output_dir: {locked}/new cannot be reached: Permission denied.",
+        f"output_dir={locked}": f"output_dir: {locked} cannot be reached: Permission denied.",
+        f"model={{name_or_path: {locked}/inside}}": f"model.name_or_path: {locked}/inside cannot be reached: Permission denied.",
+        f"evaluation.beir={locked}": f"evaluation.beir: {locked} cannot be reached: Permission denied.",
+    }
+    os.chmod(secret, 0)
+    locked.chmod(0)
+    try:
+        done = as_a_user("-c", LOAD, str(file), *sentences)
+    finally:
+        locked.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert list(map(json.loads, done.stdout.splitlines())) == list(sentences.values())
+
+
+@pytest.mark.parametrize("key", ["output_dir", "model.name_or_path", "data.files", "evaluation.beir"])
+def test_a_path_that_no_file_system_has(key, tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    for path, sentence in {
+        "./" + "x" * 300 + ".jsonl": f"{key}: ./{'x' * 300}.jsonl cannot be reached: File name too long.",
+        "a\0b": f"{key} has a character that no path may have, got 'a\\x00b'.",
+    }.items():
+        value = json.dumps([path] if key == "data.files" else path)
+        override = f"model={{name_or_path: {value}}}" if key == "model.name_or_path" else f"{key}={value}"
+        with pytest.raises(RecipeError) as error:
+            load_recipe(file, [override])
+        assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("layout", ["hub", "files"])
+def test_a_file_of_mined_data(layout, tmp_path):
+    values = tiny(tmp_path, evaluation={"rows": 0}, loss={"name": "distillation"})
+    values["data"] = {"source": "distillation", "name": str(tmp_path / "kd")}
+    hub_dataset(tmp_path / "kd", **kd_subsets())
+    secret = tmp_path / "kd" / "documents" / "train-00000-of-00001.parquet"
+    if layout == "files":
+        (tmp_path / "kd" / "README.md").unlink()
+        for name in kd_subsets():
+            moved = tmp_path / "kd" / name / "train-00000-of-00001.parquet"
+            secret = moved.rename(tmp_path / "kd" / f"{name}.parquet")
+    secret.chmod(0)
+    done = as_a_user("-m", "pylate_fastmaxsim.cli", "train", str(write(tmp_path, values)))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"fastmaxsim: data.name: {secret} cannot be read: Permission denied.\n",
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_file_of_the_model(name, encoder, tmp_path):
+    model = shutil.copytree(encoder("modernbert"), tmp_path / "model")
+    (model / name).chmod(0)
+    values = tiny(tmp_path) | {"model": {"name_or_path": str(model)}}
+    done = as_a_user("-m", "pylate_fastmaxsim.cli", "train", str(write(tmp_path, values)))
+    sentence = f"model.name_or_path {model} cannot be loaded: {model / name} cannot be read."
+    assert (done.returncode, done.stderr) == (2, f"fastmaxsim: {sentence}\n")
+
+
+def test_an_input_that_goes_while_it_is_read_names_its_key(tmp_path):
+    gone = tmp_path / "gone.jsonl"
+    with pytest.raises(RecipeError) as error:
+        content_digest("data.files", [gone])
+    assert str(error.value) == f"data.files: {gone} cannot be read: No such file or directory."
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ENOSPC, errno.EROFS])
+def test_what_may_be_said_of_reading_is_not_called_writing(number):
+    what = "written" if number in (errno.ENOSPC, errno.EROFS) else "read or written"
+    assert write_failure(OSError(number, "", "rows")) == f"rows cannot be {what}: {os.strerror(number)}"
+
+
+def test_an_error_that_says_nothing_is_named(tmp_path, monkeypatch):
+    def silent(*args):
+        raise TimeoutError
+
+    monkeypatch.setattr(models, "_colbert", silent)
+    monkeypatch.setattr(models, "lacks_tokenizer", lambda section: False)
+    with pytest.raises(RecipeError) as error:
+        models.load_model(ModelSection(name_or_path="some/model"), "cpu", 0)
+    assert str(error.value) == "model.name_or_path some/model cannot be loaded: TimeoutError"
