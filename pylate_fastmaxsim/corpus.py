@@ -131,7 +131,8 @@ class Corpus:
     """Token embeddings that :func:`write_corpus` has written.
 
     Opening reads only the sizes. The files are mapped into memory; the operating system reads what is used, and keeps as
-    much of it as it has room for.
+    much of it as it has room for. A file that is cut while it is mapped, or that the disk fails to give, ends the process
+    (SIGBUS) when it is read there; Python sees no error.
 
     Parameters
     ----------
@@ -142,6 +143,8 @@ class Corpus:
     ------
     ValueError
         The folder holds no complete corpus, or its files do not fit together.
+    OSError
+        A file cannot be opened or mapped.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -191,13 +194,12 @@ class Corpus:
         ------
         ValueError
             ``tokens_per_batch`` is below 1, or ``begin`` and ``end`` do not fit the corpus.
-        OSError
-            A file cannot be read.
 
         Notes
         -----
-        Do not write to the vectors; on a CPU that ends the process. A batch may be kept for as long as you like. On a
-        GPU, use it on the stream that was current when you took it.
+        Do not write to the vectors; on a CPU that ends the process. A file that is cut while it is mapped ends it on any
+        device. An error that the thread raises is raised here, in its turn. A batch may be kept for as long as you like.
+        On a GPU, use it on the stream that was current when you took it.
         """
         device, end = torch.device(device), len(self) if end is None else end
         if tokens_per_batch < 1:

@@ -11,7 +11,8 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
 
-# Scores of one batch of documents that are held at once, 256 MiB; more queries than fit are scored in turn.
+# Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in turn.
+# While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in all.
 SCORES_AT_ONCE = 1 << 26
 
 
@@ -44,7 +45,8 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     ValueError
         ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
     TypeError
-        ``k`` is no integer, queries are no ``TokenBatch``, or documents are one batch and not several.
+        ``k`` is no integer, queries are no ``TokenBatch``, documents are one batch and not several, or something in them
+        is no ``TokenBatch``.
 
     Examples
     --------
@@ -66,6 +68,8 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     seen = 0
     for batch in documents:
+        if not isinstance(batch, TokenBatch):
+            raise TypeError(f"search: each of documents must be a TokenBatch, got {type(batch).__name__}.")
         if len(batch) == 0:
             continue
         rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.transforms import is_plain
+
 
 def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
@@ -24,14 +26,9 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
         )
 
 
-def _has_numbers(tensor: Tensor) -> bool:
-    """Whether the numbers in a tensor can be looked at without waiting for a device, a graph or a mode."""
-    return (
-        tensor.device.type == "cpu"
-        and type(tensor) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
+def _has_numbers(*tensors: Tensor) -> bool:
+    """Whether the numbers in tensors of one device can be looked at, and nothing has to wait for that."""
+    return tensors[0].is_cpu and is_plain(*tensors)
 
 
 def require_count(where: str, name: str, value: object) -> int:
@@ -76,9 +73,9 @@ class TokenBatch:
     ------
     ValueError
         A shape, dtype or device is not the one above, or a sequence is longer than ``max_length`` or lies outside of
-        ``values``. The numbers in ``starts`` and ``lengths`` are looked at on a CPU only.
+        ``values``. The numbers in ``starts`` and ``lengths`` are looked at on a CPU only, and not inside of torch.vmap.
     TypeError
-        An argument is not a tensor.
+        An argument is not a tensor, or ``max_length`` is no integer.
 
     Examples
     --------
@@ -107,6 +104,8 @@ class TokenBatch:
             raise ValueError(f"TokenBatch: max_length must be at least 0, got {self.max_length}.")
         if self.values.dim() != 2:
             raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
+        if not self.values.is_floating_point():
+            raise ValueError(f"TokenBatch: values must be floating point, got {self.values.dtype}.")
         if self.starts.dim() != 1 or self.starts.shape != self.lengths.shape:
             raise ValueError(
                 "TokenBatch: starts and lengths must both be [N], "
@@ -131,7 +130,7 @@ class TokenBatch:
                 )
             if self.keep.device != device:
                 raise ValueError(f"TokenBatch: keep must be on {device}, as values, got {self.keep.device}.")
-        if _has_numbers(self.lengths) and len(self):
+        if _has_numbers(self.starts, self.lengths) and len(self):
             self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -168,11 +167,18 @@ class TokenBatch:
         Parameters
         ----------
         values
-            Token vectors, ``[N, L, d]``.
+            Token vectors, ``[N, L, d]``, floating point.
         mask
             Tokens that count, ``[N, L]``, bool or 0/1 of any dtype. Any pattern is allowed, not only
             a prefix; the rows after a sequence's last live token are left out of its length, so a
             padded batch costs what its live tokens cost. ``None`` means all.
+
+        Raises
+        ------
+        ValueError
+            A shape or dtype is not the one above.
+        TypeError
+            An argument is not a tensor.
 
         Examples
         --------
@@ -182,19 +188,26 @@ class TokenBatch:
         >>> TokenBatch.from_padded(torch.ones(2, 3, 4), mask).lengths.tolist()
         [2, 3]
         """
-        require_tensor("TokenBatch.from_padded", "values", values, "[N, L, d]")
+        return cls._of_padded("TokenBatch.from_padded", "values", values, "mask", mask)
+
+    @classmethod
+    def _of_padded(cls, where: str, name: str, values: Tensor, mask_name: str, mask: Tensor | None) -> TokenBatch:
+        """:meth:`from_padded` under the names that the caller's arguments have in the errors."""
+        require_tensor(where, name, values, "[N, L, d]")
         if values.dim() != 3:
-            raise ValueError(f"TokenBatch.from_padded: values must be [N, L, d], got shape {tuple(values.shape)}.")
+            raise ValueError(f"{where}: padded {name} must be [N, L, d], got shape {tuple(values.shape)}.")
+        if not values.is_floating_point():
+            raise ValueError(f"{where}: {name} must be floating point, got {values.dtype}.")
         count, length, dim = values.shape
         device = values.device
         starts = torch.arange(count, device=device) * length
         if mask is None:
             lengths = torch.full_like(starts, length)
             return cls(values.reshape(count * length, dim), starts, lengths, length, gapless=True)
-        require_tensor("TokenBatch.from_padded", "mask", mask, "[N, L]")
+        require_tensor(where, mask_name, mask, "[N, L]")
         if mask.shape != values.shape[:2]:
             raise ValueError(
-                f"TokenBatch.from_padded: mask must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
+                f"{where}: {mask_name} must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
             )
         keep = mask.to(device=device) != 0
         if length == 0:
@@ -216,10 +229,11 @@ class TokenBatch:
         Raises
         ------
         ValueError
-            A shape or dtype does not fit, or ``cu_seqlens`` does not rise from 0 to at most T, or a sequence is longer
-            than ``max_length``. The numbers in ``cu_seqlens`` on a GPU are not looked at where that is given.
+            A shape or dtype does not fit, ``cu_seqlens`` does not rise from 0 to at most T, a sequence is longer than
+            ``max_length``, or that is not given in a graph or where torch.vmap maps ``cu_seqlens``. The numbers in
+            ``cu_seqlens`` on a GPU or inside of torch.vmap are not looked at where it is given.
         TypeError
-            An argument is not a tensor.
+            An argument is not a tensor, or ``max_length`` is no integer.
 
         Examples
         --------
@@ -239,14 +253,24 @@ class TokenBatch:
             )
         if keep is not None:
             require_tensor("TokenBatch.from_packed", "keep", keep, "[T]")
+            if keep.shape != values.shape[:1]:
+                raise ValueError(
+                    f"TokenBatch.from_packed: keep must be [T] with T = {values.shape[0]}, "
+                    f"got shape {tuple(keep.shape)}."
+                )
             keep = keep.to(device=values.device)
             keep = keep if keep.dtype == torch.bool else keep != 0
+        # NumPy's integers compare and hash like these, but are no numbers to a kernel.
+        if max_length is not None and not isinstance(max_length, (int, torch.SymInt)):
+            max_length = _integer("TokenBatch.from_packed: max_length", max_length)
         if max_length is None and torch.compiler.is_compiling():
             # Tiles and integer types depend on it, and a graph has no number for them. Of a graph that may break this
             # call stays outside.
             raise ValueError(
                 "TokenBatch.from_packed: max_length must be passed where the call is compiled with fullgraph=True or exported."
             )
+        if max_length is None and torch._C._functorch.is_batchedtensor(cu_seqlens):
+            raise ValueError("TokenBatch.from_packed: max_length must be passed where torch.vmap maps cu_seqlens.")
         if max_length is None or _has_numbers(cu_seqlens):
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length

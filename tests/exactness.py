@@ -7,7 +7,7 @@ winners with the definition by the scores that they give.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from unittest import mock
@@ -63,15 +63,20 @@ def run(
 def uninitialized_memory_as_nan() -> Iterator[None]:
     """What a path leaves unwritten shows: PyTorch fills new memory with NaN, and of integers with 1, a possible winner."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    empty = torch.empty
 
-    def filled(*arguments, **keywords) -> Tensor:
-        tensor = empty(*arguments, **keywords)
-        return tensor if tensor.is_floating_point() else tensor.fill_(1)
+    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(*arguments, **keywords) -> Tensor:
+            tensor = make(*arguments, **keywords)
+            return tensor if tensor.is_floating_point() else tensor.fill_(1)
+
+        return filled
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with mock.patch.object(torch, "empty", filled):
+        with (
+            mock.patch.object(torch, "empty", filling(torch.empty)),
+            mock.patch.object(Tensor, "new_empty", filling(Tensor.new_empty)),
+        ):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

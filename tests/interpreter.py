@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -49,6 +50,17 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 def _patch_with_index(tensor, scope):
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def spread_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, not one after the other: of a matrix by columns, of other tensors with a gap between any two."""
+    if tensor.dim() > 1:
+        strided = tensor.t().contiguous().t()
+    else:
+        strided = torch.stack([tensor, ~tensor if tensor.dtype == torch.bool else -tensor], dim=1).flatten()[::2]
+    assert torch.equal(strided.nan_to_num(), tensor.nan_to_num())
+    assert min(tensor.shape) < 2 or not strided.is_contiguous()
+    return strided
 
 
 @contextmanager

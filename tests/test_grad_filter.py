@@ -8,7 +8,7 @@ from models import collated, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
+from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
 from pylate_fastmaxsim.ops import grad_filter
 from pylate_fastmaxsim.ops.ring import ring_maxsim
 
@@ -58,6 +58,18 @@ def test_nan_passes():
     kept = filtered(gradient)
     assert kept[0].tolist() == [1.0, 0.0]
     assert kept[1].isnan()[0] and kept[1, 1] == gradient[1, 1]
+
+
+def test_it_drops_inside_of_vmap_as_well():
+    gradient = torch.tensor([[[1.0, 1e-9, 0.5]], [[1e-9, 2.0, 1.0]]])
+    scores = torch.zeros_like(gradient, requires_grad=True)
+    torch.vmap(grad_filter.filtered)(scores).backward(gradient)
+    assert torch.equal(scores.grad, torch.where(gradient > 1e-6, gradient, 0.0))
+    shared = torch.zeros(1, 3, requires_grad=True)
+    torch.vmap(lambda each: each + grad_filter.filtered(shared))(torch.zeros(2, 1, 3)).backward(
+        gradient[:1].expand(2, 1, 3)
+    )
+    assert torch.equal(shared.grad, 2 * torch.tensor([[1.0, 0.0, 0.5]]))
 
 
 @pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 5, 2], [1, 1, 3]])], ids=["all", "candidates"])
@@ -110,9 +122,17 @@ def ring(queries, documents, **options):
 
 
 def test_other_values_are_refused():
-    with pytest.raises(ValueError, match='must be "auto" or None, got'):
-        maxsim(torch.ones(1, 1, 1), torch.ones(1, 1, 1), grad_filter="all")
-    with pytest.raises(ValueError, match='must be "auto" or None, got'):
+    vectors, weight = torch.ones(1, 1, 1), torch.ones(1, 1)
+    calls = {
+        "maxsim": lambda: maxsim(vectors, vectors, grad_filter="all"),
+        "xtr_scores": lambda: xtr_scores(vectors, vectors, 1, grad_filter="all"),
+        "ring_maxsim": lambda: ring(vectors, vectors, grad_filter="all"),
+        "maxsim_from_hidden": lambda: maxsim_from_hidden(vectors, vectors, weight, grad_filter="all"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name}: grad_filter must be \"auto\" or None, got 'all'.$"):
+            call()
+    with pytest.raises(ValueError, match='^grad_filter must be "auto" or None, got True.$'):
         pylate_fastmaxsim.enable(grad_filter=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exactness import relative_error
 from head_exactness import TOLERANCE, check, problem
 from torch.nn import functional as F
 
@@ -121,14 +122,30 @@ def test_autocast_casts_as_linear_does_and_gradients_of_the_weight_are_not_round
         embeddings = project_normalize(hidden, weight, bias)
         stock = F.normalize(F.linear(hidden, weight, bias), dim=-1)
         scores = maxsim_from_hidden(torch.randn(2, 3, 32), hidden.view(3, 100, 64), weight, bias)
+        # Here too, as where the region spans a training step.
+        gradients = torch.autograd.grad(embeddings, (hidden, weight, bias), grad.bfloat16())
     assert embeddings.dtype == torch.bfloat16 and scores.dtype == torch.float32
     assert (embeddings - stock).abs().max() < 2e-2
-    gradients = torch.autograd.grad(embeddings, (hidden, weight, bias), grad.bfloat16())
     assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
     assert not torch.equal(gradients[1], gradients[1].bfloat16().float())
-    exact = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight)] + [bias.detach().double()]
-    expected = torch.autograd.grad(reference.project(*exact), exact[1], grad.detach().bfloat16().double())[0]
-    assert (gradients[1] - expected).norm() < 4e-3 * expected.norm()
+    exact = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight)]
+    exact.append(bias.detach().double().requires_grad_())
+    expected = reference.project(*exact)
+    # Little more than one rounding to bf16 makes.
+    assert relative_error(embeddings, expected) < 2e-3
+    expected = torch.autograd.grad(expected, exact, grad.detach().bfloat16().double())
+    for own, other, bound in zip(gradients, expected, (2e-3, 1e-3, 1e-3), strict=True):
+        assert relative_error(own, other) < bound
+
+
+def test_float64_is_left_alone_by_autocast():
+    hidden, weight, bias, _ = problem(20, 16, 8, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        embeddings = project_normalize(hidden, weight, bias)
+        for mixed in ((hidden, weight.float()), (hidden.float(), weight)):
+            with pytest.raises(ValueError, match="project_normalize: hidden states are .* both must have one dtype"):
+                project_normalize(*mixed)
+    torch.testing.assert_close(embeddings, reference.project(hidden, weight, bias, True))
 
 
 def test_compiled_code_takes_the_operator_without_a_break():
@@ -207,6 +224,26 @@ def test_what_is_not_a_tensor_is_named(arguments, message):
         maxsim_from_hidden(*arguments)
     with pytest.raises(TypeError, match="hidden states must be a tensor .* got list"):
         project_normalize([[1.0, 2.0]], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            {"candidates": torch.zeros(3, 1, dtype=torch.int64)},
+            ValueError,
+            r"candidates must be int64 \[Nq, K\] with Nq = 1",
+        ),
+        ({"candidates": [[0]]}, TypeError, "candidates must be a tensor"),
+        ({"zero_floor": torch.zeros(3)}, ValueError, r"zero_floor must be bool \[Nd\] with Nd = 2"),
+        ({"grad_filter": "all"}, ValueError, "grad_filter must be"),
+        ({"documents_mask": torch.ones(2, 2)}, ValueError, r"documents_mask must be \[N, L\] = \[2, 3\]"),
+    ],
+)
+def test_what_does_not_fit_is_found_before_anything_is_projected(options, error, message, monkeypatch):
+    monkeypatch.setattr(head, "forward", None)
+    with pytest.raises(error, match=f"^maxsim_from_hidden: {message}"):
+        maxsim_from_hidden(torch.ones(1, 1, 2), torch.ones(2, 3, 4), torch.ones(2, 4), **options)
 
 
 def test_an_unknown_side_gets_one_sentence():

@@ -16,8 +16,9 @@ if not INTERPRETED:
 
 else:
     from head_exactness import TOLERANCE, check, problem
-    from interpreter import mended
+    from interpreter import mended, spread_out
 
+    from pylate_fastmaxsim.cpu import head as blocked
     from pylate_fastmaxsim.kernels import head, head_tiles
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
@@ -93,6 +94,30 @@ else:
         rounded = head.backward(grad, hidden, weight, *arguments)
         assert gradients[1].dtype == gradients[2].dtype == torch.float32
         assert torch.equal(gradients[1].bfloat16(), rounded[1]) and not torch.equal(gradients[1], rounded[1].float())
+
+    @pytest.mark.parametrize("dim_out", [32, 70])
+    def test_strided_tensors(dim_out):
+        hidden, weight, bias, grad = problem(40, 48, dim_out)
+        strided = [spread_out(each) for each in (hidden, weight, bias)]
+        saved = head.forward(hidden, weight, bias, True, "highest", TILES)
+        assert all(map(torch.equal, head.forward(*strided, True, "highest", TILES), saved))
+        options = (True, "highest", True, True, True, TILES)
+        for ours, plain in ((spread_out(grad), grad), (torch.ones(1, 1).expand(grad.shape), torch.ones_like(grad))):
+            expected = head.backward(plain, hidden, weight, *saved, *options)
+            strided_saved = spread_out(saved[0]), saved[1]
+            actual = head.backward(ours, *strided[:2], *strided_saved, *options)
+            assert all(map(torch.equal, actual, expected))
+
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_of_nothing_the_bias_is_left(normalize):
+        hidden, weight, bias, grad = problem(20, 0, 40)
+        needs = True, True, True
+        ours, other = (
+            path.backward(grad, hidden, weight, *path.forward(hidden, weight, bias, *options), *options, *needs)
+            for path, options in ((head, (normalize, "highest")), (blocked, (normalize, "highest")))
+        )
+        torch.testing.assert_close(ours, other)
+        assert ours[2].any()
 
     def test_what_is_not_a_number_shows():
         hidden, weight, bias, grad = problem(20, 48, 32)

@@ -159,7 +159,7 @@ def test_forward(arch, operand, dim, name, tmp_path):
         absent,
         batch.winners or torch.uint8,
         DIM=dim,
-        SLOT=32,
+        ROWS_PER_QUERY=32,
         ONE_QUERY=batch.candidates or batch.long_queries,
         WANT_WINNERS=batch.winners is not None,
         PRECISION=precision(operand),

@@ -15,8 +15,8 @@ if not INTERPRETED:
         run_interpreted(__file__)
 
 else:
-    from exactness import uninitialized_memory_as_nan
-    from interpreter import mended
+    from exactness import uninitialized_memory_as_nan, winner_index
+    from interpreter import mended, spread_out
 
     from pylate_fastmaxsim import TokenBatch, reference
     from pylate_fastmaxsim.kernels import launch, maxsim
@@ -96,7 +96,6 @@ else:
                 torch.testing.assert_close(ours.double(), wanted, **tolerance)
             else:
                 torch.testing.assert_close(ours.double(), wanted, rtol=1e-2, atol=1e-4)
-            assert torch.equal(ours == 0, ours.double() == 0)
             assert not ours[wanted.abs().sum(dim=1) == 0].any()
         return scores, winners
 
@@ -147,6 +146,12 @@ else:
         _, winners = check(ragged(generator, [3, 2], 16), ragged(generator, lengths, 16))
         assert winners.dtype == (torch.uint8 if max(lengths) <= 255 else torch.int16)
 
+    @pytest.mark.parametrize("length", [20, 300])
+    def test_masked_rows_of_queries_without_gaps_have_no_winner(generator, length):
+        queries = ragged(generator, [3, 4], 16, keep=0.5, gap=0)
+        assert queries.gapless and not queries.keep.all()
+        check(queries, ragged(generator, [length, 2], 16))
+
     def test_many_rows_in_a_bucket(generator):
         check(ragged(generator, [16] * 9, 16), ragged(generator, [2, 18, 3], 16))
 
@@ -154,6 +159,35 @@ else:
     def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
         monkeypatch.setattr(maxsim, "_BUCKET_ENTRIES", entries)
         check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
+
+    @pytest.mark.parametrize("comparisons", [0, 2**26], ids=["sorted", "quadratic"])
+    def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparisons):
+        monkeypatch.setattr(maxsim, "_QUADRATIC_ORDER", comparisons)
+        queries, documents = ragged(generator, [4, 20, 0, 1], 16), ragged(generator, [2, 30, 0, 19, 5], 16)
+        candidates = torch.tensor([[4, 1, 1], [1, 0, 4], [3, 3, 3], [1, 2, 4]])
+        check(queries, documents, candidates)
+        pairs, offsets = maxsim._candidate_order(candidates, 5)
+        assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
+
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    @pytest.mark.parametrize("keep", [None, 0.7], ids=["all tokens", "masked"])
+    def test_strided_tensors(generator, layout, keep):
+        batches = ragged(generator, [4, 7, 1], 48, keep=keep), ragged(generator, [20, 3, 35], 48, keep=keep)
+        candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
+        zero_floor = torch.tensor([False, True, True])
+        inputs = arguments(*batches, candidates, zero_floor)
+        strided = [spread_out(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+        scores, winners = maxsim.forward(*inputs, True, "highest", TILES)
+        own_scores, own_winners = maxsim.forward(*strided, True, "highest", TILES)
+        assert torch.equal(own_scores, scores)
+        index, own_index = (winner_index(each) for each in (winners, own_winners))
+        assert torch.equal(own_index, index)
+        for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
+            expected = maxsim.backward(grad.contiguous(), winners, *inputs, "highest", True, True, TILES)
+            if grad.is_contiguous():
+                grad = spread_out(grad)
+            actual = maxsim.backward(grad, winners, *strided, "highest", True, True, TILES)
+            assert all(map(torch.equal, actual, expected))
 
     @pytest.mark.parametrize("longest", [16, 17], ids=["short", "longer than a block of rows"])
     def test_each_document_is_a_candidate_of_one_query(generator, longest):

@@ -179,6 +179,17 @@ def test_autocast_casts_as_einsum_does():
     assert not torch.equal(scores, maxsim(queries, documents))
 
 
+def test_frozen_documents_may_share_rows():
+    queries, documents = (torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    queries.requires_grad_()
+    index = torch.tensor([1, 0, 1])
+    ours, other = (
+        torch.autograd.grad(maxsim(queries, each).square().sum(), queries)
+        for each in (TokenBatch.from_padded(documents).select(index), documents[index])
+    )
+    torch.testing.assert_close(ours, other)
+
+
 def test_the_first_of_equal_maxima_gets_the_gradient():
     documents = torch.tensor([[[0.0], [2.0], [2.0]], [[2.0], [2.0], [-2.0]]], requires_grad=True)
     maxsim(torch.ones(1, 1, 1), documents).sum().backward()
@@ -347,6 +358,12 @@ JAGGED, STRIDED = (
 def test_errors_say_what_is_allowed(arguments, options, error, message):
     with pytest.raises(error, match=f"maxsim: .*{message}"):
         maxsim(*arguments, **options)
+
+
+@pytest.mark.parametrize("arguments", [(Q, D.double()), (Q.double(), D)])
+def test_autocast_leaves_float64_alone(arguments):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="maxsim: .* both must have one dtype"):
+        maxsim(*arguments)
 
 
 @pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])

@@ -92,6 +92,14 @@ def test_what_are_no_batches_is_refused():
             search(batch, one, k=1)
 
 
+@pytest.mark.parametrize("batch", [torch.ones(1, 2, 3), [torch.ones(2, 3)], 1])
+def test_each_batch_must_be_one(batch):
+    queries = TokenBatch.from_list([torch.ones(2, 3)])
+    kind = type(batch).__name__
+    with pytest.raises(TypeError, match=f"^search: each of documents must be a TokenBatch, got {kind}.$"):
+        search(queries, [queries, batch], k=2)
+
+
 def test_a_nan_shows():
     sequences = documents(10)
     sequences[7] = torch.full((1, 3), torch.nan)

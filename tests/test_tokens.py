@@ -80,6 +80,14 @@ def test_a_graph_needs_the_longest_sequence():
         torch.testing.assert_close(actual, scores(*inputs))
 
 
+def test_mapped_bounds_need_the_longest_sequence():
+    values, bounds = torch.randn(2, 5, 3), torch.tensor([[0, 2, 5], [0, 3, 4]])
+    with pytest.raises(ValueError, match="max_length must be passed where torch.vmap maps cu_seqlens"):
+        torch.vmap(lambda x, y: TokenBatch.from_packed(x, y).to_padded()[0])(values, bounds)
+    mapped = torch.vmap(lambda x: TokenBatch.from_packed(x, bounds[0]).to_padded()[0])(values)
+    assert torch.equal(mapped[1], TokenBatch.from_packed(values[1], bounds[0]).to_padded()[0])
+
+
 def test_from_list_packs_in_order():
     sequences = [torch.randn(2, 3), torch.randn(0, 3), torch.randn(4, 3)]
     batch = TokenBatch.from_list(sequences)
@@ -162,7 +170,12 @@ def direct(**arguments) -> TokenBatch:
         (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.tensor([False, True])), "got torch.bool"),
         (
             lambda: TokenBatch.from_packed(torch.randn(2, 3), BOUNDS, torch.ones(3)),
-            r"keep must be bool \[T\] with T = 2",
+            r"from_packed: keep must be \[T\] with T = 2, got shape \(3,\)",
+        ),
+        (lambda: direct(values=torch.ones(2, 3).long()), "TokenBatch: values must be floating point, got torch.int64"),
+        (
+            lambda: TokenBatch.from_padded(torch.ones(1, 2, 3).long()),
+            "from_padded: values must be floating point, got torch.int64",
         ),
         (
             lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 3)]),
@@ -228,6 +241,9 @@ def test_errors_say_what_is_allowed(make, message):
         (lambda: direct(starts=[0]), "TokenBatch: starts .* got list"),
         (lambda: direct(lengths=[1]), "TokenBatch: lengths .* got list"),
         (lambda: direct(keep=[True, False]), "TokenBatch: keep .* got list"),
+        (lambda: packed(0, 2, max_length="a"), "from_packed: max_length must be an integer, got 'a'"),
+        (lambda: packed(0, 2, max_length=2.0), "from_packed: max_length must be an integer, got 2.0"),
+        (lambda: direct(max_length="a"), "TokenBatch: max_length must be an integer, got 'a'"),
         (lambda: direct().with_values(np.ones((2, 3))), "TokenBatch: values .* got ndarray"),
         (lambda: direct().with_values([[1.0]]), "TokenBatch: values .* got list"),
     ],

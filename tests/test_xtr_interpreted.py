@@ -16,7 +16,7 @@ if not INTERPRETED:
 
 else:
     from exactness import winner_index
-    from interpreter import mended
+    from interpreter import mended, spread_out
     from strategies import ragged
 
     from pylate_fastmaxsim import TokenBatch, reference
@@ -143,6 +143,16 @@ else:
         documents = TokenBatch.from_padded(torch.tensor([1e38, -1e38, 0.0, -0.0, 1.0, -1.0]).view(3, 2, 1))
         for k in (1, 2, 3, 4, 5):
             check(queries, documents, k)
+
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_strided_tensors(generator, layout, masked):
+        batches = batch(generator, [4, 7, 1], 48, masked=masked), batch(generator, [20, 3, 35], 48, masked=masked)
+        candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
+        inputs = arguments(*batches, 9, candidates, torch.tensor([False, True, True]))
+        strided = [spread_out(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+        expected, actual = (xtr.forward(*each, True, "highest", TILES) for each in (inputs, strided))
+        assert all(map(torch.equal, actual, expected))
 
     @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip
     def test_empty(generator, q_lengths, d_lengths, slots):

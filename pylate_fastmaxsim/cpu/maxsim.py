@@ -151,9 +151,10 @@ def _block_maxima(
             if n > 1:
                 slab = slab.unflatten(1, (n, size))
                 if want_winners:
-                    # argmax, and not max, promises the first of equal ones.
-                    number = number.view(batch, n, size).transpose(1, 2).gather(2, slab.argmax(dim=1))
-                slab = slab.amax(dim=1)
+                    slab, first = slab.max(dim=1)
+                    number = number.view(batch, n, size).transpose(1, 2).gather(2, first)
+                else:
+                    slab = slab.amax(dim=1)
             if size != width:
                 width = size
                 best, better = maxima[:, :width], changed[:, :width]

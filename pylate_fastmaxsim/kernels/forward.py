@@ -132,7 +132,7 @@ def forward_kernel(
     row_blocks,
     documents_per_program,
     DIM: tl.constexpr,
-    SLOT: tl.constexpr,
+    ROWS_PER_QUERY: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
@@ -146,10 +146,10 @@ def forward_kernel(
     With `live_tokens`, a list for each document at its start, `d_lengths` counts the live tokens only:
     masked ones are neither loaded nor multiplied.
 
-    The tile holds BLOCK_M // SLOT queries, one every SLOT rows. With ONE_QUERY (queries longer than half a tile, and
-    candidates, as each query then has documents of its own) it is one of the `row_blocks` that a query is cut into, and
-    `scores` is `[row_blocks, num_queries, num_slots]`. Slot p of `num_slots` is document p, or the p-th candidate of
-    the query.
+    The tile holds BLOCK_M // ROWS_PER_QUERY queries, one every ROWS_PER_QUERY rows. With ONE_QUERY (queries longer than
+    half a tile, and candidates, as each query then has documents of its own) it is one of the `row_blocks` that a query
+    is cut into, and `scores` is `[row_blocks, num_queries, num_slots]`. Slot p of `num_slots` is document p, or the
+    p-th candidate of the query.
 
     Matrix units leave the columns that are equal modulo 8 of a row in one thread. So each thread keeps the best of its
     own columns, over all tiles of a document, and threads exchange theirs once, after the last tile. The tiles of all
@@ -169,8 +169,8 @@ def forward_kernel(
         q_start = tl.load(q_starts + query)
         q_length = tl.load(q_lengths + query).to(tl.int32)
     else:
-        row_query = tile * (BLOCK_M // SLOT) + row_in_tile // SLOT
-        offset = row_in_tile % SLOT
+        row_query = tile * (BLOCK_M // ROWS_PER_QUERY) + row_in_tile // ROWS_PER_QUERY
+        offset = row_in_tile % ROWS_PER_QUERY
         q_start = tl.load(q_starts + row_query, mask=row_query < num_queries, other=0)
         q_length = tl.load(q_lengths + row_query, mask=row_query < num_queries, other=0).to(tl.int32)
 
@@ -236,8 +236,8 @@ def forward_kernel(
         row = (tile % row_blocks).to(tl.int64) * num_queries + query
         tl.store(scores + row * num_slots + slots, score, mask=slots <= last_slot)
     else:
-        QUERIES: tl.constexpr = BLOCK_M // SLOT
-        score = tl.sum(tl.reshape(totals, [QUERIES, SLOT, 8]), axis=1)
+        QUERIES: tl.constexpr = BLOCK_M // ROWS_PER_QUERY
+        score = tl.sum(tl.reshape(totals, [QUERIES, ROWS_PER_QUERY, 8]), axis=1)
         query = tile * QUERIES + tl.arange(0, QUERIES)
         tl.store(
             scores + query.to(tl.int64)[:, None] * num_slots + slots[None, :],

@@ -34,17 +34,18 @@ def forward_plan(
     tiles: launch.ForwardTiles | None,
 ) -> ForwardPlan:
     """`num_slots` documents are scored by each query, `with_candidates` its own ones; `tiles` are the tables' if `None`."""
-    slot = launch.next_power_of_2(max_q_length)
-    q_rows = slot if with_candidates else slot * num_queries
+    # A power of two, so that queries fill a tile.
+    rows_per_query = launch.next_power_of_2(max_q_length)
+    rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries
     kind = launch.arithmetic(dtype, precision)
-    tile = tiles or launch.forward_tiles(architecture, kind, dim, q_rows, want_winners, slot)
-    one_query = with_candidates or slot >= tile.block_m
+    tile = tiles or launch.forward_tiles(architecture, kind, dim, rows_in_all, want_winners, rows_per_query)
+    one_query = with_candidates or rows_per_query >= tile.block_m
     row_blocks = launch.cdiv(max_q_length, tile.block_m)
-    num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // slot)
+    num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // rows_per_query)
     per_program = launch.documents_per_program(tile, num_tiles, num_slots)
     constants = {
         "DIM": dim,
-        "SLOT": tile.block_m if one_query else slot,
+        "ROWS_PER_QUERY": tile.block_m if one_query else rows_per_query,
         "ONE_QUERY": one_query,
         "WANT_WINNERS": want_winners,
         "SENTINEL": no_winner(index_dtype),

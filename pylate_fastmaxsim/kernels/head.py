@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pylate_fastmaxsim.kernels import head_tiles, launch
 from pylate_fastmaxsim.kernels.maxsim import on_device_of
@@ -86,6 +87,11 @@ def backward(
     )
     grad_weight = weight.new_zeros(weight.shape if need_weight else 0)
     grad_bias = weight.new_zeros(dim_out if need_bias else 0)
+    if need_bias and dim_in == 0 and 0 not in (num_rows, dim_out):
+        # The bias is summed beside the weight, of which there is nothing here: beside a column of zeros.
+        columns = F.pad(hidden, (0, 1)), F.pad(weight, (0, 1))
+        needs = False, False, True
+        *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs, tiles)
     if 0 in (num_rows, dim_in, dim_out):
         return grad_hidden.zero_(), grad_weight, grad_bias
     arch, kind = launch.architecture(hidden.device), launch.arithmetic(hidden.dtype, precision)

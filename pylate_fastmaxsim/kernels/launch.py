@@ -192,34 +192,36 @@ def row(table: dict, arch: int, kind: str, dim: int):
 
 
 @functools.lru_cache(maxsize=256)
-def forward_tiles(arch: int, kind: str, dim: int, q_rows: int, want_winners: bool, query_rows: int = 1) -> ForwardTiles:
-    """Tiles of the forward; `q_rows` query rows share a tile, and a query has at most `query_rows` of them."""
+def forward_tiles(
+    arch: int, kind: str, dim: int, rows_in_all: int, want_winners: bool, longest_query: int = 1
+) -> ForwardTiles:
+    """Tiles of the forward; `rows_in_all` query rows share tiles, and a query has at most `longest_query` of them."""
     tiles = row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
-    if tiles is None or q_rows > tiles.block_m:
-        tiles = _forward_row(arch, kind, dim, want_winners, query_rows)
-    return _fitted(tiles, arch, dim, q_rows)
+    if tiles is None or rows_in_all > tiles.block_m:
+        tiles = _forward_row(arch, kind, dim, want_winners, longest_query)
+    return _fitted(tiles, arch, dim, rows_in_all)
 
 
-def _forward_row(arch: int, kind: str, dim: int, want_winners: bool, query_rows: int) -> ForwardTiles:
+def _forward_row(arch: int, kind: str, dim: int, want_winners: bool, longest_query: int) -> ForwardTiles:
     tiles = row(_FORWARD, arch, kind, dim)
     if want_winners:
         tiles = row(_FORWARD_WITH_WINNERS, arch, kind, dim) or tiles
-        if query_rows >= tiles.block_m:
+        if longest_query >= tiles.block_m:
             tiles = row(_FORWARD_OF_LONG_QUERIES_WITH_WINNERS, arch, kind, dim) or tiles
     return tiles
 
 
-def xtr_maxima_tiles(arch: int, kind: str, dim: int, q_rows: int) -> ForwardTiles:
-    """Tiles of XTR's maxima; `q_rows` is how many query rows there are to share a tile."""
+def xtr_maxima_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
+    """Tiles of XTR's maxima; `rows_in_all` is how many query rows there are to share a tile."""
     # Not the tiles of few rows: XTR compares these similarities bit by bit with those that it collects, and fewer than 64
     # rows go to other matrix instructions.
-    return _fitted(row(_XTR_MAXIMA, arch, kind, dim) or _forward_row(arch, kind, dim, True, 1), arch, dim, q_rows)
+    return _fitted(row(_XTR_MAXIMA, arch, kind, dim) or _forward_row(arch, kind, dim, True, 1), arch, dim, rows_in_all)
 
 
-def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTiles:
+def _fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> ForwardTiles:
     # The matrix units of sm_90 and sm_100 take 64 rows; fewer go to older and slower instructions, so only a table says so.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
-    block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(q_rows)))
+    block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(rows_in_all)))
     block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))
     # To so few rows that they wait for memory, where more programs at a time help more than more loads of each.
     shrunk = block_m < tiles.block_m and block_m <= 64 and dim <= tiles.block_k
@@ -236,10 +238,10 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, q_rows: int) -> ForwardTil
     )
 
 
-def collect_tiles(arch: int, kind: str, dim: int, q_rows: int) -> CollectTiles:
-    """Tiles of XTR's collecting; `q_rows` is how many query rows there are to share a tile."""
+def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTiles:
+    """Tiles of XTR's collecting; `rows_in_all` is how many query rows there are to share a tile."""
     tiles = row(_COLLECT, arch, kind, dim)
-    block_m = max(64, min(tiles.block_m, next_power_of_2(q_rows)))
+    block_m = max(64, min(tiles.block_m, next_power_of_2(rows_in_all)))
     return tiles._replace(block_m=block_m, num_warps=max(4, tiles.num_warps * block_m // tiles.block_m))
 
 

@@ -153,8 +153,8 @@ def _thresholds_and_maxima(
     num_tiles = rows_at_once // tile.block_m
     per_program = launch.documents_per_program(tile, num_tiles, num_documents)
     document_parts = launch.cdiv(num_documents, per_program)
-    collect_tiles = rows_at_once // collect.block_m
-    token_parts = max(1, min(_PROGRAMS // collect_tiles, most_tokens // (4 * collect.block_n)))
+    num_collect_tiles = rows_at_once // collect.block_m
+    token_parts = max(1, min(_PROGRAMS // num_collect_tiles, most_tokens // (4 * collect.block_n)))
     for first_row in range(0, most_rows, rows_at_once):
         token_maxima_kernel[(num_tiles * document_parts,)](
             q_values,
@@ -191,7 +191,7 @@ def _thresholds_and_maxima(
             num_warps=4,
         )
         for _ in range(_ROUNDS):
-            collect_kernel[(collect_tiles * token_parts,)](
+            collect_kernel[(num_collect_tiles * token_parts,)](
                 q_values,
                 *queries,
                 d_values,
@@ -202,7 +202,7 @@ def _thresholds_and_maxima(
                 first_row,
                 num_queries,
                 num_documents,
-                collect_tiles,
+                num_collect_tiles,
                 token_parts,
                 capacity,
                 **arithmetic,
@@ -223,7 +223,7 @@ def _thresholds_and_maxima(
                 BLOCK=min(2048, launch.next_power_of_2(capacity)),
                 num_warps=4,
             )
-        bisect_kernel[(collect_tiles,)](
+        bisect_kernel[(num_collect_tiles,)](
             q_values,
             queries.rows,
             d_values,

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pylate_fastmaxsim.transforms import inside_transform
+
 
 def refuse_other_derivatives(operator: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError where derivatives are asked for that a registered operator cannot give.
@@ -19,7 +21,7 @@ def refuse_other_derivatives(operator: str, *tensors: Tensor | None) -> None:
             "use reverse mode (backward, torch.autograd.grad)."
         )
     # A graph is traced without the tensors of the transforms in it.
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.compiler.is_compiling() or not inside_transform():
         return
     if torch.is_grad_enabled() and any(tensor is not None and _is_differentiated(tensor) for tensor in tensors):
         raise NotImplementedError(

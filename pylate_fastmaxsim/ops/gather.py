@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
+from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -23,6 +24,13 @@ def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) ->
         Those of this rank, in the same number on all ranks; their tokens may differ.
     zero_floor
         As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none.
+
+    Returns
+    -------
+    documents
+        Those of all R ranks, ``R * Nd``. Their vectors are a copy; without other ranks, those that were given.
+    zero_floor
+        ``[R * Nd]``, bool, or ``None`` if none was given.
 
     Raises
     ------
@@ -60,7 +68,7 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         _, ranks = rank_and_ranks()
-        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32)).contiguous()
+        gradient = gradient.to(sum_dtype(gradient.dtype)).contiguous()
         own = gradient.new_empty((len(gradient) // ranks, gradient.shape[1]))
         dist.reduce_scatter_tensor(own, gradient)
         return own[: ctx.rows].to(ctx.dtype), None

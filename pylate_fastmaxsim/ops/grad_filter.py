@@ -7,16 +7,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.transforms import inside_transform
+
 GradFilter = Literal["auto"] | None
 
 # Of a query's total absolute weight, the most that is dropped: an eighth of what bf16 resolves (2**-9).
 DROPPED_AT_MOST = 2.0**-12
 
 
-def check(grad_filter: GradFilter) -> None:
-    """Raise ValueError unless it is one of the values that are allowed."""
+def check(grad_filter: GradFilter, operator: str = "") -> None:
+    """Raise ValueError unless it is one of the values that are allowed; ``operator`` is who was asked for it."""
     if grad_filter not in (None, "auto"):
-        raise ValueError(f'grad_filter must be "auto" or None, got {grad_filter!r}.')
+        where = operator and f"{operator}: "
+        raise ValueError(f'{where}grad_filter must be "auto" or None, got {grad_filter!r}.')
 
 
 def filtered(scores: Tensor) -> Tensor:
@@ -24,7 +27,8 @@ def filtered(scores: Tensor) -> Tensor:
 
     Of each query's pairs those are dropped whose absolute gradient is at most ``DROPPED_AT_MOST / P`` of the sum over
     the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes, and of a query whose sum
-    is infinite all pairs do. Nothing waits for the device.
+    is infinite all pairs do. Nothing waits for the device. In an exported program all pairs pass, and so they do in
+    torch.vmap in a compiled graph.
 
     Examples
     --------
@@ -34,15 +38,25 @@ def filtered(scores: Tensor) -> Tensor:
     >>> scores.grad
     tensor([[ 1.0000, -0.0010,  0.0000]])
     """
-    # Inside of torch.vmap a tensor requires no gradient, whatever it is a part of.
-    return (_Filter if scores.requires_grad else _FilterInTransform).apply(scores)
+    if _exporting() or torch.compiler.is_compiling() and inside_transform():
+        # These take the forward alone of what is below.
+        return scores
+    return (_FilterInTransform if inside_transform() else _Filter).apply(scores)
+
+
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# In a graph of torch.compile the tracer would say that it is.
+_exporting._dynamo_marked_constant = True
 
 
 class _Filter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores):
         # Not a view, which autograd would let nobody change in place. Nothing else has the scores.
-        return scores.clone() if torch.compiler.is_compiling() else scores.detach()
+        return scores.detach()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -59,8 +73,7 @@ class _FilterInTransform(_Filter):
 
     @staticmethod
     def forward(scores):
-        # Not detached: a compiled vmap takes the forward alone, and gradients pass it unfiltered.
-        return scores.clone()
+        return scores.detach()
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import head as blocked
 from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
+from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.forward_mode import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, maxsim
+from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, check_choice, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path
 from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
+from pylate_fastmaxsim.transforms import inside_transform
 
 Projected = Literal["documents", "queries", "both"]
 
@@ -68,7 +70,8 @@ def maxsim_from_hidden(
     Raises
     ------
     ValueError
-        ``project`` is none of the three, or as :func:`project_normalize` and :func:`~pylate_fastmaxsim.maxsim`.
+        ``project`` is none of the three, or as :func:`project_normalize`, whose name stands in errors of the projection,
+        and :func:`~pylate_fastmaxsim.maxsim`.
     TypeError
         An argument is of the wrong type.
 
@@ -83,8 +86,11 @@ def maxsim_from_hidden(
     """
     if project not in ("documents", "queries", "both"):
         raise ValueError(f'maxsim_from_hidden: project must be "documents", "queries" or "both", got {project!r}.')
+    # Before the projection, which is most of the work.
+    grad_filters.check(grad_filter, "maxsim_from_hidden")
     queries = as_batch("maxsim_from_hidden", "queries", queries, queries_mask)
     documents = as_batch("maxsim_from_hidden", "documents", documents, documents_mask)
+    check_choice("maxsim_from_hidden", queries, documents, candidates, zero_floor)
     if project != "documents":
         queries = queries.with_values(project_normalize(queries.values, weight, bias, normalize))
     if project != "queries":
@@ -104,7 +110,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     hidden
         Hidden states, ``[..., d_model]``, bfloat16, float16, float32 or float64.
     weight
-        ``[d, d_model]``, of the same dtype and device; under autocast of any.
+        ``[d, d_model]``, of the same dtype and device; under autocast any of bfloat16, float16 and float32.
     bias
         ``[d]``, of the dtype of the weight. ``None``: none.
     normalize
@@ -150,8 +156,8 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     differentiate = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    compiling = torch.compiler.is_compiling()
-    forward = _Eager.apply if differentiate and not compiling else torch.ops.pylate_fastmaxsim.project_forward
+    directly = differentiate and not torch.compiler.is_compiling() and not inside_transform()
+    forward = _Eager.apply if directly else torch.ops.pylate_fastmaxsim.project_forward
     embeddings, _ = forward(rows, weight, bias, normalize)
     return embeddings.view(*hidden.shape[:-1], weight.shape[0]) if hidden.dim() != 2 else embeddings
 
@@ -258,7 +264,7 @@ def _differentiate_twice(ctx, *_):
 
 
 class _Eager(torch.autograd.Function):
-    """What `register_autograd` does below, in less host time; a compiled graph takes only the latter."""
+    """What `register_autograd` does below, in less host time; a compiled graph and torch.vmap take only the latter."""
 
     @staticmethod
     def forward(ctx, *arguments):

@@ -16,6 +16,7 @@ from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
+from pylate_fastmaxsim.transforms import inside_transform, is_plain
 from pylate_fastmaxsim.winners import winner_dtype
 
 logger = logging.getLogger("pylate_fastmaxsim")
@@ -93,7 +94,7 @@ def maxsim(
     >>> maxsim(queries, documents, candidates=torch.tensor([[1, 1]]))
     tensor([[2., 2.]])
     """
-    grad_filters.check(grad_filter)
+    grad_filters.check(grad_filter, "maxsim")
     queries, documents, q_values, d_values = prepared(
         "maxsim", queries, documents, candidates, queries_mask, documents_mask, zero_floor
     )
@@ -146,8 +147,8 @@ def prepared(
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
     refuse_other_derivatives(operator, q_values, d_values)
-    # Not `len`, which makes a symbolic size of torch.export a number.
-    _check(operator, q_values, d_values, queries.starts.shape[0], documents.starts.shape[0], candidates, zero_floor)
+    _check_vectors(operator, q_values, d_values)
+    check_choice(operator, queries, documents, candidates, zero_floor)
     return queries, documents, q_values, d_values
 
 
@@ -164,21 +165,12 @@ def recording(
         return False, False
     if not (q_values.requires_grad or d_values.requires_grad):
         # What torch.vmap hands out requires no gradient, whatever it is a part of.
-        return _inside_transform(), False
-    if torch.compiler.is_compiling() or _inside_transform():
+        return inside_transform(), False
+    if torch.compiler.is_compiling() or inside_transform():
         return True, False
-    if q_values.is_cpu and _plain(queries.starts, documents.starts):
+    if q_values.is_cpu and is_plain(queries.starts, documents.starts):
         _refuse_shared_rows(operator, queries, documents if d_values.requires_grad else None)
     return True, True
-
-
-def _inside_transform() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-# A constant of a graph, whose tracer has the transforms as they are there. `torch.compiler.assume_constant_result` does
-# the same, but imports the compiler.
-_inside_transform._dynamo_marked_constant = True
 
 
 def _refuse_shared_rows(operator: str, queries: TokenBatch, documents: TokenBatch | None) -> None:
@@ -200,27 +192,10 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
         return tokens
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
-    require_tensor(operator, name, tokens, "[N, L, d]")
-    if tokens.dim() != 3:
-        raise ValueError(f"{operator}: padded {name} must be [N, L, d], got shape {tuple(tokens.shape)}.")
-    if mask is not None:
-        require_tensor(operator, f"{name}_mask", mask, "[N, L]")
-        if mask.shape != tokens.shape[:2]:
-            raise ValueError(
-                f"{operator}: {name}_mask must be [N, L] = {list(tokens.shape[:2])}, got shape {tuple(mask.shape)}."
-            )
-    return TokenBatch.from_padded(tokens, mask)
+    return TokenBatch._of_padded(operator, name, tokens, f"{name}_mask", mask)
 
 
-def _check(
-    operator: str,
-    q_values: Tensor,
-    d_values: Tensor,
-    num_queries: int,
-    num_documents: int,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
-) -> None:
+def _check_vectors(operator: str, q_values: Tensor, d_values: Tensor) -> None:
     if q_values.dtype != d_values.dtype:
         raise ValueError(
             f"{operator}: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
@@ -237,6 +212,14 @@ def _check(
         raise ValueError(
             f"{operator}: queries have d = {q_values.shape[1]} and documents d = {d_values.shape[1]}; both must have one d."
         )
+
+
+def check_choice(
+    operator: str, queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, zero_floor: Tensor | None
+) -> None:
+    """Raise TypeError or ValueError unless ``candidates`` and ``zero_floor`` fit these batches."""
+    # Not `len`, which makes a symbolic size of torch.export a number.
+    num_queries, num_documents = queries.starts.shape[0], documents.starts.shape[0]
     if candidates is not None:
         require_tensor(operator, "candidates", candidates, "int64 [Nq, K]")
         if candidates.dim() != 2 or candidates.shape[0] != num_queries or candidates.dtype != torch.int64:
@@ -244,9 +227,9 @@ def _check(
                 f"{operator}: candidates must be int64 [Nq, K] with Nq = {num_queries}, "
                 f"got {candidates.dtype} of shape {tuple(candidates.shape)}."
             )
-        if candidates.device != q_values.device:
+        if candidates.device != queries.device:
             raise ValueError(
-                f"{operator}: candidates must be on {q_values.device}, as the queries, got {candidates.device}."
+                f"{operator}: candidates must be on {queries.device}, as the queries, got {candidates.device}."
             )
     if zero_floor is not None:
         require_tensor(operator, "zero_floor", zero_floor, "bool [Nd]")
@@ -255,9 +238,9 @@ def _check(
                 f"{operator}: zero_floor must be bool [Nd] with Nd = {num_documents}, "
                 f"got {zero_floor.dtype} of shape {tuple(zero_floor.shape)}."
             )
-        if zero_floor.device != q_values.device:
+        if zero_floor.device != queries.device:
             raise ValueError(
-                f"{operator}: zero_floor must be on {q_values.device}, as the queries, got {zero_floor.device}."
+                f"{operator}: zero_floor must be on {queries.device}, as the queries, got {zero_floor.device}."
             )
 
 
@@ -333,19 +316,9 @@ torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutogr
 torch.library.impl("pylate_fastmaxsim::maxsim_backward", "CompositeExplicitAutograd", _backward)
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def _plain(*tensors: Tensor) -> bool:
-    """Whether a registered operator on these tensors comes to its function, without fake tensors, modes and transforms."""
-    return (
-        _PLAIN.issuperset(map(type, tensors)) and torch._C._len_torch_dispatch_stack() == 0 and not _inside_transform()
-    )
-
-
 def _eager_forward(q_values, q_starts, q_lengths, q_keep, d_values, *arguments):
     # The dispatcher costs the host more than a launch.
-    forward = _scores_and_winners if _plain(q_values, d_values) else torch.ops.pylate_fastmaxsim.maxsim_forward
+    forward = _scores_and_winners if is_plain(q_values, d_values) else torch.ops.pylate_fastmaxsim.maxsim_forward
     return forward(q_values, q_starts, q_lengths, q_keep, d_values, *arguments)
 
 
@@ -390,8 +363,7 @@ def _differentiate(ctx, grad_scores, _):
         # With gradients enabled somebody asks for second ones, which the registered operator refuses.
         # A compiled backward takes the registered operator as one, and a batch of gradients takes it for each of them.
         direct = (
-            not torch.compiler.is_compiling()
-            and _plain(grad_scores)
+            is_plain(grad_scores)
             and not torch.is_grad_enabled()
             and not torch._C._functorch.is_legacy_batchedtensor(grad_scores)
         )

@@ -79,7 +79,7 @@ def ring_maxsim(
     >>> ring_maxsim(queries, documents)
     tensor([[2., 2.]])
     """
-    grad_filters.check(grad_filter)
+    grad_filters.check(grad_filter, "ring_maxsim")
     require_tensor("ring_maxsim", "queries", queries, "[Nq, Lq, d]")
     query_batch, documents, q_values, d_values = prepared(
         "ring_maxsim", queries, documents, None, queries_mask, None, zero_floor

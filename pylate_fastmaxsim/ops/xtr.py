@@ -95,7 +95,7 @@ def xtr_scores(
     tensor([[2.5000, 1.0000]])
     """
     k = require_count("xtr_scores", "k", k)
-    grad_filters.check(grad_filter)
+    grad_filters.check(grad_filter, "xtr_scores")
     queries, documents, q_values, d_values = maxsim_ops.prepared(
         "xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor
     )

@@ -107,7 +107,7 @@ def table_row(family: str, dim: int, dtype: torch.dtype) -> NamedTuple:
     row = getattr(launch, f"{family}_tiles")
     arguments = _key(dim, dtype)
     # Enough rows for a tile of any size.
-    return row(*arguments, q_rows=2**20, want_winners=True) if family == "forward" else row(*arguments)
+    return row(*arguments, rows_in_all=2**20, want_winners=True) if family == "forward" else row(*arguments)
 
 
 class _Case:
