@@ -105,8 +105,8 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
         errors.seek(0)
         text = errors.read()
     lines = text.strip().splitlines()
-    # What is aborted ends in the frames of its stack, not in the error.
     if "CUDA error: out of memory" in text:  # where PyTorch's allocator was not the one that asked
         return {"status": OUT_OF_MEMORY, "detail": "CUDA out of memory"}
+    # What is aborted ends in the frames of its stack, not in the error.
     said = [line for line in lines if re.search(r"\w(Error|Exception)\b|CUDA error", line)]
     return {"status": "failed", "detail": (said or lines or ["no output"])[-1].strip()[:500], "stderr": text[-3000:]}
