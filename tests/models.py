@@ -14,10 +14,14 @@ from torch.nn import functional as F
 from transformers import (
     AutoModel,
     BertConfig,
+    CLIPTextConfig,
     ConvBertConfig,
     DistilBertConfig,
     ElectraConfig,
     FNetConfig,
+    GPT2Config,
+    IBertConfig,
+    Lfm2Config,
     LlamaConfig,
     ModernBertConfig,
     MPNetConfig,
@@ -49,17 +53,18 @@ def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
     return [" ".join(words[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
-def build_model(folder: Path, family: str, **changes: object) -> str:
+def build_model(folder: Path, family: str, new_weights: bool = False, **changes: object) -> str:
     """Save a tiny encoder and its tokenizer for ``ColBERT(model_name_or_path=...)``.
 
-    ``changes`` go to the encoder's configuration. Dropout is 0 unless they say otherwise.
+    ``changes`` go to the encoder's configuration. Dropout is 0 unless they say otherwise. ``new_weights`` are
+    those that transformers gives an encoder nobody has trained.
     """
     torch.manual_seed(0)
     tokenizer = _tokenizer(family)
     encoder = AutoModel.from_config(_config(family, len(tokenizer), tokenizer.pad_token_id, changes))
     with torch.no_grad():
         for name, weight in encoder.named_parameters():
-            if weight.dim() == 2:
+            if weight.dim() == 2 and not new_weights:
                 # The usual scale of 0.02 makes attention all but uniform, and errors in it invisible.
                 weight.normal_(std=0.3 if "embed" in name else weight.shape[1] ** -0.5)
     encoder.save_pretrained(folder)
@@ -156,6 +161,19 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
             rope |= {"rope_type": "longrope", **factors}
         longest = 64 if family == "longrope" else 16
         return LlamaConfig(**{**common, "rope_parameters": rope, "max_position_embeddings": longest, **changes})
+    if family == "lfm2":
+        # Two of its layers are convolutions over neighbouring tokens.
+        layers = ["conv", "full_attention", "conv", "full_attention"]
+        convolved = {"num_hidden_layers": 4, "layer_types": layers, "block_auto_adjust_ff_dim": False}
+        return Lfm2Config(**{**common, **convolved, "num_key_value_heads": 1, **changes})
+    if family == "ibert":
+        return IBertConfig(**{**common, **undropped, "type_vocab_size": 1, **changes})
+    if family == "clip":
+        return CLIPTextConfig(**{**common, "attention_dropout": 0.0, **changes})
+    if family == "gpt2":
+        undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": vocabulary}
+        return GPT2Config(**{**shape, **undropped, "pad_token_id": padding, **changes})
     if family == "qwen3":
         # Causal, and both heads share their keys and values.
         grouped = {"num_key_value_heads": 1, "head_dim": 16}
@@ -178,7 +196,7 @@ def _word_pieces(special: list[str]) -> dict[str, int]:
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
-    roberta = family in ("xlm-roberta", "mpnet")
+    roberta = family in ("xlm-roberta", "mpnet", "ibert")
     begin, padding, end, unknown, mask = (
         ("<s>", "<pad>", "</s>", "<unk>", "<mask>") if roberta else ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
     )

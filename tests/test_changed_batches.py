@@ -94,3 +94,15 @@ def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
         left_behind._hear(torch.tensor(True))
     left_behind._hear(torch.tensor(True))
     left_behind.forget()
+
+
+def test_a_mask_of_more_or_fewer_tokens_than_the_collator_left_does_not_fit():
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    index, ends = torch.tensor([0, 1, 4, 5, 6]), torch.tensor([0, 2, 5])
+    assert left_behind.fits(mask, index, ends)
+    for row, token, attended in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
+        changed = mask.clone()
+        changed[row, token] = attended
+        assert not left_behind.fits(changed, index, ends)
+    # As many in all, in other rows.
+    assert not left_behind.fits(torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]), index, ends)

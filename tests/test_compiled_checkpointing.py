@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import compiled_checkpointing
 from pylate_fastmaxsim.integrations.compilation import encoder_layers
 
 STOCK = GradientCheckpointingLayer.__call__
@@ -146,3 +149,22 @@ def _counted(calls, function, *args, **kwargs):
     if not torch.compiler.is_compiling():
         calls.append(None)
     return function(*args, **kwargs)
+
+
+class WithDropout(GradientCheckpointingLayer):
+    def __init__(self):
+        super().__init__()
+        self.dropout = 0.1
+
+
+def test_a_layer_that_is_dropped_is_freed():
+    layer = WithDropout()
+    try:
+        compiled_checkpointing.include([layer])
+        alive = ref(layer)
+        del layer
+        gc.collect()
+        assert alive() is None
+    finally:
+        compiled_checkpointing.release()
+    assert GradientCheckpointingLayer.__call__ is STOCK

@@ -143,6 +143,18 @@ def _hook(model):
     model[-1].linear.register_forward_hook(lambda *_: None)
 
 
+def _pre_hook(model):
+    model[-1].linear.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+
+
+def _backward_hook(model):
+    model[-1].linear.register_full_backward_hook(lambda _module, grads, _outputs: (2 * grads[0],))
+
+
+def _backward_pre_hook(model):
+    model[-1].linear.register_full_backward_pre_hook(lambda _module, grads: (2 * grads[0],))
+
+
 def _adapter(model):
     model.append(Dense(16, 8).double())
     model.append(nn.Identity())
@@ -177,6 +189,9 @@ def _forgets(model):
         (_activate, "activation Tanh"),
         (_residual, "adds a residual"),
         (_hook, "has hooks"),
+        (_pre_hook, "has hooks"),
+        (_backward_hook, "has hooks"),
+        (_backward_pre_hook, "has hooks"),
         (_hook_on_dense, "Dense has forward hooks"),
         (_hook_on_model, "ColBERT has forward hooks"),
         (_linear_forward, "forward of Dense's linear layer was replaced"),
@@ -233,10 +248,10 @@ def test_lora_on_the_encoder_and_on_the_dense_layer(encoder, projected):
         assert bool(projected) == ("linear" not in target)
 
 
-def _prepared_for_bfloat16(model):
-    """What accelerate makes of a model's forward for bf16=True."""
-    in_bfloat16 = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
-    model.forward = MethodType(convert_outputs_to_fp32(in_bfloat16), model)
+def _prepared_for(dtype, model):
+    """What accelerate makes of a model's forward for bf16=True or fp16=True."""
+    forward = torch.autocast("cpu", dtype)(type(model).forward)
+    model.forward = MethodType(convert_outputs_to_fp32(forward), model)
 
 
 @pytest.mark.parametrize("loss_class, options", LOSSES)
@@ -247,7 +262,7 @@ def test_embeddings_stay_in_bfloat16_behind_accelerate(encoder, mode, projected,
     exact_function = loss_class(model, **options)
     batch, labels = problem(model, loss_class)
     exact = run(exact_function, batch, labels)
-    _prepared_for_bfloat16(model)
+    _prepared_for(torch.bfloat16, model)
     stock = run(exact_function, batch, labels)
     scored = []
     maxsim = pylate_losses.maxsim
@@ -307,4 +322,21 @@ def test_float16_gradients_of_gradcache_wait_in_float32(encoder):
     total = torch.cat([gradient.flatten() for gradient in stock[1].values()])
     own = torch.cat([model.get_parameter(name).grad.flatten() for name in stock[1]]) / 2.0**10
     assert torch.isfinite(own).all()
+    assert (own - total).norm() < 0.05 * total.norm()
+
+
+def test_small_gradients_of_gradcache_wait_in_float32(encoder, projected):
+    model = load_model(encoder("bert"))
+    # Gradients below the smallest number of float16, until the loss is scaled in its backward.
+    loss_function = losses.CachedContrastive(model, mini_batch_size=4, temperature=1e7)
+    batch = batch_of(model)
+    stock = run(loss_function, batch)
+    _prepared_for(torch.float16, model)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    loss = loss_function([dict(column) for column in batch])
+    assert set(projected) == {torch.float16}
+    model.zero_grad()
+    (loss * 2.0**24).backward()
+    total = torch.cat([gradient.flatten() for gradient in stock[1].values()])
+    own = torch.cat([model.get_parameter(name).grad.flatten() for name in stock[1]]) / 2.0**24
     assert (own - total).norm() < 0.05 * total.norm()

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
+from models import FAMILIES, TEXT, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
@@ -123,6 +123,22 @@ def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encode
         assert_as_stock(model, batch_of(model))
     assert joins(model) == {False}
     assert "gives other token embeddings beside documents than apart from them" in caplog.text
+
+
+def test_an_attention_to_tokens_that_are_not_attended_to_shows_where_no_query_has_any(encoder, monkeypatch):
+    def to_all(*args, key_cu_seqlens, **options):
+        return attend_to_own_document(*args, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", to_all)
+    model = load(encoder)
+    full = collated(model, [" ".join(TEXT.split()[begin : begin + 20]) for begin in range(4)], sentences(4, seed=1))
+    assert full[0]["attention_mask"].all()
+    with pylate_fastmaxsim.enabled(padding_free=False, stock_masking=True):
+        expected = step(model, batch_of(model))
+    pylate_fastmaxsim.enable(stock_masking=True)
+    step(model, full)
+    assert joins(model) == {False}
+    torch.testing.assert_close(step(model, batch_of(model)), expected, atol=1e-9, rtol=1e-9)
 
 
 def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, packed, caplog):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.integrations import packing
+from pylate_fastmaxsim.integrations import packing, pylate_losses, switch
 from pylate_fastmaxsim.integrations.wrappers import unwrap
 
 
@@ -467,10 +467,34 @@ def test_autocast(encoder, mode, loss_class, dtype):
 
 def test_gradcache_encodes_again_in_the_precision_of_the_first_pass(encoder):
     model = load_model(encoder("modernbert"))
-    seen = []
-    model[-1].linear.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+    loss_function, batch, seen = losses.CachedContrastive(model), batch_of(model), []
     pylate_fastmaxsim.enable()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = losses.CachedContrastive(model)(batch_of(model))
+        loss_function(batch)  # the trial on the first batch has calls in float32
+        model[-1].linear.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+        loss = loss_function(batch)
     loss.backward()
     assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 5e-3), (torch.float16, 5e-4)], ids=str)
+def test_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype, tolerance):
+    # Of a model that leaves embeddings in 16 bits; each chunk is one query.
+    torch.manual_seed(0)
+    queries = F.normalize(torch.randn(256, 4, 16), dim=-1).to(dtype)
+    documents = F.normalize(torch.randn(8, 3, 16), dim=-1).to(dtype)
+    loss_function = losses.CachedContrastive(torch.nn.Identity(), score_mini_batch_size=1)
+    monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *_: 1)
+
+    def gradient(dtype):
+        batch = TokenBatch.from_padded(documents.to(dtype))
+        batch.values.requires_grad_()
+        scored = pylate_losses._Scored(batch, None, None, switch.Options())
+        chunks = pylate_losses._losses_of_chunks(
+            loss_function, queries.to(dtype).requires_grad_(), None, scored, torch.arange(256) % 8
+        )
+        assert len(chunks) == 256 and batch.values.grad.dtype == dtype
+        return batch.values.grad.float()
+
+    exact = gradient(torch.float32)
+    assert (gradient(dtype) - exact).norm() < tolerance * exact.norm()

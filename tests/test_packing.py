@@ -15,6 +15,7 @@ from models import FAMILIES, attend_to_own_document, collated, features, load_mo
 from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pylate_fastmaxsim
@@ -228,6 +229,29 @@ def test_release_puts_everything_back(model, packed):
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before["sdpa"]
     assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
     assert len(packing._modes) == 0
+
+
+def test_an_attention_that_somebody_registers_later_stays(model, packed):
+    gc.collect()  # masks of other tests
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    calls = []
+    try:
+        with pylate_fastmaxsim.enabled():
+            encode(model, batch_of(model))
+            ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            assert ours is not before
+
+            def theirs(*args, **kwargs):
+                calls.append(None)
+                return ours(*args, **kwargs)
+
+            AttentionInterface.register("sdpa", theirs)
+        gc.collect()
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
+        padded_tokens(model, batch_of(model))
+        assert calls
+    finally:
+        AttentionInterface.register("sdpa", before)
 
 
 @pytest.mark.parametrize(

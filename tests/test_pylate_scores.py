@@ -321,3 +321,21 @@ def test_autocast_takes_mixed_dtypes(dtype, calls):
     assert len(calls) == 1
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("listed", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_takes_lists_of_any_dtype(dtype, listed, calls):
+    arguments = candidates(lambda tensor: tensor.to(listed))
+    first, *others = arguments["documents_embeddings"][0]
+    exact = rank.rerank(**candidates(lambda tensor: tensor.to(listed).float()))
+    pairs = scores.colbert_scores_pairwise([first.float()] * 2, [other.float() for other in others])
+    with pylate_fastmaxsim.enabled(stock_masking=True), torch.autocast("cpu", dtype):
+        reranked = rank.rerank(**arguments)
+        pairwise = scores.colbert_scores_pairwise([first] * 2, others)
+    assert len(calls) == 3
+    torch.testing.assert_close(pairwise, pairs, rtol=2e-2, atol=2e-2)
+    for hits, expected in zip(reranked, exact, strict=True):
+        assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(
+            {hit["id"]: hit["score"] for hit in expected}, abs=5e-2
+        )

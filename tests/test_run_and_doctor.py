@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_to_ask_whether_pylate_is_there_is_not_to_import_it(script, tmp_path):
     done = run(script, cwd=tmp_path)
     assert done.returncode == 7 and "accelerated True" in done.stdout, done.stderr
     assert "asks.py did not import PyLate" in run("asks.py", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize("error", ["ImportError('libX.so is missing')", "RuntimeError('no such operator')"])
+def test_a_script_that_goes_on_without_a_broken_colpali_engine(error, script, tmp_path):
+    (tmp_path / "stubs" / "colpali_engine").mkdir(parents=True)
+    (tmp_path / "stubs" / "colpali_engine" / "__init__.py").write_text(f"raise {error}")
+    script.write_text("try:\n    import colpali_engine\nexcept Exception:\n    pass\n" + SCRIPT)
+    path = os.pathsep.join(filter(None, [str(tmp_path / "stubs"), os.environ.get("PYTHONPATH")]))
+    done = run(script, cwd=tmp_path, PYTHONPATH=path)
+    assert done.returncode == 7, done.stderr
+    assert "accelerated True" in done.stdout
+    assert "PyLate" in done.stderr and done.stderr.count("accelerated: fused MaxSim") == 1
+    assert f"colpali-engine cannot be imported: {error.partition('(')[0]}" in done.stderr
 
 
 def test_a_module_runs_from_the_working_directory_unless_forbidden(script):
@@ -201,6 +215,29 @@ def test_the_doctor_works_without_a_host(monkeypatch):
 def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
     monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
     assert any(sentence in line for line in doctor.report().fallbacks)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.TimeoutExpired("nvidia-smi", 30),
+        subprocess.CalledProcessError(9, "nvidia-smi"),
+        PermissionError("nvidia-smi"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_doctor_does_without_a_driver_version(error, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(subprocess, "run", fail)
+    card = SimpleNamespace(name="A card", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    (line,) = doctor._devices()
+    assert line.startswith("cuda:0 A card,") and "driver unknown" in line
 
 
 @pytest.mark.cuda

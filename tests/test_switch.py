@@ -15,8 +15,9 @@ from pylate_fastmaxsim.integrations import switch
 pytest.importorskip("pylate")
 
 import pylate  # noqa: E402
-from models import load_model  # noqa: E402
+from models import features, load_model, sentences  # noqa: E402
 from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
+from test_losses import assert_equal, batch_of, run  # noqa: E402
 
 WHERE = [
     (scores, "colbert_scores"),
@@ -284,3 +285,47 @@ def test_importing_the_package_imports_no_host_library():
         "assert not {'pylate', 'transformers', 'sentence_transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
+def test_a_loss_outlives_the_end_of_another_threads_block(model, mode, loss_class):
+    loss_function = loss_class(model)
+    batch, labels = batch_of(model, columns=1), torch.rand(6, 1, dtype=torch.float64)
+    if loss_class is losses.Distillation:
+        batch[1] = features(model, sentences(6), sentences(18, seed=1))[1]
+        labels = torch.rand(6, 3, dtype=torch.float64)
+    stock = run(loss_function, batch, labels)
+    ended = []
+
+    def end(*_):
+        ended.append(switch.options())
+        pylate_fastmaxsim.disable()
+
+    pylate_fastmaxsim.enable(stock_masking=True)
+    run(loss_function, batch, labels)  # decides how to encode
+    hook = model[0].register_forward_hook(end)
+    ours = run(loss_function, batch, labels)
+    hook.remove()
+    assert ended[0] is not None and switch.options() is None
+    assert_equal(ours, stock)
+
+
+@pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "ColBERTScores"])
+def test_scores_outlive_the_end_of_another_threads_block(name, calls, monkeypatch):
+    from pylate_fastmaxsim.integrations import pylate_scores
+
+    # Masked tokens, which count with 0 in stock's scores, and negative similarities.
+    documents = -torch.rand(2, *([3] if name != "colbert_scores" else []), 5, 4)
+    arguments = torch.rand(2, 3, 4), documents, None, torch.arange(5).expand(documents.shape[:-1]) < 3
+    function = scores.ColBERTScores() if name == "ColBERTScores" else getattr(scores, name)
+    stock = function(*arguments)
+    check = pylate_scores.check
+
+    def end(*args):
+        pylate_fastmaxsim.disable()
+        return check(*args)
+
+    monkeypatch.setattr(pylate_scores, "check", end)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    torch.testing.assert_close(function(*arguments), stock)
+    assert len(calls) == 1 and switch.options() is None

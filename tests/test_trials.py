@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
 from models import TEXT, attend_to_own_document, collated, features, load_model, sentences
+from pylate import losses
+from test_losses import assert_equal, run
 from test_packing import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
 from torch import nn
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention
+from pylate_fastmaxsim.integrations import attention, packing
 
 
 def test_a_cpu_is_no_reason_to_warn(model, caplog):
@@ -162,3 +166,216 @@ def test_rotary_positions_that_the_longest_text_of_a_call_scales(encoder, mode, 
         for words in (13, 2):
             assert_encodes_as_stock(model, features(model, texts_of(2), texts_of(words)))
         assert mode_of(model) == modes
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
+def test_documents_that_leak_by_less_than_rounding_hides(encoder, packed, caplog, autocast):
+    model = load_model(encoder("lfm2", new_weights=True))
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    assert "Lfm2Model lets the documents of a call see each other" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_attention_that_takes_a_trace_of_the_neighbour(model, monkeypatch, caplog, dtype):
+    def leaking(query, key, value, *args, **options):
+        return attend_to_own_document(query, key, value, *args, **options) + 1e-7 * value.roll(1, 0)
+
+    monkeypatch.setattr(attention, "variable_length_attention", leaking)
+    model.to(dtype)
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    assert "ModernBertModel lets the documents of a call see each other" in caplog.text
+
+
+def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch, caplog):
+    def inexact(query, key, value, *args, **options):
+        output = attend_to_own_document(query, key, value, *args, **options)
+        return output * torch.linspace(1, 1.001, output.shape[-1])
+
+    monkeypatch.setattr(attention, "variable_length_attention", inexact)
+    model.float()
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    (distance,) = re.findall(r"other token embeddings .*distance (\S+) between unit vectors", caplog.text)
+    assert 1e-4 < float(distance) < 1e-3
+
+
+class _Normalised(nn.Module):
+    def __init__(self, dense):
+        super().__init__()
+        self.dense, self.norm = dense, nn.BatchNorm1d(16)
+
+    def forward(self, features):
+        features = self.dense(features)
+        embeddings = features["token_embeddings"]
+        features["token_embeddings"] = self.norm(embeddings.flatten(0, 1)).view_as(embeddings)
+        return features
+
+
+class _Counting(nn.Module):
+    """Keeps how many tokens it has seen, and makes nothing of it."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, features):
+        if self.training:
+            self.seen += features["token_embeddings"].shape[:2].numel()
+        return self.dense(features)
+
+
+def _add_norm(model):
+    model[1] = _Normalised(model[1]).to(model.dtype)
+
+
+def _add_noise(model):
+    embeddings = model[0].auto_model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+
+
+def _add_counter(model):
+    model[1] = _Counting(model[1])
+
+
+def state_of(model):
+    """What a call may change beside gradients: buffers, and what modules keep in plain attributes."""
+    plain = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, type(None)))
+    }
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}, plain
+
+
+def assert_deciding_changes_nothing(model, columns):
+    buffers, plain = state_of(model)
+    mode = packing._mode(model, columns)
+    torch.testing.assert_close(state_of(model)[0], buffers, rtol=0, atol=0)
+    assert state_of(model)[1] == plain
+    return mode
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
+        (_add_noise, "NEFTune scales its noise by the width of a call"),
+        (_add_counter, "in training ModernBertModel with _Counting keeps statistics of all texts of a call"),
+    ],
+)
+def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, change, said):
+    change(model)
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    assert assert_deciding_changes_nothing(model, batch[1:]) == "padded"
+    assert f"with padding, as stock PyLate does: {said}" in caplog.text
+    model.eval()
+    assert assert_deciding_changes_nothing(model, batch[1:]) == mode
+    assert_encodes_as_stock(model, batch)
+
+
+@pytest.mark.parametrize("change", [_add_norm, _add_noise, _add_counter])
+def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change):
+    change(model)
+    loss_function = losses.Contrastive(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def trained():
+        torch.manual_seed(0)
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)
+        result = run(loss_function, batch_of(model, collate=features))
+        return result, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    stock, stock_buffers = trained()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours, our_buffers = trained()
+    assert_equal(ours, stock)
+    torch.testing.assert_close(our_buffers, stock_buffers)
+
+
+def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog):
+    model = load_model(encoder("ibert", quant_mode=True)).double()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+    assert "with padding, as stock PyLate does: in training IBertModel keeps statistics" in caplog.text
+    assert_encodes_as_stock(model.eval(), batch_of(model))
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic rope"])
+def test_rotary_positions_are_as_before_the_trial(encoder, mode, family):
+    model = load_model(encoder(family)).double()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+
+
+def test_an_encoder_that_takes_no_row_longer_than_its_positions(encoder, packed, caplog):
+    model = load_model(encoder("clip", max_position_embeddings=77), document_length=30).double()
+    pylate_fastmaxsim.enable()
+    batches = [batch_of(model, seed, count) for seed, count in enumerate((1, 6))]
+    assert batches[1][1]["attention_mask"].sum() > 77
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        for batch in batches:
+            assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"grouped"}
+    assert "CLIPTextModel cannot take packed documents (ValueError: Sequence length must be less" in caplog.text
+
+
+def test_an_encoder_that_embeds_token_types_as_words(encoder, packed):
+    model = load_model(encoder("gpt2")).double()
+    pylate_fastmaxsim.enable()
+    for seed in range(2):
+        assert_encodes_as_stock(model, batch_of(model, seed))
+    assert mode_of(model) == {"packed"}
+
+
+def _refuse_beyond(limit, monkeypatch):
+    def refusing(query, key, value, cu_seqlens, *args, **options):
+        if cu_seqlens.diff().max() > limit:
+            raise RuntimeError(f"texts of more than {limit} tokens")
+        return attend_to_own_document(query, key, value, cu_seqlens, *args, **options)
+
+    monkeypatch.setattr(attention, "variable_length_attention", refusing)
+
+
+def test_rotary_positions_scaled_between_the_first_batch_and_the_widest(encoder, mode):
+    model = load_model(encoder("dynamic rope", max_position_embeddings=24)).double()
+    pylate_fastmaxsim.enable()
+    for width in (20, 30):
+        model.document_length = width
+        batch = features(model, texts_of(2), [*texts_of(2), *texts_of(60)])
+        assert batch[1]["input_ids"].shape[1] == width
+        assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"padded"}
+
+
+def test_a_limit_between_the_first_batch_and_the_widest(model, monkeypatch):
+    _refuse_beyond(24, monkeypatch)
+    pylate_fastmaxsim.enable()
+    for width in (20, 30):
+        model.document_length = width
+        assert_encodes_as_stock(model, features(model, texts_of(2), texts_of(60)))
+    assert mode_of(model) == {"grouped"}
+
+
+def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
+    _refuse_beyond(16, monkeypatch)
+    pylate_fastmaxsim.enable()
+    modes = []
+    for width in (16, 64, 16):
+        model.document_length = width
+        batch = features(model, texts_of(2), texts_of(60))
+        assert_encodes_as_stock(model, batch)
+        modes.append(packing._mode(model, batch[1:]))
+    assert modes == ["packed", "grouped", "packed"]

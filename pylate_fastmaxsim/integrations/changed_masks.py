@@ -5,11 +5,13 @@ Stock's Contrastive and Distillation look at ids and masks behind the model; the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.wrappers import reader, unsharded, unwrap
 
 _MASKS = ("input_ids", "attention_mask")
 
@@ -22,6 +24,19 @@ Masks = dict[str, tuple[Tensor, int]]
 
 class MasksChanged(Exception):
     """A model left other ids or another mask in what it was given."""
+
+
+@torch.compiler.disable
+def as_given(model: nn.Module, features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The columns for whoever goes on with them after :class:`MasksChanged`: a model may write to what it is given.
+
+    Copies only where a model has a module of somebody's own, or a hook.
+    """
+    core = unsharded(unwrap(model))
+    modules = (core, *map(unsharded, core.children()))
+    if reader(core) is None and not any(module._forward_pre_hooks or module._forward_hooks for module in modules):
+        return list(features)
+    return [{**column, **{key: column[key].clone() for key in _MASKS}} for column in features]
 
 
 # Outside of what is compiled: dynamo cannot trace how often a tensor was written to.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
-from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changing
+from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
 from pylate_fastmaxsim.integrations.documents import without_index
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
@@ -65,11 +65,12 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                             f"{type(self).__name__}: sentence_features must hold the column of the queries and at least "
                             f"one of documents, got {len(features)} in all."
                         )
+                    before = as_given(self.model, features)
                     try:
                         return fast(self, options, features, *labels, **named_labels)
                     except MasksChanged:
                         changing.add(unwrap(self.model))
-                        reason = _reason_in_model(self)
+                        features, reason = before, _reason_in_model(self)
                 name = type(self).__name__
                 log_once("The %s loss runs as PyLate has it, padded: %s.", name, reason, about=self)
             return stock(self, [without_index(column) for column in features], *labels, **named_labels)

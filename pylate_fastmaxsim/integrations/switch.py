@@ -271,11 +271,16 @@ def available_patches() -> list[Patch]:
 
 
 def _is_hosts(patch: Patch) -> bool:
-    """Whether a host library, or what it scores through, wrote what stands in a patch's place."""
+    """Whether a host library, or what it scores through, wrote what stands in a patch's place and what the patch wraps.
+
+    That is what stood there when the patch was made, which somebody may have put back since.
+    """
     from pylate_fastmaxsim.integrations.stock import SCORING
     from pylate_fastmaxsim.integrations.wrappers import HOSTS, written_in
 
-    return written_in(inspect.getattr_static(patch.owner, patch.name, None), HOSTS + SCORING)
+    now = inspect.getattr_static(patch.owner, patch.name, None)
+    replacement = getattr(patch.replacement, "__func__", patch.replacement)
+    return all(written_in(function, HOSTS + SCORING) for function in (now, getattr(replacement, "__wrapped__", now)))
 
 
 def left_alone() -> list[str]:
