@@ -207,6 +207,42 @@ def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch
     assert 1e-4 < float(distance) < 1e-3
 
 
+class _Widening(nn.Module):
+    """Turns vectors by an angle that grows with the width of a call, less than rounding to 16 bits does."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, features):
+        features = self.dense(features)
+        embeddings = features["token_embeddings"]
+        features["token_embeddings"] = embeddings + 1e-4 * embeddings.shape[1] * embeddings.roll(1, -1)
+        return features
+
+
+class _In16Bits(nn.Module):
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, features):
+        features = self.dense(features)
+        if features["token_embeddings"].dtype == torch.float32:
+            raise RuntimeError("16 bits only")
+        return features
+
+
+@pytest.mark.parametrize("kind, expected", [(_Widening, "padded"), (_In16Bits, "grouped")])
+def test_what_padding_does_is_looked_at_without_autocast_where_that_can_be(encoder, kind, expected):
+    model = load_model(encoder("modernbert"))
+    model[1] = kind(model[1])
+    pylate_fastmaxsim.enable()
+    with torch.autocast("cpu", torch.bfloat16):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {expected}
+
+
 class _Normalised(nn.Module):
     def __init__(self, dense):
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +86,23 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
 
 def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in groups of similar length; None if they can."""
+    alone = [grouped_plan(samples, _nothing_skipped, _ALONE)]
 
     def trial() -> None:
-        # In 16 bits rounding would hide what an encoder of float32 parameters makes of padding.
-        exact = all(weight.dtype == torch.float32 for weight in core.parameters() if weight.is_floating_point())
         device = samples.input_ids.device.type
-        with torch.autocast(device, enabled=False) if exact else nullcontext():
-            _verify(core, samples, [grouped_plan(samples, _nothing_skipped, _ALONE)])
+        weights = (weight for weight in core.parameters() if weight.is_floating_point())
+        if torch.is_autocast_enabled(device) and all(weight.dtype == torch.float32 for weight in weights):
+            try:
+                # In 16 bits rounding would hide what an encoder makes of padding.
+                with torch.autocast(device, enabled=False):
+                    _verify(core, samples, alone)
+            except (PackingUnsupported, torch.OutOfMemoryError):
+                raise
+            except Exception:  # an attention that takes 16 bits only
+                pass
+            else:
+                return
+        _verify(core, samples, alone)
 
     return _what_fails(trial)
 
