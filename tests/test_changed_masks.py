@@ -151,9 +151,8 @@ def test_cached_contrastive_where_stock_can(model, mode, change, padding_free):
 
 
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
-@pytest.mark.parametrize("kind", [Answering, Cloning])
-def test_what_changes_nothing_is_not_left_to_stock(model, mode, caplog, kind, loss_class):
-    behind(kind)(model)
+def test_what_changes_nothing_is_not_left_to_stock(model, mode, caplog, loss_class):
+    behind(Answering)(model)
     loss_function, batch = loss_class(model), batch_of(model)
     stock = run(loss_function, batch)
     pylate_fastmaxsim.enable(stock_masking=True)
@@ -161,6 +160,17 @@ def test_what_changes_nothing_is_not_left_to_stock(model, mode, caplog, kind, lo
         assert_equal(run(loss_function, batch), stock)
     assert not lines(caplog)
     assert mode_of(model) == mode
+
+
+def test_an_equal_mask_in_the_place_of_the_one_given(model, mode, caplog):
+    """It is left to stock: to compare would wait for the device, and ranks might find different things."""
+    behind(Cloning)(model)
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    for _ in range(2):
+        assert_equal(run(loss_function, batch), stock)
+    assert len(lines(caplog)) == 1
 
 
 def test_it_is_looked_at_anew_when_switched_on_again(model, mode, caplog):

@@ -307,7 +307,7 @@ def assert_deciding_changes_nothing(model, columns):
     [
         (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
         (_add_noise, "NEFTune scales its noise by the width of a call"),
-        (_add_counter, "in training ModernBertModel with _Counting keeps statistics of all texts of a call"),
+        (_add_counter, "in training ModernBertModel with _Counting changes its buffers by all texts of a call"),
     ],
 )
 def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, change, said):
@@ -345,7 +345,7 @@ def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog
     model = load_model(encoder("ibert", quant_mode=True)).double()
     pylate_fastmaxsim.enable()
     assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
-    assert "with padding, as stock PyLate does: in training IBertModel keeps statistics" in caplog.text
+    assert "with padding, as stock PyLate does: in training IBertModel changes its buffers" in caplog.text
     assert_encodes_as_stock(model.eval(), batch_of(model))
 
 
@@ -415,3 +415,29 @@ def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
         assert_encodes_as_stock(model, batch)
         modes.append(packing._mode(model, batch[1:]))
     assert modes == ["packed", "grouped", "packed"]
+
+
+def test_a_backward_that_is_still_to_come(encoder, mode):
+    """BERT keeps its buffer of positions for it; the second batch is tried anew."""
+    model = load_model(encoder("bert"), document_length=40).double()
+    narrow = features(model, ["sea", "sand"], ["a", "the sea"])
+    narrow[1] = {key: value[:, :8] for key, value in narrow[1].items()}
+    wide = features(model, sentences(2, longest=8), sentences(2))
+    loss_function = losses.Contrastive(model)
+    pylate_fastmaxsim.enable()
+    (loss_function(narrow, None) + loss_function(wide, None)).backward()
+    assert model[0].auto_model.embeddings.position_embeddings.weight.grad.abs().sum() > 0
+
+
+def test_every_width_takes_as_many_calls(encoder, packed):
+    """Ranks of a sharded model whose batches differ in width have to make equally many."""
+
+    def calls(width):
+        model = load_model(encoder("bert"), document_length=width)
+        made = []
+        model[0].register_forward_pre_hook(lambda _module, _args: made.append(None))
+        packing._mode(model, batch_of(model)[1:])
+        return len(made)
+
+    pylate_fastmaxsim.enable()
+    assert calls(16) == calls(60)

@@ -17,7 +17,7 @@ try:
 except ImportError:
     _HAS_VARLEN_ATTN = False
 
-# Attention implementations of transformers that understand a packed mask now: name -> what puts the old one back.
+# Attention implementations of transformers that understand a packed mask now: name -> that, and what was there before.
 _replaced: dict[str, tuple[Callable, Callable]] = {}
 
 # The packed masks that something may still attend with, as gradient checkpointing in a backward to come.
@@ -234,7 +234,7 @@ def _put_back() -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     for implementation, (attention, original) in _replaced.items():
         # Whoever registered another since wraps ours, or wants none of it.
-        if ALL_ATTENTION_FUNCTIONS[implementation] is attention:
+        if ALL_ATTENTION_FUNCTIONS.get(implementation) is attention:
             AttentionInterface.register(implementation, original)
     _replaced.clear()
 

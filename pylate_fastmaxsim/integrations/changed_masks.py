@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.wrappers import reader, unsharded, unwrap
+from pylate_fastmaxsim.integrations.wrappers import reader, unsharded, unwrap, written_in
 
 _MASKS = ("input_ids", "attention_mask")
 
@@ -26,6 +26,7 @@ class MasksChanged(Exception):
     """A model left other ids or another mask in what it was given."""
 
 
+# Outside of what is compiled, as what follows: dynamo cannot trace how often a tensor was written to.
 @torch.compiler.disable
 def as_given(model: nn.Module, features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The columns for whoever goes on with them after :class:`MasksChanged`: a model may write to what it is given.
@@ -34,12 +35,14 @@ def as_given(model: nn.Module, features: Sequence[dict[str, Tensor]]) -> list[di
     """
     core = unsharded(unwrap(model))
     modules = (core, *map(unsharded, core.children()))
-    if reader(core) is None and not any(module._forward_pre_hooks or module._forward_hooks for module in modules):
+    hooks = (
+        hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+    if reader(core) is None and all(written_in(hook, ("torch",)) for hook in hooks):
         return list(features)
     return [{**column, **{key: column[key].clone() for key in _MASKS}} for column in features]
 
 
-# Outside of what is compiled: dynamo cannot trace how often a tensor was written to.
 @torch.compiler.disable
 def masks_of(features: Mapping[str, Tensor]) -> Masks:
     """Ids and mask of a column before the model is called with it."""
@@ -48,7 +51,9 @@ def masks_of(features: Mapping[str, Tensor]) -> Masks:
 
 @torch.compiler.disable
 def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
-    """Whether the column holds others now. Waits for the device only where the model has put other tensors there.
+    """Whether the column holds other tensors now, even if equal ones, or these were written to.
+
+    That follows what the model does and not what is in its texts, so that all ranks find the same.
 
     Examples
     --------
@@ -60,13 +65,9 @@ def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
     >>> changed(column, before)
     True
     """
-    return any(_differs(features.get(key), *mask) for key, mask in before.items())
-
-
-def _differs(now: Tensor | None, tensor: Tensor, writes: int) -> bool:
-    if now is tensor:
-        return writes_to(now) != writes
-    return now is None or now.shape != tensor.shape or not torch.equal(now, tensor)
+    return any(
+        features.get(key) is not tensor or writes_to(tensor) != writes for key, (tensor, writes) in before.items()
+    )
 
 
 def writes_to(tensor: Tensor) -> int:

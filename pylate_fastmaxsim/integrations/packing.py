@@ -124,9 +124,9 @@ def plan_documents(
     ``packed``
         all attended tokens in one row, attention inside each document. Nothing waits for the device
         if the patched collator made the batch: it leaves with each column which tokens are attended to.
-        Where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too late: a later
-        batch raises. Drop tokens in a subclass of the collator. Nothing is left by one with a ``__call__`` of its own,
-        and its masks are looked at here, which waits for the device.
+        Without the trainer, where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too
+        late: a later batch raises. Nothing is left by a collator with a ``__call__`` of its own, and its masks are looked
+        at here, which waits for the device.
     ``grouped``
         documents of similar length together, cut to the longest of the group. Where the encoder
         cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.

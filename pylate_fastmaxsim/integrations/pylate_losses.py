@@ -65,7 +65,8 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                             f"{type(self).__name__}: sentence_features must hold the column of the queries and at least "
                             f"one of documents, got {len(features)} in all."
                         )
-                    before = as_given(self.model, features)
+                    # CachedContrastive does not raise it.
+                    before = features if isinstance(self, CachedContrastive) else as_given(self.model, features)
                     try:
                         return fast(self, options, features, *labels, **named_labels)
                     except MasksChanged:

@@ -279,6 +279,8 @@ def _is_hosts(patch: Patch) -> bool:
     from pylate_fastmaxsim.integrations.wrappers import HOSTS, written_in
 
     now = inspect.getattr_static(patch.owner, patch.name, None)
+    if now is None:
+        return True  # PatchSet says that there is no such name
     replacement = getattr(patch.replacement, "__func__", patch.replacement)
     return all(written_in(function, HOSTS + SCORING) for function in (now, getattr(replacement, "__wrapped__", now)))
 

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-# What a module of transformers counts and remembers with, beside tensors: rotary positions, which attention it has.
-_PLAIN = (bool, int, float, str, type(None))
+from pylate_fastmaxsim.integrations.changed_masks import writes_to
 
 
 class Before:
-    """Buffers, modules and plain attributes of a model at one time."""
+    """Buffers, modules and attributes of a model at one time."""
 
     def __init__(self, core: nn.Module) -> None:
         self.modules = [(module, dict(module._buffers), dict(module._modules)) for module in core.modules()]
-        self.values = {buffer: buffer.clone() for buffer in core.buffers()}
-        # Not of FSDP's modules, which prepare themselves in their first call.
-        self.plain = [(module, _plain(module)) for module in core.modules() if _of_transformers(module)]
+        self.values = {buffer: (buffer.clone(), writes_to(buffer)) for buffer in core.buffers()}
+        # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
+        # call.
+        self.attributes = [(module, dict(vars(module))) for module in core.modules() if _of_transformers(module)]
 
     def buffers_changed(self) -> bool:
         """Whether one holds something else than before."""
@@ -32,7 +32,7 @@ class Before:
     def _holds_else(self, now: Tensor | None, buffer: Tensor | None) -> bool:
         if now is None or buffer is None:
             return now is not buffer
-        before = self.values[buffer]
+        before, _ = self.values[buffer]
         return now.shape != before.shape or not torch.equal(now, before)
 
     def restore(self) -> None:
@@ -41,17 +41,18 @@ class Before:
             module._buffers.update(buffers)
             module._modules.clear()
             module._modules.update(modules)
-        for buffer, value in self.values.items():
-            buffer.copy_(value)
-        for module, attributes in self.plain:
-            for name in _plain(module).keys() - attributes.keys():
-                delattr(module, name)
+        for buffer, (value, writes) in self.values.items():
+            # A backward that is still to come may need it as it is, and sees that it was written to.
+            if writes_to(buffer) != writes:
+                buffer.copy_(value)
+        for module, attributes in self.attributes:
+            vars(module).clear()
             vars(module).update(attributes)
 
 
 @contextmanager
 def untouched(core: nn.Module) -> Iterator[Before]:
-    """Within this, calls may change buffers and plain attributes of a model; afterwards it has those from before.
+    """Within this, calls may change buffers and attributes of a model; afterwards it has those from before.
 
     Examples
     --------
@@ -73,7 +74,3 @@ def untouched(core: nn.Module) -> Iterator[Before]:
 
 def _of_transformers(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] in ("transformers", "transformers_modules")
-
-
-def _plain(module: nn.Module) -> dict[str, object]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}

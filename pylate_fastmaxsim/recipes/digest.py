@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,5 +24,5 @@ def content_digest(key: str, files: Iterable[str | Path]) -> str:
                 while block := content.read(2**24):
                     digest.update(block)
         except OSError as error:
-            raise RecipeError(f"{key}: {file} cannot be read: {os.strerror(error.errno)}.") from error
+            raise RecipeError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
     return digest.hexdigest()

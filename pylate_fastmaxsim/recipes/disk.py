@@ -114,5 +114,10 @@ def write_whole_folder(folder: Path, write: Callable[[Path], Any]) -> None:
     shutil.rmtree(before, ignore_errors=True)
     if folder.exists():
         os.replace(folder, before)
-    os.replace(scratch, folder)
+    try:
+        os.replace(scratch, folder)
+    except OSError:
+        if before.exists():
+            os.replace(before, folder)
+        raise
     shutil.rmtree(before, ignore_errors=True)
