@@ -231,9 +231,7 @@ def _memory(folder: str) -> None:
     in_ring = shards_alive(lambda: ring_maxsim(queries, documents))
     assert in_ring < 5.2, in_ring
     if ranks == 4:
-        gathered = shards_alive(
-            lambda: maxsim(queries, pylate_losses._gather(pylate_losses._Scored(documents, None, None)).documents)
-        )
+        gathered = shards_alive(lambda: maxsim(queries, gather_documents(documents, None)[0]))
         assert gathered > 2 * ranks, gathered
 
 
