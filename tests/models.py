@@ -10,6 +10,7 @@ import torch
 from pylate.models import ColBERT
 from pylate.utils import ColBERTCollator
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -51,6 +52,17 @@ def sentences(count: int, longest: int = 40, seed: int = 0) -> list[str]:
     lengths = (torch.rand(count, generator=generator).square() * longest).long() + 1
     starts = torch.randint(len(words) - longest, (count,), generator=generator)
     return [" ".join(words[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+
+
+class Behind(nn.Module):
+    """A module of somebody's own in the place of a model's Dense, which it calls before it changes the features."""
+
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.change(self.dense(features))
 
 
 def build_model(folder: Path, family: str, new_weights: bool = False, **changes: object) -> str:

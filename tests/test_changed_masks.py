@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import collated, features, sentences
+from models import Behind, collated, features, sentences
 from pylate import losses
 from test_losses import assert_equal, batch_of, mode_of, run
-from torch import nn
 
 import pylate_fastmaxsim
 
 
-class _Behind(nn.Module):
-    """A module in the place of Dense, with Dense before what it does itself."""
-
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, features):
-        return self.change(self.dense(features))
-
-
-class Pruning(_Behind):
+class Pruning(Behind):
     def change(self, features):
         features["attention_mask"] = features["attention_mask"] * (features["token_embeddings"][..., 0] > 0)
         return features
 
 
-class Cutting(_Behind):
+class Cutting(Behind):
     def change(self, features):
         for key in ("token_embeddings", "attention_mask", "input_ids"):
             features[key] = features[key][:, :8]
         return features
 
 
-class Renaming(_Behind):
+class Renaming(Behind):
     """Leaves tokens that PyLate's skiplist knows in the place of others."""
 
     def change(self, features):
@@ -45,20 +33,20 @@ class Renaming(_Behind):
         return features
 
 
-class PruningInPlace(_Behind):
+class PruningInPlace(Behind):
     def change(self, features):
         features["attention_mask"][:, 3::4] = 0
         return features
 
 
-class Answering(_Behind):
+class Answering(Behind):
     """Its mask is seen by the caller of the model only, which is not a loss."""
 
     def change(self, features):
         return {**features, "attention_mask": features["attention_mask"] * 0}
 
 
-class Cloning(_Behind):
+class Cloning(Behind):
     def change(self, features):
         features["attention_mask"] = features["attention_mask"].clone()
         return features

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from models import TEXT, attend_to_own_document, collated, features, load_model, sentences
+from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 from test_losses import assert_equal, run
 from test_packing import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
@@ -122,15 +122,10 @@ def test_documents_with_gaps_are_not_packed(model, packed, monkeypatch, gap, col
     assert all(call["attention_mask"].dim() == 2 for call in calls_of(model, lambda: encode(model, batch)))
 
 
-class _LengthAware(nn.Module):
+class _LengthAware(Behind):
     """An encoder that looks at the padded length."""
 
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, features):
-        features = self.dense(features)
+    def change(self, features):
         features["token_embeddings"] = features["token_embeddings"].roll(features["input_ids"].shape[1] % 3, dims=-1)
         return features
 
@@ -207,27 +202,17 @@ def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch
     assert 1e-4 < float(distance) < 1e-3
 
 
-class _Widening(nn.Module):
+class _Widening(Behind):
     """Turns vectors by an angle that grows with the width of a call, less than rounding to 16 bits does."""
 
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, features):
-        features = self.dense(features)
+    def change(self, features):
         embeddings = features["token_embeddings"]
         features["token_embeddings"] = embeddings + 1e-4 * embeddings.shape[1] * embeddings.roll(1, -1)
         return features
 
 
-class _In16Bits(nn.Module):
-    def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, features):
-        features = self.dense(features)
+class _In16Bits(Behind):
+    def change(self, features):
         if features["token_embeddings"].dtype == torch.float32:
             raise RuntimeError("16 bits only")
         return features
@@ -243,30 +228,28 @@ def test_what_padding_does_is_looked_at_without_autocast_where_that_can_be(encod
     assert mode_of(model) == {expected}
 
 
-class _Normalised(nn.Module):
+class _Normalised(Behind):
     def __init__(self, dense):
-        super().__init__()
-        self.dense, self.norm = dense, nn.BatchNorm1d(16)
+        super().__init__(dense)
+        self.norm = nn.BatchNorm1d(16)
 
-    def forward(self, features):
-        features = self.dense(features)
+    def change(self, features):
         embeddings = features["token_embeddings"]
         features["token_embeddings"] = self.norm(embeddings.flatten(0, 1)).view_as(embeddings)
         return features
 
 
-class _Counting(nn.Module):
+class _Counting(Behind):
     """Keeps how many tokens it has seen, and makes nothing of it."""
 
     def __init__(self, dense):
-        super().__init__()
-        self.dense = dense
+        super().__init__(dense)
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, features):
+    def change(self, features):
         if self.training:
             self.seen += features["token_embeddings"].shape[:2].numel()
-        return self.dense(features)
+        return features
 
 
 def _add_norm(model):

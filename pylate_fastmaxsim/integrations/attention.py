@@ -229,9 +229,11 @@ def _forget(mask: int) -> None:
 
 
 def _put_back() -> None:
-    if _replaced:
-        from transformers import AttentionInterface
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    if not _replaced:
+        return
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     for implementation, (attention, original) in _replaced.items():
         # Whoever registered another since wraps ours, or wants none of it.
         if ALL_ATTENTION_FUNCTIONS.get(implementation) is attention:

@@ -11,8 +11,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.wrappers import reader, unsharded, unwrap, written_in
-
 _MASKS = ("input_ids", "attention_mask")
 
 # Models that were seen to change masks.
@@ -26,23 +24,12 @@ class MasksChanged(Exception):
     """A model left other ids or another mask in what it was given."""
 
 
-# Outside of what is compiled, as what follows: dynamo cannot trace how often a tensor was written to.
-@torch.compiler.disable
-def as_given(model: nn.Module, features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The columns for whoever goes on with them after :class:`MasksChanged`: a model may write to what it is given.
-
-    Copies only where a model has a module of somebody's own, or a hook.
-    """
-    core = unsharded(unwrap(model))
-    modules = (core, *map(unsharded, core.children()))
-    hooks = (
-        hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    if reader(core) is None and all(written_in(hook, ("torch",)) for hook in hooks):
-        return list(features)
+def as_given(features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The columns for whoever goes on with them after :class:`MasksChanged`: a model may write to what it is given."""
     return [{**column, **{key: column[key].clone() for key in _MASKS}} for column in features]
 
 
+# Outside of what is compiled, as what follows: dynamo cannot trace how often a tensor was written to.
 @torch.compiler.disable
 def masks_of(features: Mapping[str, Tensor]) -> Masks:
     """Ids and mask of a column before the model is called with it."""

@@ -63,6 +63,12 @@ class Documents:
         """Length L that the documents are padded to."""
         return self.input_ids.shape[1]
 
+    @property
+    def column(self) -> dict[str, Tensor]:
+        """The documents as a tokenizer makes them, to call a model with."""
+        types = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **types}
+
     @classmethod
     def from_columns(cls, columns: Sequence[dict[str, Tensor]]) -> Documents:
         """Put the tokenized columns of a batch below each other.

@@ -163,8 +163,7 @@ def _full_name(thing: object) -> str:
 def _reason_to_expect_changes(module: nn.Module) -> str | None:
     """Why what the module returns may differ from what PyLate's code made, as where embeddings are cut short."""
     name = type(module).__name__
-    forward = type(module).forward
-    if isinstance(module, ColBERT) and (forward is not ColBERT.forward or not written_in(forward, HOSTS)):
+    if isinstance(module, ColBERT) and not written_in(type(module).forward, HOSTS):
         return f"the forward of {name} is not PyLate's own"
     if not forward_is_own(module):
         return f"the forward of {name} was replaced"

@@ -24,9 +24,9 @@ from pylate_fastmaxsim.integrations.documents import without_index
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
-from pylate_fastmaxsim.integrations.stock import SCORING, asked_backend
+from pylate_fastmaxsim.integrations.stock import asked_backend
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import unwrap, written_in
+from pylate_fastmaxsim.integrations.wrappers import SCORING, unwrap, written_in
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim
@@ -66,7 +66,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                             f"one of documents, got {len(features)} in all."
                         )
                     # CachedContrastive does not raise it.
-                    before = features if isinstance(self, CachedContrastive) else as_given(self.model, features)
+                    before = features if isinstance(self, CachedContrastive) else as_given(features)
                     try:
                         return fast(self, options, features, *labels, **named_labels)
                     except MasksChanged:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations import stock
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import SCORING, LeftToStock, asked_backend, check, own_documents
+from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import written_in
+from pylate_fastmaxsim.integrations.wrappers import SCORING, written_in
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 

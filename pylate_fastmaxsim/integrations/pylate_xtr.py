@@ -9,13 +9,11 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_scores import masked_batch, replaces
-from pylate_fastmaxsim.integrations.stock import SCORING, LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import written_in
+from pylate_fastmaxsim.integrations.wrappers import SCORING, written_in
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
-
-_stock_score = XTRScores._score
 
 
 def patches() -> list[Patch]:
@@ -48,7 +46,7 @@ def score_own_documents(
 
 
 def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
-    if type(metric)._score is not _stock_score or not written_in(_stock_score, SCORING):
+    if not written_in(type(metric)._score, SCORING):
         raise LeftToStock(f"{type(metric).__name__} overrides _score")
     queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, 4)

@@ -13,9 +13,6 @@ from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.switch import options
 
-# Who writes scoring functions that give PyLate's scores: itself, this package, and those that PyLate scores through.
-SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_maxsim")
-
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 

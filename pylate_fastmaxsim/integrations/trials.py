@@ -123,10 +123,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
     times = positions // len(documents.token_index) + 1
     if times == 1 or positions > _FEW_POSITIONS:
         return documents
-    rows = {"input_ids": documents.input_ids, "attention_mask": documents.attention_mask}
-    if documents.token_type_ids is not None:
-        rows["token_type_ids"] = documents.token_type_ids
-    return Documents.from_columns([rows] * times)
+    return Documents.from_columns([documents.column] * times)
 
 
 def _what_fails(trial: Callable[[], None], otherwise: str = "{}") -> str | None:
@@ -148,9 +145,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
 
     Every plan is of all the documents or of the first of them.
     """
-    padded = {"input_ids": documents.input_ids, "attention_mask": documents.attention_mask}
-    if documents.token_type_ids is not None:
-        padded["token_type_ids"] = documents.token_type_ids
+    padded = documents.column
     before = masks_of(padded)
     with untouched(core), _evaluating(core), _recorded_dtype(core) as dtypes:
         embeddings = core(padded)["token_embeddings"]

@@ -15,6 +15,9 @@ _LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 # Whose code is as they came: the libraries that are patched, and this package, whose replacements stand in for theirs.
 HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
 
+# Who writes scoring functions that give PyLate's scores: itself, this package, and those that PyLate scores through.
+SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_maxsim")
+
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
     """A model and what DistributedDataParallel, DataParallel, DeepSpeed, PEFT and ``torch.compile`` wrapped, outermost first.

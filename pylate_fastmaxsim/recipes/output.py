@@ -174,7 +174,7 @@ def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
 
 
 def _say_what_masking_changes(recipe: Recipe, earlier: dict[str, Any]) -> None:
-    before = _flat(with_defaults(earlier, Recipe)).get("fast.enabled")
+    before = with_defaults(earlier, Recipe)["fast"]["enabled"]
     if recipe.fast.enabled != before and not recipe.fast.stock_masking and not recipe.model.visual:
         logger.warning(
             "fast.enabled is %r, but the checkpoints in %s were made with %r: stock PyLate lets masked document tokens "
