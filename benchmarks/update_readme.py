@@ -102,12 +102,14 @@ def tables() -> dict[str, dict[str, str]]:
             "train-step-table": train_step_tables(),
             "summary-table": summary_table(),
             "operators-table": readme_table(results("operators")),
+            "page-step-table": page_table(results("page_step")),
+        },
+        "docs/measurements.md": {
             "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
             "long-documents-table": long_documents_table(),
             "corpus-search-table": corpus_markdown(results("corpus_search")),
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
-            "page-step-table": page_table(results("page_step")),
         },
         "docs/across_devices.md": {"ring-table": ring_table(losses)},
     }

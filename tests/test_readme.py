@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/across_devices.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md", "docs/across_devices.md"])
 def test_tables_are_made_from_the_committed_results(name, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "update_readme", raising=False)
