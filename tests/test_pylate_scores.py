@@ -193,6 +193,39 @@ def test_mixed_dtypes_stay_an_error_and_unknown_ones_run_stock(name, calls, log)
     assert "torch.int64" in log.text
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_without_numbers_have_the_shape_of_stock(name, calls):
+    whole = [tensor.to("meta") for tensor in embeddings(name)]
+    expected = scorer(name)(*whole).shape
+    with pylate_fastmaxsim.enabled():
+        assert scorer(name)(*whole).shape == expected
+    assert not calls
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_pairs_in_nested_tensors(layout):
+    queries, documents = embeddings("colbert_scores_pairwise")
+    expected = scores.colbert_scores_pairwise(queries, documents)
+    nested = [torch.nested.nested_tensor(list(tensor), layout=layout) for tensor in (queries, documents)]
+    with pylate_fastmaxsim.enabled():
+        assert torch.equal(scores.colbert_scores_pairwise(*nested), expected)
+
+
+@pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "ColBERTScores"])
+@pytest.mark.parametrize("masked", ["queries", "documents"])
+def test_several_masks_of_one_sequence(name, masked):
+    queries, documents = (tensor[:1] for tensor in embeddings(name))
+    length = QUERY_LENGTH if masked == "queries" else LENGTH
+    without_one = ~torch.eye(length, dtype=torch.bool)
+    if masked == "documents" and documents.dim() == 4:
+        without_one = without_one[:, None].expand(-1, WAYS, -1)
+    mask = {f"{masked}_mask": without_one}
+    expected = scorer(name)(queries, documents, **mask)
+    assert expected.numel() > len(queries) * documents.shape[:-2].numel()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert torch.equal(scorer(name)(queries, documents, **mask), expected)
+
+
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_the_examples_of_stock_hold(name):
     with pylate_fastmaxsim.enabled():

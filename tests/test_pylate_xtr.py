@@ -104,7 +104,7 @@ def test_a_subclass_with_scores_of_its_own_keeps_them(calls, caplog):
     expected = metric(*embeddings())
     with pylate_fastmaxsim.enabled(), caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
         assert torch.equal(metric(*embeddings()), expected)
-    assert not calls and "overrides _score" in caplog.text
+    assert not calls and "_score of Doubled is not PyLate's own" in caplog.text
 
 
 def compare(loss_function, batch, labels=None, mode=None, **options):
@@ -131,6 +131,25 @@ def test_losses(encoder, mode, family, k, loss_class, calls, caplog):
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
         compare(loss_class(model, **options), batch, labels, mode)
     assert calls and "runs as PyLate has it" not in caplog.text
+
+
+@pytest.mark.parametrize("replaced", ["_score", "__call__", "_score of the instance"])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.Distillation])
+def test_losses_with_scores_that_a_script_replaced(model, monkeypatch, calls, caplog, replaced, loss_class):
+    metric = (XTRKDScores if loss_class is losses.Distillation else XTRScores)(k=5)
+    loss_function = loss_class(model, metric)
+    batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
+    if loss_class is losses.Contrastive:
+        batch = batch_of(model)
+    plain = run(loss_function, batch, LABELS.double())[0]
+    owner, name = (metric, "_score") if replaced.endswith("instance") else (XTRScores, replaced)
+    stock = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: stock(*args, **kwargs).sin())
+    expected = run(loss_function, batch, LABELS.double())
+    assert expected[0] != plain
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(run(loss_function, batch, LABELS.double()), expected)
+    assert not calls and "is not PyLate's own, and takes padded embeddings" in caplog.text
 
 
 @pytest.mark.parametrize("stock_masking", [False, True])

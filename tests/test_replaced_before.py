@@ -64,6 +64,13 @@ def score_groups(patch):
     wrap(patch, ColBERTScores, "__call__", wrapper)
 
 
+def mean_scores(patch):
+    def wrapper(stock):
+        return lambda queries, *args, **kwargs: stock(queries, *args, **kwargs) / queries.shape[1]
+
+    wrap(patch, scores_module, "colbert_scores", wrapper)
+
+
 def collator(patch):
     def wrapper(stock):
         def shorter(self, rows):
@@ -121,6 +128,7 @@ def assert_as_replaced(model, monkeypatch, caplog, replace, said, loss_class) ->
         (model_forward, "The head is not fused, .*: the forward of ColBERT is not PyLate's own"),
         (inherited_forward, "The head is not fused, .*: the forward of ColBERT is not PyLate's own"),
         (score_groups, "ColBERTScores.__call__ stays as it is"),
+        (mean_scores, "padded: pylate.scores.colbert.colbert_scores was replaced"),
         (collator, "ColBERTCollator.__call__ stays as it is"),
         (loss_forward, r"\.Contrastive.forward stays as it is"),
     ],
@@ -135,16 +143,23 @@ def test_a_step_of_gradcache_replaced_before(model, mode, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("loss_class", LOSSES)
-def test_scores_replaced_while_enabled(model, monkeypatch, caplog, loss_class):
+@pytest.mark.parametrize(
+    "replace, said",
+    [
+        (score_groups, "score_metric ColBERTScores is not PyLate's own"),
+        (mean_scores, "padded: pylate.scores.colbert.colbert_scores was replaced"),
+    ],
+)
+def test_scores_replaced_while_enabled(model, monkeypatch, caplog, replace, said, loss_class):
     loss_function, batch = loss_class(model), batch_of(model)
     with monkeypatch.context() as patch:
-        score_groups(patch)
+        replace(patch)
         stock = run(loss_function, batch)
     with pylate_fastmaxsim.enabled(stock_masking=True), monkeypatch.context() as patch:
-        score_groups(patch)
+        replace(patch)
         for _ in range(2):
             assert_equal(run(loss_function, batch), stock)
-    assert_said_once(caplog, "score_metric ColBERTScores is not PyLate's own")
+    assert_said_once(caplog, said)
 
 
 def test_scores_for_distillation_that_stand_in_pylates_place(model, monkeypatch, caplog):
@@ -166,7 +181,8 @@ DOCUMENTS = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
 
 def results():
     reranked = rank_module.rerank([["a", "b"]], [EMBEDDINGS[0]], [list(DOCUMENTS)])
-    return scores_module.colbert_scores(EMBEDDINGS, DOCUMENTS).tolist(), reranked
+    groups = ColBERTScores()(EMBEDDINGS, DOCUMENTS[:, None])
+    return scores_module.colbert_scores(EMBEDDINGS, DOCUMENTS).tolist(), groups.tolist(), reranked
 
 
 def test_scores_and_the_reranking_through_them(monkeypatch, caplog):
@@ -174,11 +190,12 @@ def test_scores_and_the_reranking_through_them(monkeypatch, caplog):
     wrap(monkeypatch, scores_module, "colbert_scores", times(-1))
     monkeypatch.setattr(rank_module, "colbert_scores", scores_module.colbert_scores)
     stock = results()
-    assert stock[0] != plain[0] and stock[1] != plain[1]
+    assert all(theirs != own for theirs, own in zip(stock, plain, strict=True))
     with pylate_fastmaxsim.enabled():
         assert results() == stock
     assert_said_once(caplog, "colbert.colbert_scores stays as it is")
-    assert_said_once(caplog, "rerank of PyLate itself computes the scores: colbert_scores was replaced")
+    for name in ("rerank", "ColBERTScores.__call__"):
+        assert_said_once(caplog, f"{name} of PyLate itself computes the scores: colbert_scores was replaced")
 
 
 def test_reranking(monkeypatch, caplog):
@@ -186,7 +203,7 @@ def test_reranking(monkeypatch, caplog):
         monkeypatch.setattr(module, "rerank", lambda *args, **kwargs: "theirs")
     with pylate_fastmaxsim.enabled():
         assert rank.rerank([["a"]], [EMBEDDINGS[0]], [[DOCUMENTS[0]]]) == "theirs"
-        assert results()[1] == "theirs"
+        assert results()[2] == "theirs"
     assert rank.rerank([["a"]], [EMBEDDINGS[0]], [[DOCUMENTS[0]]]) == "theirs"
     assert_said_once(caplog, "rank.rerank stays as it is")
 

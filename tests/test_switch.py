@@ -329,3 +329,22 @@ def test_scores_outlive_the_end_of_another_threads_block(name, calls, monkeypatc
     pylate_fastmaxsim.enable(stock_masking=True)
     torch.testing.assert_close(function(*arguments), stock)
     assert len(calls) == 1 and switch.options() is None
+
+
+def test_of_blocks_that_overlap_the_last_begun_decides_until_it_ends():
+    def options():
+        return None if (found := switch.options()) is None else found.stock_masking
+
+    first, second, third = (pylate_fastmaxsim.enabled(stock_masking=value) for value in (False, True, False))
+    first.__enter__()
+    second.__enter__()
+    third.__enter__()
+    second.__exit__(None, None, None)
+    assert options() is False
+    second = pylate_fastmaxsim.enabled(stock_masking=True)
+    second.__enter__()
+    first.__exit__(None, None, None)
+    third.__exit__(None, None, None)
+    assert options() is True
+    second.__exit__(None, None, None)
+    assert options() is None

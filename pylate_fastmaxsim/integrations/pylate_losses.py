@@ -23,6 +23,7 @@ from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given,
 from pylate_fastmaxsim.integrations.documents import without_index
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
 from pylate_fastmaxsim.integrations.stock import asked_backend
 from pylate_fastmaxsim.integrations.switch import Options
@@ -88,6 +89,8 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
         default = metric is stock_scores.colbert_kd_scores and written_in(metric, SCORING)
     else:
         default = type(metric) is stock_scores.ColBERTScores and written_in(type(metric).__call__, SCORING)
+        if default and not group_scores_are_own():
+            return "pylate.scores.colbert.colbert_scores was replaced"
     if not default and not xtr:
         name = getattr(metric, "__name__", type(metric).__name__)
         return f"its score_metric {name} is not PyLate's own, and takes padded embeddings"

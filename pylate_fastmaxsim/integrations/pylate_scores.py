@@ -73,8 +73,15 @@ def score_groups(
 ):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
+    if not group_scores_are_own():
+        raise LeftToStock("colbert_scores was replaced")
     check(queries, documents, 3, 4)
     return _score(options, queries, documents, queries_mask, documents_mask)
+
+
+def group_scores_are_own() -> bool:
+    """Whether PyLate wrote the function by which its ``ColBERTScores`` score each group of documents."""
+    return written_in(stock_scores.colbert_scores, SCORING)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
@@ -134,7 +141,7 @@ def _check_backend(backend: str | None) -> None:
 def _score(options: Options, queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
     zero_floor = None
     if documents_mask is not None:
-        documents_mask = convert_to_tensor(documents_mask).broadcast_to(documents.shape[:-1])
+        documents_mask = broadcast(documents_mask, documents)
         if documents.dim() == 4:
             documents_mask = documents_mask.flatten(0, 1)
         if options.stock_masking:
@@ -142,10 +149,21 @@ def _score(options: Options, queries, documents, queries_mask, documents_mask, c
     if documents.dim() == 4:
         documents = documents.flatten(0, 1)
     if queries_mask is not None:
-        queries_mask = convert_to_tensor(queries_mask).broadcast_to(queries.shape[:-1])
+        queries_mask = broadcast(queries_mask, queries)
     return maxsim(
         masked_batch(queries, queries_mask), masked_batch(documents, documents_mask), candidates, zero_floor=zero_floor
     )
+
+
+def broadcast(mask, embeddings: Tensor) -> Tensor:
+    """The mask in the shape of the tokens. Stock also takes several masks of one sequence, and returns scores of each."""
+    mask = convert_to_tensor(mask)
+    shape = embeddings.shape[:-1]
+    if mask.dim() > len(shape) or any(
+        size not in (1, tokens) for size, tokens in zip(reversed(mask.shape), reversed(shape), strict=False)
+    ):
+        raise LeftToStock(f"a mask has the shape {tuple(mask.shape)} for embeddings of {tuple(embeddings.shape)}")
+    return mask.broadcast_to(shape)
 
 
 def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
@@ -160,8 +178,8 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
-        if embeddings.dim() != 3:
-            raise LeftToStock(f"embeddings have the shape {tuple(embeddings.shape)}")
+        if embeddings.is_nested or embeddings.dim() != 3:
+            raise LeftToStock("embeddings are a nested tensor or have another number of dimensions than 3")
         _check_floating(embeddings)
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:

@@ -8,7 +8,7 @@ from pylate.utils import convert_to_tensor
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.pylate_scores import masked_batch, replaces
+from pylate_fastmaxsim.integrations.pylate_scores import broadcast, masked_batch, replaces
 from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
 from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.integrations.wrappers import SCORING, written_in
@@ -28,7 +28,13 @@ def passing_tokens(loss: nn.Module) -> int | None:
     """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
     own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
     metric = loss.score_metric
-    return metric.k if type(metric) is own and written_in(own.__call__, SCORING) else None
+    return metric.k if type(metric) is own and written_in(own.__call__, SCORING) and _is_pylates(metric) else None
+
+
+def _is_pylates(metric: XTRScores) -> bool:
+    """Whether PyLate wrote both steps of the scores. ``metric.compile()`` leaves them as they are."""
+    score = getattr(metric._score, "_torchdynamo_orig_callable", metric._score)
+    return written_in(XTRScores.__call__, SCORING) and written_in(score, SCORING)
 
 
 @replaces(XTRScores.__call__)
@@ -46,8 +52,8 @@ def score_own_documents(
 
 
 def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
-    if not written_in(type(metric)._score, SCORING):
-        raise LeftToStock(f"{type(metric).__name__} overrides _score")
+    if not _is_pylates(metric):
+        raise LeftToStock(f"__call__ or _score of {type(metric).__name__} is not PyLate's own")
     queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, 4)
     count, ways, length = documents.shape[:3]
@@ -60,7 +66,7 @@ def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, 
         # A masked token never passes, and a token that does not pass counts as 0.
         zero_floor = ~documents_mask.all(dim=1)
     if queries_mask is not None:
-        queries_mask = queries_mask.broadcast_to(queries.shape[:-1])
+        queries_mask = broadcast(queries_mask, queries)
     batch = masked_batch(queries, queries_mask)
     documents = TokenBatch.from_padded(documents.flatten(0, 1), documents_mask)
     return xtr_scores(batch, documents, metric.k, candidates, zero_floor=zero_floor).float()

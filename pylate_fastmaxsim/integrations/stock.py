@@ -71,6 +71,8 @@ def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: i
         raise LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
     if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
         raise LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
+    if queries.is_meta or documents.is_meta:
+        raise LeftToStock("embeddings on the meta device hold no numbers to score")
     if queries.device != documents.device:
         raise LeftToStock(f"embeddings are on {queries.device} and {documents.device}")
     dtypes = (queries.dtype, documents.dtype)

@@ -22,6 +22,7 @@ _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()
 _patches = PatchSet()
 _options: Options | None = None
+_blocks: list[_Block] = []
 
 _ON = ("", "1", "true", "on", "yes")
 _OFF = ("0", "false", "off", "no")
@@ -79,6 +80,13 @@ class Options:
     grad_filter: GradFilter = None
     ring: bool = False
     fused_head: bool = True
+
+
+@dataclass(eq=False)
+class _Block:
+    """An :func:`enabled` block that runs, and the options that are in force again when it ends."""
+
+    before: Options | None
 
 
 def options() -> Options | None:
@@ -204,6 +212,8 @@ def enabled(
 ) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block. Afterwards the options from before are in force again.
 
+    Of blocks that overlap, in threads or tasks, the last begun decides until it ends, for all of the process.
+
     With ``compile=True`` and dropout call ``backward()`` inside the block; see :func:`disable`.
 
     Examples
@@ -214,19 +224,28 @@ def enabled(
     ...     scores.colbert_scores([[[1.0]]], [[[-2.0], [5.0]]], documents_mask=[[True, False]])
     tensor([[0.]])
     """
-    before = options()
-    enable(
-        padding_free=padding_free,
-        compile=compile,
-        stock_masking=stock_masking,
-        grad_filter=grad_filter,
-        ring=ring,
-        fused_head=fused_head,
-    )
+    with _lock:
+        block = _Block(options())
+        enable(
+            padding_free=padding_free,
+            compile=compile,
+            stock_masking=stock_masking,
+            grad_filter=grad_filter,
+            ring=ring,
+            fused_head=fused_head,
+        )
+        _blocks.append(block)
     try:
         yield
     finally:
-        _switch_to(before)
+        with _lock:
+            later = _blocks[_blocks.index(block) + 1 :]
+            _blocks.remove(block)
+            if later:
+                # Of another thread or task, which still runs: what it has switched on stays on until it ends.
+                later[0].before = block.before
+            else:
+                _switch_to(block.before)
 
 
 def _said(value: bool | str | None) -> str:
