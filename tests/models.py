@@ -24,6 +24,7 @@ from transformers import (
     IBertConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
     ModernBertConfig,
     MPNetConfig,
     PreTrainedTokenizerFast,
@@ -190,6 +191,12 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
         # Causal, and both heads share their keys and values.
         grouped = {"num_key_value_heads": 1, "head_dim": 16}
         return Qwen3Config(**{**common, **grouped, **changes})
+    if family == "ministral3":
+        # Attention is sharpened from the 256th token of a row on, as by the model that was published from the 16,384th.
+        rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 256}
+        rope |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        grouped = {"num_key_value_heads": 1, "head_dim": 16, "rope_parameters": rope, "max_position_embeddings": 4096}
+        return Ministral3Config(**{**common, **grouped, **changes})
     if family == "distilbert":
         renamed = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0}
         kept = {key: common[key] for key in ("vocab_size", "pad_token_id", "max_position_embeddings")}

@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from models import collated, load_model, sentences
+from peft import LoraConfig
 from pylate import losses
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
@@ -89,6 +90,18 @@ def test_checkpoints_are_compiled_with_their_layers(encoder, mode, checkpoints, 
     for own, stock in zip(ours, expected, strict=True):
         torch.testing.assert_close(own, stock, atol=1e-5, rtol=1e-4)
     assert GradientCheckpointingLayer.__call__ is STOCK
+
+
+def test_an_adapter_with_dropout_added_afterwards(encoder, checkpoints):
+    model = load_model(encoder("bert"))
+    checkpointed(model)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        step(model, batch_of(model))
+        assert all(checkpoints)
+        model[0].auto_model.add_adapter(LoraConfig(target_modules=["query", "value"], lora_dropout=0.5))
+        checkpoints.clear()
+        step(model, batch_of(model))
+        assert checkpoints and not any(checkpoints)
 
 
 def hidden_dropout(model, patched) -> None:

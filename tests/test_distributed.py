@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
-from pylate.scores import XTRScores
+from pylate.scores import ColBERTScores, XTRScores
 from ranks import run_cases
 from sharding import data_parallel, flat_sharded, fully_sharded
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, packing, trials
@@ -108,6 +110,45 @@ def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
     return run
 
 
+def _ranks_that_differ(wrap: Callable, queries: tuple[int, int] = (6, 6), **options_of_one) -> Callable[[str], None]:
+    """One rank has other numbers of documents, or a loss that runs as PyLate has it: nobody waits for the other."""
+
+    def run(folder: str) -> None:
+        rank = dist.get_rank()
+        core = load_model(f"{folder}/modernbert").double()
+        batch = _batch(core, rank, queries[rank])
+        model = wrap(core)
+        loss_function = losses.Contrastive(model, **options_of_one if rank == 1 else {})
+
+        def step() -> list[float]:
+            model.zero_grad()
+            loss = loss_function([dict(column) for column in batch])
+            loss.backward()
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
+            return [loss.item(), *(part.norm().item() for part in local)]
+
+        stock = step()
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            for _ in range(2):
+                assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+
+    return run
+
+
+def _without_the_others(folder: str) -> None:
+    """One rank computes a loss of an averaged copy of the model, as it validates while others wait for it."""
+    core = load_model(f"{folder}/modernbert").double()
+    model = DistributedDataParallel(core)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    losses.Contrastive(model)(_batch(core, dist.get_rank())).backward()
+    if dist.get_rank() == 0:
+        averaged = AveragedModel(core)
+        assert losses.CachedContrastive(averaged, mini_batch_size=2)(_batch(core, 0)).isfinite()
+        assert losses.Contrastive(averaged)(_batch(core, 0)).isfinite()
+    dist.barrier()
+
+
 CASES = {
     f"{loss_class.__name__}-{'ddp' if wrapped else 'bare'}-{'gathered' if gathered else 'local'}-"
     f"{'packed' if packed else 'grouped'}": _compare(
@@ -141,7 +182,13 @@ CASES["cached xtr"] = _compare(
     losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )
 CASES["disagreeing"] = _disagreeing
+CASES["one with scores of its own"] = _ranks_that_differ(
+    partial(data_parallel, broadcast_buffers=False),
+    score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs),
+)
+CASES["one without the others"] = _without_the_others
 for _wrap in (data_parallel, flat_sharded, fully_sharded):
+    CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
     CASES[f"one finds a difference {_wrap.__name__}"] = _one_finds_a_difference(_wrap)
 
 

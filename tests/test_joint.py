@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import FAMILIES, TEXT, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
+from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, decisions, packing
@@ -154,20 +155,31 @@ def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, pac
     assert joins(model) == {False}
 
 
+def test_queries_that_grow_beyond_a_window_of_attention_have_a_call_of_their_own(encoder, packed):
+    model = load(encoder)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    step(model, batch_of(model))
+    assert joins(model) == {True}
+    model.query_length = 40
+    step(model, batch_of(model))
+    assert calls_of(model, partial(step, model, batch_of(model))) == 2
+    assert_as_stock(model, batch_of(model))
+
+
 def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
     model = load(encoder)
     batch = batch_of(model)
-    for module in (packing, decisions):
-        monkeypatch.setattr(module, "runs_in_step", lambda _model: True)
+    monkeypatch.setattr(packing, "runs_in_step", lambda *_, **__: True)
     monkeypatch.setattr(decisions, "_on_all_ranks", lambda here, device: here)
     assert_as_stock(model, batch)
     assert joins(model) == {True}
-    model.query_length = 5
+    wide = features(model, sentences(6, longest=8), sentences(6, seed=1))
+    wide[0] = {key: F.pad(values, (0, 1)) for key, values in wide[0].items()}
     with pytest.raises(
         ValueError,
-        match="they have 12 tokens, more than .* query_length of 5. All processes must encode alike: train with",
+        match="they have 13 tokens, more than .* query_length of 12. All processes must encode alike: train with",
     ):
-        step(model, batch)
+        step(model, wide)
 
 
 def test_what_an_encoder_is_given_besides_keeps_the_queries_apart(encoder, packed, caplog):

@@ -382,7 +382,7 @@ def test_gradcache_never_holds_more_tokens_than_its_mini_batch(model, mode):
 def test_gradcache_takes_as_many_queries_at_a_time_as_documents_have_tokens(model):
     loss_function = losses.CachedContrastive(model, mini_batch_size=2)
     batch = batch_of(model, queries=16)
-    pylate_fastmaxsim.enable(padding_free=False)
+    pylate_fastmaxsim.enable()
     run(loss_function, batch)
     queries = []
     model[0].register_forward_pre_hook(lambda _module, args: queries.append(args[0]["input_ids"].shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +174,19 @@ def test_documents_that_leak_by_less_than_rounding_hides(encoder, packed, caplog
     assert "Lfm2Model lets the documents of a call see each other" in caplog.text
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
+def test_attention_that_is_sharpened_far_into_a_row(encoder, packed, caplog, autocast):
+    model = load_model(encoder("ministral3"))
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    assert "Ministral3Model looks at the place of a token in its call, whatever its position" in caplog.text
+    batch = batch_of(model, documents=24)
+    assert sum(int(column["attention_mask"].sum()) for column in batch[1:]) > 256
+    assert_encodes_as_stock(model, batch, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_attention_that_takes_a_trace_of_the_neighbour(model, monkeypatch, caplog, dtype):
     def leaking(query, key, value, *args, **options):
@@ -305,9 +319,10 @@ def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, c
 
 
 @pytest.mark.parametrize("change", [_add_norm, _add_noise, _add_counter])
-def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change):
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=2)])
+def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change, loss_class):
     change(model)
-    loss_function = losses.Contrastive(model)
+    loss_function = loss_class(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def trained():

@@ -32,6 +32,8 @@ def compile_layers(model: nn.Module) -> None:
     global _recompile_limit_before
     core = unwrap(model)
     if core in _compiled:
+        # An adapter may have come since.
+        compiled_checkpointing.include(_compiled[core])
         return
     if is_compiled(model):
         log_once("The model is compiled already; compile=True does nothing to it.", about=core)

@@ -23,8 +23,9 @@ _TRACED_ALIKE = {"use_reentrant", "preserve_rng_state"}
 
 _patches = PatchSet()
 
-# Of each layer, where the probabilities of its dropout stand: attributes, and whose they are, which may be the layer.
-_dropouts: WeakKeyDictionary[nn.Module, list[tuple[ref, str]]] = WeakKeyDictionary()
+# Of each layer, the modules that it had, by id, and where the probabilities of its dropout stand: attributes, and whose they
+# are, which may be the layer.
+_dropouts: WeakKeyDictionary[nn.Module, tuple[list[int], list[tuple[ref, str]]]] = WeakKeyDictionary()
 
 
 def include(layers: Iterable[nn.Module]) -> None:
@@ -44,7 +45,11 @@ def include(layers: Iterable[nn.Module]) -> None:
     if not _patches.targets:
         call = _including(GradientCheckpointingLayer.__call__)
         _patches.apply([Patch(GradientCheckpointingLayer, "__call__", call)])
-    _dropouts.update((layer, list(_probabilities(layer))) for layer in layers)
+    for layer in layers:
+        if layer not in _dropouts or getattr(layer, "gradient_checkpointing", False):
+            modules = list(map(id, layer.modules()))
+            if layer not in _dropouts or _dropouts[layer][0] != modules:
+                _dropouts[layer] = modules, list(_probabilities(layer))
 
 
 def release() -> None:
@@ -70,7 +75,7 @@ def _can_be_traced(layer: nn.Module) -> bool:
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.
         return False
-    if any(owner() is None or getattr(owner(), name) for owner, name in _dropouts[layer]):
+    if any(owner() is None or getattr(owner(), name) for owner, name in _dropouts[layer][1]):
         # In a checkpoint that is traced Inductor was seen to leave out dropout of attention (PyTorch 2.11, on a CPU).
         return False
     function = layer._gradient_checkpointing_func

@@ -1,4 +1,4 @@
-"""What is decided once about a model, by all ranks of a distributed run together: how to encode, what it changes."""
+"""What is decided once about a model, where ranks of a distributed run run in step by all of them together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoders import encoder_of
-from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, runs_in_step, unwrap
+from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, unwrap
 
 # Of what this rank found, what all ranks act on.
 Agree = Callable[[bool], bool]
@@ -28,6 +28,7 @@ def decided(
     model: nn.Module,
     columns: Sequence[dict[str, Tensor]],
     decide: Callable[[Agree], Decision],
+    in_step: bool,
     more: Hashable = None,
 ) -> Decision:
     """What ``decide`` finds when a model is first met in a situation.
@@ -42,13 +43,16 @@ def decided(
         The tokenized texts that it is given.
     decide
         Makes the decision, given how to agree with the other ranks.
+    in_step
+        Whether all ranks of a distributed run decide together.
     more
         What else the decision is about.
     """
     core = unwrap(model)
     device = columns[0]["input_ids"].device
     situation = (
-        # The ranks of a distributed run decide together, also after one of them has used the model alone.
+        # Ranks that decide together do so also after one of them has used the model alone.
+        in_step,
         *(type(layer) for layer in layers_of_wrapping(model)),
         core.training,
         device.type,
@@ -57,14 +61,14 @@ def decided(
         id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
         *_encoder_state(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
-        0 if runs_in_step(model) else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
+        0 if in_step else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
         more,
     )
     found = decisions.setdefault(core, {})
     if situation not in found:
         # A few calls of odd shapes, not worth compiling for.
         with torch.compiler.set_stance("force_eager"):
-            found[situation] = decide(partial(_on_all_ranks, device=device) if runs_in_step(model) else bool)
+            found[situation] = decide(partial(_on_all_ranks, device=device) if in_step else bool)
     return found[situation]
 
 
@@ -81,9 +85,18 @@ def holds_up_to(width: int) -> int:
 
 def most_of_all_ranks(count: int, device: torch.device) -> int:
     """The largest of the numbers that the ranks of a distributed run have. Waits for the device."""
-    most = torch.tensor(count, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    return _of_all_ranks(count, device, dist.ReduceOp.MAX)
+
+
+def least_of_all_ranks(count: int, device: torch.device) -> int:
+    """The smallest of them."""
+    return _of_all_ranks(count, device, dist.ReduceOp.MIN)
+
+
+def _of_all_ranks(count: int, device: torch.device, which: dist.ReduceOp.RedOpType) -> int:
+    reduced = torch.tensor(count, device=device)
+    dist.all_reduce(reduced, which)
+    return int(reduced)
 
 
 def _on_all_ranks(here: bool, device: torch.device) -> bool:

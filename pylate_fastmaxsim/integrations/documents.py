@@ -125,6 +125,8 @@ class EncodingPlan:
         Where each document lies in the rows of all calls together, ``[N]``, int64.
     max_length
         An upper bound on ``lengths``.
+    as_stock
+        Whether these are the calls that stock PyLate makes.
     """
 
     calls: list[dict[str, Tensor]]
@@ -132,6 +134,7 @@ class EncodingPlan:
     starts: Tensor
     lengths: Tensor
     max_length: int
+    as_stock: bool = False
 
     def batch(self, values: Sequence[Tensor]) -> TokenBatch:
         """The documents, from the token embeddings ``[..., d]`` that each call returned."""
@@ -165,7 +168,8 @@ def packed_plan(
     token_budget
         Tokens per mini-batch. Dividing waits for the device once.
     agree
-        Returns the number of mini-batches for the number that this process needs, at least as many.
+        Returns the number of calls that all processes make for the number that this one would make: of mini-batches at
+        least as many, without a budget at most.
     """
     padded = {
         "input_ids": documents.input_ids,
@@ -216,7 +220,7 @@ def grouped_plan(
     extents = _extents(documents.attention_mask)
     lengths = extents.clamp(min=1).tolist()
     if token_budget is None:
-        groups = group_by_length(lengths, number_of_groups(len(documents)))
+        groups = group_by_length(lengths, agree(number_of_groups(len(documents))))
     else:
         groups = fill_by_length(lengths, token_budget)
         groups = split_until(groups, agree(len(groups)))
@@ -260,7 +264,7 @@ def padded_plan(
         rows += count * width
     lengths = [_extents(column["attention_mask"]) for column in columns]
     longest = max(column["input_ids"].shape[1] for column in columns)
-    return EncodingPlan(calls, keep, torch.cat(starts), torch.cat(lengths), longest)
+    return EncodingPlan(calls, keep, torch.cat(starts), torch.cat(lengths), longest, as_stock=True)
 
 
 def attended_index(attention_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ import numpy as np
 def number_of_groups(documents: int) -> int:
     """How many groups a batch of documents is divided into.
 
-    It depends on nothing but the number of documents, so that all ranks of a distributed run call
-    the encoder equally often. More groups leave less padding, but each is a call of its own.
+    It depends on nothing but the number of documents, so that ranks of a distributed run that have as
+    many call the encoder equally often. More groups leave less padding, but each is a call of its own.
 
     Examples
     --------

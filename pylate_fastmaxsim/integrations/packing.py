@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import attention, changed_masks, compilation, left_behind, log_once, switch
 from pylate_fastmaxsim.integrations.attention import is_packed_mask
-from pylate_fastmaxsim.integrations.decisions import Agree, Decisions, decided, most_of_all_ranks
+from pylate_fastmaxsim.integrations.decisions import Agree, Decisions, decided, least_of_all_ranks, most_of_all_ranks
 from pylate_fastmaxsim.integrations.documents import (
     CU_SEQLENS,
     TOKEN_INDEX,
@@ -155,22 +155,28 @@ def plan_documents(
     skipped = partial(_skipped, skiplist=tuple(skiplist))
     options = switch.options()
     mode = "padded"
+    # GradCache has a backward for each call.
+    in_step = runs_in_step(model, backwards=mini_batch_size is not None)
     if options is None or options.padding_free:
-        mode = _mode(model, document_features)
+        mode = _mode(model, document_features, in_step)
     if options is not None and options.compile:
         compilation.compile_layers(model)
     if mode == "padded":
         return padded_plan(document_features, skipped, mini_batch_size)
-    if runs_in_step(model) and (reason := _reason_in_features(unwrap(model), document_features)) is not None:
+    if in_step and (reason := _reason_in_features(unwrap(model), document_features)) is not None:
         raise ValueError(
             f"The documents of this batch cannot be encoded without padding, as those before were: {reason}. All "
             "processes must encode alike: train with enable(padding_free=False), or give every batch the same features."
         )
     documents = Documents.from_columns(document_features)
     if mode == "packed" and documents.gaps:
-        mode = _mode_with_gaps(model)
+        mode = _mode_with_gaps(in_step)
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
-    agree = partial(most_of_all_ranks, device=documents.input_ids.device) if runs_in_step(model) else int
+    agree = int
+    if in_step:
+        # Without a budget no rank may be asked for more calls than it has documents.
+        of_all_ranks = least_of_all_ranks if budget is None else most_of_all_ranks
+        agree = partial(of_all_ranks, device=documents.input_ids.device)
     if mode == "grouped":
         plan = grouped_plan(documents, skipped, budget, agree)
     else:
@@ -187,14 +193,17 @@ def query_calls(
     """The encoder calls of the queries beside those of the documents, with the queries as they are.
 
     Queries are short: at ``mini_batch_size`` of them a GPU would wait for the host. So a call takes more where it still
-    holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many.
+    holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many. Beside
+    documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into calls.
     """
+    features = without_index(features)
     count, length = features["input_ids"].shape
+    if plan.as_stock:
+        return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
-    if runs_in_step(model):
+    if runs_in_step(model, backwards=True):
         calls = most_of_all_ranks(calls, features["input_ids"].device)
-    features = without_index(features)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
@@ -228,21 +237,20 @@ def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
 
 
-def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str:
+def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], in_step: bool = False) -> str:
     """How to encode with this model."""
-    return decided(
-        _modes, model, columns, partial(_fastest_mode, model, columns), _features_that_differ(model, columns)
-    )
+    decide = partial(_fastest_mode, model, columns)
+    return decided(_modes, model, columns, decide, in_step, _features_that_differ(columns, in_step))
 
 
-def _features_that_differ(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
+def _features_that_differ(columns: Sequence[dict[str, Tensor]], in_step: bool) -> frozenset[str]:
     """Features of a batch that others may not have; no rank may decide about them without the others."""
-    return frozenset() if runs_in_step(model) else _not_carried(columns)
+    return frozenset() if in_step else _not_carried(columns)
 
 
-def _mode_with_gaps(model: nn.Module) -> str:
+def _mode_with_gaps(in_step: bool) -> str:
     """How to encode documents whose attention masks have gaps, with a model that is packed otherwise."""
-    if runs_in_step(model):
+    if in_step:
         raise ValueError(
             "A document of this batch has a gap in its attention_mask. It cannot be packed, and all processes must "
             "encode alike: train with enable(padding_free=False), or without gaps."
@@ -289,17 +297,19 @@ def _joins(
     """Whether the queries go into the call of the documents."""
     if not is_packed_mask(plan.calls[0]["attention_mask"]):
         return False
+    core, in_step = unwrap(model), runs_in_step(model)
     tokens = plan.calls[0]["input_ids"].shape[1]
     decide = partial(_should_join, model, queries, columns, tokens)
-    if not decided(_joint, model, columns, decide, _features_that_differ(model, columns)):
+    more = _features_that_differ(columns, in_step), core.query_length
+    if not decided(_joint, model, columns, decide, in_step, more):
         return False
-    reason = _reason_not_to_join(unwrap(model), queries)
-    if reason is not None and runs_in_step(model):
+    reason = _reason_not_to_join(core, queries)
+    if reason is not None and in_step:
         raise ValueError(
             f"The queries of this batch cannot be encoded with the documents, as those before were: {reason}. All "
             "processes must encode alike: train with enable(padding_free=False), or without such queries."
         )
-    return _works(unwrap(model), bool, reason, _APART)
+    return _works(core, bool, reason, _APART)
 
 
 def _should_join(

@@ -34,6 +34,9 @@ _SHORT = 3
 # Tokens of a call that have every document encoded in one of its own.
 _ALONE = 1
 
+# Farther into a row than any batch reaches.
+_FAR = 2**20
+
 
 def short_to_long(core: nn.Module, documents: Documents) -> Documents:
     """Documents from a few tokens to the longest that fits a batch, made of its tokens.
@@ -152,15 +155,18 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         other_masks = changed(padded, before)
         expected = embeddings.flatten(0, 1)[documents.token_index]
         values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
-        leaks = is_packed_mask(plans[0].calls[0]["attention_mask"]) and _leaks(
-            core, documents, *plans[0].calls, *values[0]
-        )
+        leaks = counts_places = False
+        if is_packed_mask(plans[0].calls[0]["attention_mask"]):
+            leaks = _leaks(core, documents, *plans[0].calls, *values[0])
+            counts_places = _counts_places(core, *plans[0].calls, *values[0])
     _try_dropout(core, plans[0].calls)
     # After all calls, so that every rank makes as many, whatever it finds.
     if other_masks:
         raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
     if leaks:
         raise PackingUnsupported(f"{_name(core)} lets the documents of a call see each other")
+    if counts_places:
+        raise PackingUnsupported(f"{_name(core)} looks at the place of a token in its call, whatever its position")
     for plan, of_plan in zip(plans, values, strict=True):
         batch = plan.batch(of_plan)
         offsets = torch.arange(batch.max_length, device=batch.device)
@@ -196,8 +202,24 @@ def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], value
     odd = torch.arange(len(documents), device=tokens.device) % 2 == 1
     odd = odd.repeat_interleave(documents.cu_seqlens.diff(), output_size=tokens.shape[1])
     others = token_embeddings(core, {**call, "input_ids": torch.where(odd, tokens.roll(1), tokens)})
+    return not _alike(others[:, ~odd], values[:, ~odd])
+
+
+def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> bool:
+    """Whether token embeddings change where the same row begins far behind, though ``position_ids`` stay as they are.
+
+    Some decoders sharpen attention by ``cache_position``, from a place on that the few documents of a trial do not reach.
+    """
+    if "cache_position" not in core._first_module().model_forward_params:
+        return False
+    places = torch.arange(_FAR, _FAR + values.shape[1], device=values.device)
+    return not _alike(token_embeddings(core, {**call, "cache_position": places}), values)
+
+
+def _alike(ours: Tensor, expected: Tensor) -> bool:
+    """Whether token embeddings are the same bit by bit."""
     # What is not a number is not equal to itself; the comparison with padding says so.
-    return not torch.equal(others[:, ~odd].nan_to_num(), values[:, ~odd].nan_to_num())
+    return torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
 def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 _LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 
@@ -107,11 +107,18 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def runs_in_step(model: nn.Module) -> bool:
-    """Whether all ranks of a distributed run must call a model equally often, because a call or its backward waits for all."""
+def runs_in_step(model: nn.Module, backwards: bool = False) -> bool:
+    """Whether all ranks of a distributed run must call a model equally often, because each call waits for all.
+
+    With ``backwards`` also because the backward does that each call is to have.
+    """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    *around, core = layers_of_wrapping(model)
-    return isinstance(core, (FullyShardedDataParallel, FSDPModule)) or any(
-        not hasattr(layer, "_orig_mod") and not isinstance(layer, DataParallel) for layer in around
-    )
+    return any(_waits(layer, backwards) for layer in layers_of_wrapping(model))
+
+
+def _waits(layer: nn.Module, backwards: bool) -> bool:
+    if isinstance(layer, DistributedDataParallel):
+        # One backward of many calls exchanges gradients once. The Sentence Transformers trainer broadcasts no buffers.
+        return backwards or (layer.broadcast_buffers and len(layer.modules_buffers) > 0)
+    return isinstance(layer, (FullyShardedDataParallel, FSDPModule)) or written_in(type(layer).forward, ("deepspeed",))
