@@ -162,6 +162,21 @@ def test_data_that_does_not_fit_gets_one_sentence(change, override, sentence, tm
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("subset", "column"), [("queries", "query_id"), ("documents", "document_id")])
+def test_an_id_that_stands_for_several_texts_is_named(subset, column, tmp_path):
+    subsets = kd_subsets()
+    rows = subsets[subset]
+    rows.append(dict(rows[4]))
+    expected = by_query(load(tmp_path, write_files(tmp_path / "equal", subsets)))
+    assert expected == by_query(load(tmp_path, write_files(tmp_path / "once", subsets | {subset: rows[:-1]})))
+    rows[-1]["text"] = "another text"
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path, write_files(tmp_path / "different", subsets))
+    assert str(error.value) == (
+        f"data.name: {column!r} of the subset {subset} must stand for one text each, but {rows[4][column]} has several."
+    )
+
+
 @pytest.mark.parametrize(
     "written",
     [

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from pylate.models import ColBERT
 from rich.console import Console
 from safetensors.torch import load_file
 from test_misuse import command
+from test_shipped_recipes import kd_subsets
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
@@ -29,6 +31,7 @@ from pylate_fastmaxsim.recipes import disk
 from pylate_fastmaxsim.recipes import output as run_folder
 from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.measure import measure
@@ -112,6 +115,7 @@ def test_a_new_model_replaces_all_of_an_earlier_one(tmp_path):
         "files.json",
         "model",
         "prepared",
+        "processes.json",
         "recipe-of-checkpoints.yaml",
         "train.json",
     ]
@@ -233,6 +237,90 @@ def test_a_run_does_not_go_on_with_files_that_were_rewritten(tmp_path, monkeypat
     assert training.train(recipe)["resumed_from"] == "checkpoint-14"
 
 
+def inputs_in_folders(kind: str, folder: Path) -> tuple[dict, Path]:
+    """A recipe with data or a model in a folder of its own, and the file there whose content decides."""
+    values, place = tiny(folder, evaluation={"rows": 0}, training={"max_steps": 4}), folder / "inputs"
+    if kind == "hub":
+        place.mkdir()
+        values["data"] = {"source": "hub", "name": str(place)}
+        return values, (folder / "pairs.jsonl").rename(place / "train.jsonl")
+    if kind == "distillation":
+        values |= {"data": {"source": kind, "name": str(place)}, "loss": {"name": kind}}
+        place.mkdir()
+        for name, rows in kd_subsets().items():
+            (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return values, place / "documents.jsonl"
+    prepared = prepare(load_recipe(write(folder, values)))
+    shutil.copytree(prepared.model.name_or_path, place)
+    shutil.rmtree(folder / "out")
+    values["model"] = {"name_or_path": str(place), "query_length": 8, "document_length": 24}
+    return values, place / "model.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["hub", "distillation", "model"])
+def test_a_run_does_not_go_on_with_a_folder_that_was_rewritten(kind, tmp_path, monkeypatch):
+    values, changing = inputs_in_folders(kind, tmp_path)
+    recipe, out, place = load_recipe(write(tmp_path, values)), tmp_path / "out", changing.parent
+    training.train(recipe)
+    content = changing.read_bytes()
+    os.utime(changing, ns=(0, 0))
+    (place / ".cache").mkdir()
+    (place / ".cache" / "downloaded").write_text("what no library reads")
+    if kind == "model":
+        (place / "README.md").write_text("a card that was written again")
+    with monkeypatch.context() as patch:
+        read = set()
+        patch.setattr(run_folder, "content_digest", lambda key, files: read.update(files) or content_digest(key, files))
+        assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+    assert read == {changing}  # what has not changed since is not read a second time
+    changed = bytearray(content)
+    changed[-2 if kind == "model" else content.index(b"token")] ^= 1
+    changing.write_bytes(changed)
+    with pytest.raises(RecipeError) as error:
+        training.train(recipe)
+    assert str(error.value) == (
+        f"{'model.name_or_path' if kind == 'model' else 'data.name'}: {place} changed after the checkpoints in {out} were "
+        "made; bring the earlier content back, choose another output_dir, or start over with --no-resume."
+    )
+    changing.write_bytes(content)
+    extra = shutil.copy(changing, place / f"another-{changing.name}")
+    with pytest.raises(RecipeError, match=f"{place} changed after the checkpoints"):
+        training.train(recipe)
+    extra.unlink()
+    # A folder of an earlier version says nothing of it.
+    changing.write_bytes(changed)
+    (out / "files.json").unlink()
+    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+
+
+def test_what_a_run_writes_into_the_folder_of_its_data_is_no_change_of_it(tmp_path):
+    values, changing = inputs_in_folders("hub", tmp_path)
+    (changing.parent / "README.md").write_text("---\nconfigs: [{config_name: default, data_files: train.jsonl}]\n---\n")
+    recipe = load_recipe(write(tmp_path, values | {"output_dir": str(changing.parent / "out")}))
+    training.train(recipe)
+    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+
+
+def test_another_number_of_processes_does_not_go_on(tmp_path):
+    file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 6})), tmp_path / "out"
+    training.train(load_recipe(file))
+    record = out / run_folder.PROCESSES_FILE
+    assert json.loads(record.read_text()) == {"processes": 1}
+    record.write_text('{"processes": 8}')
+    # Nothing is left to do but the evaluation, for which one is enough.
+    assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-6"
+    assert json.loads(record.read_text()) == {"processes": 8}
+    shutil.rmtree(out / "checkpoint-6")
+    done = command("train", file)
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"fastmaxsim: the number of processes is 1, but the checkpoints in {out} were made with 8; keep it, choose another "
+        "output_dir, or start over with --no-resume.\n",
+    )
+    record.unlink()  # as in a folder of an earlier version
+    assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
+
+
 def test_a_recipe_in_the_output_folder_stays_as_it_is(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -270,7 +358,7 @@ def test_checkpoints_of_an_earlier_version_go_on_where_its_keys_had_the_defaults
             training.train(load_recipe(file, [override]))
 
 
-def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(tmp_path, caplog):
+def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(tmp_path, caplog, monkeypatch):
     values = tiny(tmp_path, training={"max_steps": 4}, evaluation={"rows": 0})
     values["fast"]["stock_masking"] = True
 
@@ -286,14 +374,24 @@ def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(t
     file = write(tmp_path, values | {"fast": {"enabled": False}}, "other")
     training.train(load_recipe(file), resume=False)
     assert warned(file, "fast.enabled=true") == [
-        f"fast.enabled is True, but the checkpoints in {tmp_path}/out were made with False: stock PyLate lets masked "
+        f"pylate-fastmaxsim is on, but the checkpoints in {tmp_path}/out were made with it off: stock PyLate lets masked "
         "document tokens win and this package does not, so that scores differ from here on."
     ]
     assert not warned(file, "fast.enabled=true", "fast.fused_head=false")
+    with monkeypatch.context() as patch:
+        patch.setenv("PYLATE_FASTMAXSIM", "0")
+        (warning,) = warned(file, "fast.enabled=true")
+        assert warning.startswith(
+            f"pylate-fastmaxsim is off, but the checkpoints in {tmp_path}/out were made with it on: "
+        )
+        assert not warned(file, "fast.enabled=true")
+    assert len(warned(file, "fast.enabled=true")) == 1
     assert len(warned(file)) == 1
 
 
-@pytest.mark.parametrize("name", [run_folder.RECIPE_FILE, run_folder.FILES_FILE, run_folder.MINED_FILE])
+@pytest.mark.parametrize(
+    "name", [run_folder.RECIPE_FILE, run_folder.FILES_FILE, run_folder.MINED_FILE, run_folder.PROCESSES_FILE]
+)
 def test_a_record_that_cannot_be_read_is_one_sentence(name, tmp_path):
     file, record = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out" / name
     training.train(load_recipe(file))

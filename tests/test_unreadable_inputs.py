@@ -14,10 +14,12 @@ import pytest
 pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
+from datasets import Dataset, DatasetDict
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
 
 from pylate_fastmaxsim.recipes import model as models
+from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -113,6 +115,36 @@ def test_a_file_of_the_model(name, encoder, tmp_path):
     done = as_a_user("-m", "pylate_fastmaxsim.cli", "train", str(write(tmp_path, values)))
     sentence = f"model.name_or_path {model} cannot be loaded: {model / name} cannot be read."
     assert (done.returncode, done.stderr) == (2, f"fastmaxsim: {sentence}\n")
+
+
+@pytest.mark.parametrize("others", [{"query": "q", "positive": "d", "answer": "a"}, {"query": "q", "answer": "a"}])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_files_with_other_columns_than_the_first(suffix, others, tmp_path):
+    files = []
+    for name, row in {"first": {"query": "q", "positive": "d"}, "second": others}.items():
+        files.append(str(tmp_path / f"{name}.{suffix}"))
+        rows = Dataset.from_list([row] * 9)
+        rows.to_json(files[-1]) if suffix == "jsonl" else rows.to_parquet(files[-1])
+    with pytest.raises(RecipeError) as error:
+        load_data(load_recipe(write(tmp_path, tiny(tmp_path, data={"files": files}))))
+    assert str(error.value) == (
+        f"data.files: all rows must have the columns of the first (query, positive), but {files[1]} has answer."
+    )
+
+
+@pytest.mark.parametrize("source", ["hub", "distillation"])
+@pytest.mark.parametrize("saved", [Dataset, DatasetDict])
+def test_a_folder_written_by_save_to_disk(saved, source, tmp_path):
+    rows = Dataset.from_list([{"query": f"query {row}", "positive": f"document {row}"} for row in range(9)])
+    (rows if saved is Dataset else DatasetDict(train=rows)).save_to_disk(tmp_path / "saved")
+    values = tiny(tmp_path, loss={"name": "distillation" if source == "distillation" else "contrastive"})
+    values["data"] = {"source": source, "name": str(tmp_path / "saved")}
+    with pytest.raises(RecipeError) as error:
+        load_data(load_recipe(write(tmp_path, values)))
+    assert str(error.value) == (
+        f"data.name: the folder {tmp_path}/saved was written by save_to_disk of datasets, which is not read here; load it "
+        "with load_from_disk and write each table with to_parquet."
+    )
 
 
 def test_an_input_that_goes_while_it_is_read_names_its_key(tmp_path):

@@ -60,19 +60,22 @@ def load_distillation(data: DataSection) -> Dataset:
     Raises
     ------
     RecipeError
-        A column is missing or holds no texts, a row has too few documents or scores, or an id is not in its table.
+        A column is missing or holds no texts, a row has too few documents or scores, or an id is not in its table or
+        stands for several texts there.
     """
     train, queries, documents = (
         load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
     )
-    texts = {f"data.name: 'text' of the subset {x}": y for x, y in (("queries", queries), ("documents", documents))}
-    for where, table in texts.items():
-        require_texts(where, table, "text")
+    texts = {"queries": queries, "documents": documents}
+    for subset, table in texts.items():
+        require_texts(f"data.name: 'text' of the subset {subset}", table, "text")
     train = _parsed(train.select_columns(list(COLUMNS["train"])))
     n_ways = _number_of_ways(data, train)
     with progress_shown():
         rows = train.with_format("arrow").map(
-            _Resolve(_ids(queries, "query_id", "queries"), _ids(documents, "document_id", "documents"), n_ways, texts),
+            _Resolve(
+                {subset: _ids(table, COLUMNS[subset][0], subset) for subset, table in texts.items()}, n_ways, texts
+            ),
             batched=True,
             batch_size=ROWS_PER_LOOKUP,
             remove_columns=train.column_names,
@@ -80,7 +83,7 @@ def load_distillation(data: DataSection) -> Dataset:
                 {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
             ),
             # Of the tables and not of the ids in memory, which would take long to hash.
-            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 3]),
+            new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 4]),
             desc="Looking up document ids",
         )
     return rows.with_transform(Texts(queries, documents))
@@ -165,25 +168,37 @@ def _as_text(ids: pa.ChunkedArray, column: str, subset: str) -> pa.ChunkedArray:
     return ids
 
 
+def _require_one_text_each(subset: str, ids: pa.ChunkedArray, texts: pa.ChunkedArray) -> None:
+    """Refuse an id that stands for several texts, of which one would be taken and the others left out unsaid."""
+    if pc.count_distinct(ids).as_py() == len(ids):
+        return
+    counts = pa.table({"id": ids, "text": texts}).group_by("id").aggregate([("text", "count_distinct")])
+    several = pc.index(pc.greater(counts["text_count_distinct"], 1), True).as_py()
+    if several >= 0:
+        raise RecipeError(
+            f"data.name: {COLUMNS[subset][0]!r} of the subset {subset} must stand for one text each, but "
+            f"{counts['id'][several]} has several."
+        )
+
+
 class _Resolve:
     """From ids to row numbers, for a batch of rows in Arrow."""
 
-    def __init__(
-        self, query_ids: pa.ChunkedArray, document_ids: pa.ChunkedArray, n_ways: int, texts: dict[str, Dataset]
-    ) -> None:
-        self.query_ids = query_ids
-        self.document_ids = document_ids
+    def __init__(self, ids: dict[str, pa.ChunkedArray], n_ways: int, texts: dict[str, Dataset]) -> None:
+        self.ids = ids
         self.n_ways = n_ways
         self.unread = texts
 
     def __call__(self, table: pa.Table) -> pa.Table:
         # Here, because it reads the whole corpus and what is made here is kept: not again in each run.
         while self.unread:
-            where, texts = self.unread.popitem()
-            require_utf8(where, texts.data.column("text"))
+            subset, table_of_texts = self.unread.popitem()
+            texts = table_of_texts.data.column("text")
+            require_utf8(f"data.name: 'text' of the subset {subset}", texts)
+            _require_one_text_each(subset, self.ids[subset], texts)
         first = {name: pc.list_slice(table[name], 0, self.n_ways) for name in ("document_ids", "scores")}
-        queries = _rows("query_id", table["query_id"], self.query_ids, "queries")
-        documents = _rows("document_ids", pc.list_flatten(first["document_ids"]), self.document_ids, "documents")
+        queries = _rows("query_id", table["query_id"], self.ids["queries"], "queries")
+        documents = _rows("document_ids", pc.list_flatten(first["document_ids"]), self.ids["documents"], "documents")
         scores = pc.list_flatten(first["scores"])
         try:
             scores = pc.cast(scores, pa.float32())

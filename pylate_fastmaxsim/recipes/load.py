@@ -209,9 +209,11 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     for section in sections:
         if values.get(section) is None:
             values[section] = {}
-        values = values[section]
-        if not isinstance(values, dict):
+        if not isinstance(values[section], dict):
             raise RecipeError(f"--set {override}: {section} is not a section.")
+        # A copy, since an alias of YAML makes two sections one object.
+        values[section] = dict(values[section])
+        values = values[section]
     values[last] = _parse_yaml(text, f"--set {dotted}")
 
 

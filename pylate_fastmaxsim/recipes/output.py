@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import TrainerState
 
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
 from pylate_fastmaxsim.recipes.docstrings import source_files
 from pylate_fastmaxsim.recipes.finite_json import write_json
-from pylate_fastmaxsim.recipes.load import dump_recipe, with_defaults
+from pylate_fastmaxsim.recipes.load import REQUIRED_SOURCE_KEY, dump_recipe, with_defaults
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
@@ -25,7 +27,10 @@ logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe-of-checkpoints.yaml"
 MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
-FILES_FILE = "files.json"  # likewise, of what content of data.files or data.packages
+FILES_FILE = "files.json"  # likewise, of what content of data and model on this machine
+PROCESSES_FILE = "processes.json"  # likewise, of how many processes, among which rows are divided
+
+MODEL_KEY = "model.name_or_path"
 
 # The trainer writes this file last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
@@ -80,8 +85,16 @@ def _checkpoints(directory: Path) -> dict[Path, int]:
     return {path: int(name[1]) for path, name in names.items() if name and path.is_dir()}
 
 
-def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
-    """Ready ``output_dir`` for this run and return the checkpoint to go on from."""
+def trained_state(checkpoint: Path | None) -> TrainerState | None:
+    """The state of a checkpoint with no step left to do, from which the trainer would do one step more."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(checkpoint / CHECKPOINT_LAST_FILE))
+    return state if state.global_step >= state.max_steps else None
+
+
+def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> Path | None:
+    """Ready ``output_dir`` for this run of so many processes and return the checkpoint to go on from."""
     directory = Path(recipe.output_dir)
     checkpoint = last_checkpoint(recipe) if resume else None
     if checkpoint is not None and (earlier := _read_record(directory / RECIPE_FILE)) is not None:
@@ -96,13 +109,21 @@ def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
         )
     record = directory / FILES_FILE
     earlier = (_read_record(record) or {}) if checkpoint is not None else {}
-    contents = data_contents(recipe)
-    changed = [name for name in contents if name in earlier and contents[name]["digest"] != earlier[name]["digest"]]
-    if changed:
-        key = "data.packages" if recipe.data.source == "docstrings" else "data.files"
+    data, model = data_contents(recipe), _model_contents(recipe)
+    for key, contents in {_data_key(recipe): data, MODEL_KEY: model}.items():
+        changed = [name for name in contents if name in earlier and contents[name]["digest"] != earlier[name]["digest"]]
+        if changed:
+            raise RecipeError(
+                f"{key}: {', '.join(changed)} changed after the checkpoints in {recipe.output_dir} were made; bring the "
+                "earlier content back, choose another output_dir, or start over with --no-resume."
+            )
+    launched = directory / PROCESSES_FILE
+    earlier = (_read_record(launched) or {}) if checkpoint is not None else {}
+    # What has only to be evaluated takes no more steps, which depend on how the rows are divided.
+    if earlier.get("processes", processes) != processes and trained_state(checkpoint) is None:
         raise RecipeError(
-            f"{key}: {', '.join(changed)} changed after the checkpoints in {recipe.output_dir} were made; bring the "
-            "earlier content back, choose another output_dir, or start over with --no-resume."
+            f"the number of processes is {processes}, but the checkpoints in {recipe.output_dir} were made with "
+            f"{earlier['processes']}; keep it, choose another output_dir, or start over with --no-resume."
         )
     if writes:
         make_directory("output_dir", directory)
@@ -111,31 +132,70 @@ def open_output(recipe: Recipe, resume: bool, writes: bool) -> Path | None:
                 shutil.rmtree(path)
         write_whole_text(directory / RECIPE_FILE, dump_recipe(recipe))
         _write_record(mined, {"digest": digest} if digest is not None else {})
-        _write_record(record, contents)
+        _write_record(record, data | model)
+        _write_record(launched, earlier or {"processes": processes})
     return checkpoint
 
 
 def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """What tells each of ``data.files`` or ``data.packages`` from another of its name.
+    """What tells each of ``data.files`` or ``data.packages``, or the folder ``data.name``, from another of its name.
 
-    A file with the size and time that it had when ``output_dir`` was last written is not read again.
+    A file with the size and time that it had when ``output_dir`` was last written is not read again. Mined data has a
+    digest of its own, and data on the Hub has none.
     """
     data = recipe.data
     if data.source == "docstrings":
         return {name: {"digest": content_digest("data.packages", source_files(name))} for name in data.packages}
+    names = data.files
+    if data.source != "files":
+        names = [data.name] if Path(data.name).is_dir() and mined_digest(data) is None else []
+    return _contents(recipe, _data_key(recipe), names)
+
+
+def _data_key(recipe: Recipe) -> str:
+    return f"data.{REQUIRED_SOURCE_KEY[recipe.data.source]}"
+
+
+def _model_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The same of a model in a folder, which may have been trained again since; nothing of one on the Hub."""
+    name = recipe.model.name_or_path
+    return _contents(recipe, MODEL_KEY, [name] if name is not None and Path(name).is_dir() else [])
+
+
+def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str, Any]]:
     try:
         earlier = _read_record(Path(recipe.output_dir, FILES_FILE)) or {}
     except RecipeError:
         earlier = {}  # which saves time only
     contents = {}
-    for name in data.files or []:
-        status = os.stat(name)
-        kept = {"size": status.st_size, "modified": status.st_mtime_ns}
-        known = earlier.get(name, {})
-        same = all(known.get(key) == value for key, value in kept.items())
-        # The content decides: a copy that is made anew for each job has another time and the same rows.
-        contents[name] = kept | {"digest": known["digest"] if same else content_digest("data.files", [name])}
+    for name in names:
+        known, path = earlier.get(name, {}), Path(name)
+        if path.is_dir():
+            contents[name] = _folder_content(key, path, known, Path(recipe.output_dir).resolve())
+        else:
+            contents[name] = _file_content(key, path, known)
     return contents
+
+
+def _folder_content(key: str, folder: Path, known: dict[str, Any], output: Path) -> dict[str, Any]:
+    """Of the files in a folder, but for hidden ones, a model's card, and what the run itself writes to ``output``."""
+    folder, known, files = folder.resolve(), known.get("files", {}), {}
+    for file in sorted(folder.rglob("*")):
+        inside = file.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        card = key == MODEL_KEY and file.name == "README.md"
+        if file.is_file() and not hidden and not card and output not in file.parents:
+            files[str(inside)] = _file_content(key, file, known.get(str(inside), {}))
+    digests = {name: content["digest"] for name, content in files.items()}
+    return {"files": files, "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest()}
+
+
+def _file_content(key: str, file: Path, known: dict[str, Any]) -> dict[str, Any]:
+    status = os.stat(file)
+    kept = {"size": status.st_size, "modified": status.st_mtime_ns}
+    same = all(known.get(name) == value for name, value in kept.items())
+    # The content decides: a copy that is made anew for each job has another time and the same rows.
+    return kept | {"digest": known["digest"] if same else content_digest(key, [file])}
 
 
 def _write_record(file: Path, values: dict[str, Any]) -> None:
@@ -177,9 +237,9 @@ def _say_what_masking_changes(recipe: Recipe, earlier: dict[str, Any]) -> None:
     before = with_defaults(earlier, Recipe)["fast"]["enabled"]
     if recipe.fast.enabled != before and not recipe.fast.stock_masking and not recipe.model.visual:
         logger.warning(
-            "fast.enabled is %r, but the checkpoints in %s were made with %r: stock PyLate lets masked document tokens "
-            "win and this package does not, so that scores differ from here on.",
-            *(recipe.fast.enabled, recipe.output_dir, before),
+            "pylate-fastmaxsim is %s, but the checkpoints in %s were made with it %s: stock PyLate lets masked document "
+            "tokens win and this package does not, so that scores differ from here on.",
+            *("on" if recipe.fast.enabled else "off", recipe.output_dir, "on" if before else "off"),
         )
 
 

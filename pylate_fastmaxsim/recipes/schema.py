@@ -119,8 +119,9 @@ class DataSection:
     ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
     ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
     (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
-    as .jsonl or .parquet files. Texts are read from disk as they are needed. ``n_ways`` is how many
-    documents of each row are used, the first ones; null uses as many as the shortest row has.
+    as .jsonl or .parquet files. An id stands for one text. Texts are read from disk as they are needed.
+    ``n_ways`` is how many documents of each row are used, the first ones; null uses as many as the
+    shortest row has.
 
     ``max_rows`` keeps a random part, drawn with ``seed``.
     """
@@ -211,7 +212,7 @@ class TrainingSection:
 
     ``precision: auto`` means bf16 where the GPU has it, else fp16, and fp32 on a CPU. ``max_steps``,
     where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
-    cost at most; null saves no checkpoint.
+    cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)

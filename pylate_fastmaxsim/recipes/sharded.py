@@ -11,6 +11,8 @@ from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer
 
+from pylate_fastmaxsim.recipes.callbacks import batches_done
+
 
 class Undivided:
     """Gives a trainer that it is mixed into ``_whole``: the model from before FSDP divided it, to put gathered weights into.
@@ -28,7 +30,7 @@ class Undivided:
 
 
 class RecipeTrainer(Undivided, SentenceTransformerTrainer):
-    """Saves, resumes and hands back whole models, also under FSDP.
+    """Saves, resumes and hands back whole models, also under FSDP, and goes on with the batch that comes next.
 
     The trainer of Sentence Transformers saves the model as the process sees it, which under FSDP is a part of it.
     """
@@ -55,6 +57,11 @@ class RecipeTrainer(Undivided, SentenceTransformerTrainer):
             super()._save(output_dir)
         finally:
             self.model = divided
+
+    def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
+        """Where training goes on: epochs that are done, and batches of the one begun."""
+        super()._init_training_state(*arguments)
+        return batches_done(self.state, len(self._train_dataloader))
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:

@@ -21,6 +21,7 @@ from datasets import (
     load_dataset_builder,
 )
 from datasets.exceptions import DatasetGenerationError
+from datasets.table import CastError
 
 from pylate_fastmaxsim.recipes.disk import read_failure, write_failure
 from pylate_fastmaxsim.recipes.load import FILE_TYPES
@@ -28,6 +29,9 @@ from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
+
+# What save_to_disk of datasets writes into the folder of a table, and of several.
+SAVED_TO_DISK = ("dataset_info.json", "dataset_dict.json")
 
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
@@ -37,6 +41,7 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
 
     Without ``split`` the data must have one split, which is the one returned.
     """
+    _require_files(key, Path(path))
     try:
         if Path(path).is_dir():
             path, subset, options = _files_of_folder(path, subset, options)
@@ -49,6 +54,14 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             raise
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # which says what, where datasets only says that
+        if isinstance(error, CastError):
+            first = error.requested_column_names
+            more = [column for column in error.table_column_names if column not in first]
+            place = _file_with(more, path, options.get("data_files")) or "some row"
+            raise RecipeError(
+                f"{key}: all rows must have the columns of the first ({', '.join(first)}), but {place} has "
+                f"{', '.join(more) or 'others'}."
+            ) from error
         if isinstance(error, StopIteration) or NO_ROWS in str(error):
             raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
         raise loading_failure(key, error) from error
@@ -57,6 +70,24 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
         table = next(iter(table.values()))
     return table
+
+
+def _require_files(key: str, folder: Path) -> None:
+    """Refuse what ``datasets`` writes for itself, of which it would load the files of no table."""
+    if any((folder / name).is_file() for name in SAVED_TO_DISK):
+        raise RecipeError(
+            f"{key}: the folder {folder} was written by save_to_disk of datasets, which is not read here; load it with "
+            "load_from_disk and write each table with to_parquet."
+        )
+
+
+def _file_with(columns: list[str], kind: str, files: Any) -> str | None:
+    """The first of several files that begins with a row that has some of these columns."""
+    for file in files if isinstance(files, list) else ():
+        rows = load_dataset(kind, split="train", streaming=True, **_literal({"data_files": file}))
+        if not set(columns).isdisjoint(next(iter(rows), ())):
+            return file
+    return None
 
 
 def _literal(options: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +224,7 @@ def _is_utf8(text: pa.Scalar) -> bool:
 
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
+    _require_files(key, folder)
     for suffix, kind in FILE_TYPES.items():
         if (file := folder / f"{subset}{suffix}").is_file():
             return load_table(key, kind, data_files=str(file), split="train")

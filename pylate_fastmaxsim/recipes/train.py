@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,13 @@ from transformers.integrations import is_tensorboard_available, is_wandb_availab
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
-from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StopOnInterrupt
+from pylate_fastmaxsim.recipes.callbacks import (
+    FinishByEpochs,
+    RefuseUnevenEpochs,
+    ShuffleByEpoch,
+    StepsAsAsked,
+    StopOnInterrupt,
+)
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
 from pylate_fastmaxsim.recipes.disk import write_whole_folder
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
@@ -29,7 +35,7 @@ from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
-from pylate_fastmaxsim.recipes.output import CHECKPOINT_LAST_FILE, open_output
+from pylate_fastmaxsim.recipes.output import open_output, trained_state
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError, first_line
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
@@ -73,8 +79,9 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or is written
-        by another command at this moment, no batch could be made, or the evaluation ran out of memory.
+        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe, of other
+        content of its data or model or of another number of processes, or is written by another command at this moment,
+        no batch could be made, or the evaluation ran out of memory.
     KeyboardInterrupt
         The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
     """
@@ -97,9 +104,11 @@ def _train(
         prepared = prepare(recipe)
         data = load_data(prepared)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
-        checkpoint = open_output(recipe, resume, writes=arguments.should_save)
+        # What is in force, which the environment may have a say in.
+        in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
+        checkpoint = open_output(in_force, resume, arguments.should_save, arguments.world_size)
     with switched(recipe.fast):
-        state = _trained_state(checkpoint)
+        state = trained_state(checkpoint)
         if state is None:
             trainer = build_trainer(recipe, model, data.train, arguments)
             state = _run_trainer(recipe, trainer, checkpoint)
@@ -141,9 +150,9 @@ def _evaluate_saved(
 
 def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
     interrupt = StopOnInterrupt()
-    trainer.add_callback(interrupt)
-    trainer.add_callback(ShuffleByEpoch())
-    trainer.add_callback(NameRecipe(recipe))
+    own = (StepsAsAsked(), RefuseUnevenEpochs(), ShuffleByEpoch(), FinishByEpochs(), NameRecipe(recipe))
+    for callback in (interrupt, *own):
+        trainer.add_callback(callback)
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:
@@ -178,14 +187,6 @@ def _close_bar(trainer: Trainer) -> None:
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
             callback.training_bar.close()
-
-
-def _trained_state(checkpoint: Path | None) -> TrainerState | None:
-    """The state of a checkpoint with no step left to do, from which the trainer would do one step more."""
-    if checkpoint is None:
-        return None
-    state = TrainerState.load_from_json(str(checkpoint / CHECKPOINT_LAST_FILE))
-    return state if state.global_step >= state.max_steps else None
 
 
 def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
