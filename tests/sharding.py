@@ -22,5 +22,10 @@ def fully_sharded(model):
     return fully_shard(model, mesh=mesh)
 
 
+def encoder_sharded(model):
+    fully_shard(model[0].auto_model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
 def flat_sharded(model):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)

@@ -13,7 +13,7 @@ from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
 from ranks import run_cases
-from sharding import data_parallel, flat_sharded, fully_sharded
+from sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -137,16 +137,20 @@ def _ranks_that_differ(wrap: Callable, queries: tuple[int, int] = (6, 6), **opti
 
 
 def _without_the_others(folder: str) -> None:
-    """One rank computes a loss of an averaged copy of the model, as it validates while others wait for it."""
+    """One rank validates, also by an averaged copy of the model, while the others wait for it."""
     core = load_model(f"{folder}/modernbert").double()
-    model = DistributedDataParallel(core)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    losses.Contrastive(model)(_batch(core, dist.get_rank())).backward()
-    if dist.get_rank() == 0:
-        averaged = AveragedModel(core)
-        assert losses.CachedContrastive(averaged, mini_batch_size=2)(_batch(core, 0)).isfinite()
-        assert losses.Contrastive(averaged)(_batch(core, 0)).isfinite()
-    dist.barrier()
+    model = DistributedDataParallel(core, broadcast_buffers=False)
+    averaged = AveragedModel(core)
+    for options in (None, {"stock_masking": True}):
+        if options is not None:
+            pylate_fastmaxsim.enable(**options)
+        losses.Contrastive(model)(_batch(core, dist.get_rank())).backward()
+        if dist.get_rank() == 0:
+            cached = [losses.CachedContrastive(one, mini_batch_size=2) for one in (model, averaged)]
+            with torch.no_grad():
+                found = [loss(_batch(core, 0)).item() for loss in (losses.Contrastive(averaged), *cached)]
+            assert found == pytest.approx(found[:1] * 3)
+        dist.barrier()
 
 
 CASES = {
@@ -187,7 +191,7 @@ CASES["one with scores of its own"] = _ranks_that_differ(
     score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs),
 )
 CASES["one without the others"] = _without_the_others
-for _wrap in (data_parallel, flat_sharded, fully_sharded):
+for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
     CASES[f"one finds a difference {_wrap.__name__}"] = _one_finds_a_difference(_wrap)
 

@@ -226,6 +226,32 @@ def test_several_masks_of_one_sequence(name, masked):
         assert torch.equal(scorer(name)(queries, documents, **mask), expected)
 
 
+@pytest.mark.parametrize("mask", [torch.tensor(True), torch.arange(LENGTH) < 3, [1.0] * LENGTH], ids=["0", "1", "list"])
+def test_masks_of_fewer_dimensions_mean_what_they_mean_to_stock(mask):
+    queries, documents = embeddings("colbert_scores")
+
+    def outcome():
+        try:
+            return scores.colbert_scores(queries[:, :1], documents, documents_mask=mask)
+        except Exception as error:
+            return repr(error)
+
+    expected = outcome()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        result = outcome()
+    assert torch.equal(result, expected) if isinstance(expected, torch.Tensor) else result == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_in_one_graph(name, calls):
+    function = scorer(name)
+    expected = function(*embeddings(name))
+    with pylate_fastmaxsim.enabled():
+        compiled = torch.compile(lambda *args: function(*args), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*embeddings(name)), expected)
+    assert calls
+
+
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_the_examples_of_stock_hold(name):
     with pylate_fastmaxsim.enabled():

@@ -88,6 +88,15 @@ def test_a_metric_compiled_by_its_user(calls):
     assert calls
 
 
+@pytest.mark.parametrize("metric", [XTRScores(k=5), XTRKDScores(k=5)], ids=["XTRScores", "XTRKDScores"])
+def test_scores_in_one_graph(metric, calls):
+    expected = metric(*embeddings())
+    with pylate_fastmaxsim.enabled():
+        compiled = torch.compile(lambda *args: metric(*args), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*embeddings()), expected)
+    assert calls
+
+
 def test_stock_is_back_afterwards():
     originals = XTRScores.__call__, XTRKDScores.__call__
     with pylate_fastmaxsim.enabled():

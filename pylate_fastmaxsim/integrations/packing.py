@@ -155,8 +155,7 @@ def plan_documents(
     skipped = partial(_skipped, skiplist=tuple(skiplist))
     options = switch.options()
     mode = "padded"
-    # GradCache has a backward for each call.
-    in_step = runs_in_step(model, backwards=mini_batch_size is not None)
+    in_step = runs_in_step(model, backwards=mini_batch_size is not None and _has_a_backward_for_each_call())
     if options is None or options.padding_free:
         mode = _mode(model, document_features, in_step)
     if options is not None and options.compile:
@@ -202,13 +201,18 @@ def query_calls(
         return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
-    if runs_in_step(model, backwards=True):
+    if runs_in_step(model, _has_a_backward_for_each_call()):
         calls = most_of_all_ranks(calls, features["input_ids"].device)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
             compilation.mark_varying(call)
     return queries
+
+
+def _has_a_backward_for_each_call() -> bool:
+    """Of GradCache, unless its loss is computed to be looked at."""
+    return torch.is_grad_enabled()
 
 
 def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:

@@ -79,6 +79,8 @@ def score_groups(
     return _score(options, queries, documents, queries_mask, documents_mask)
 
 
+# What is compiled takes the answer that it was compiled with: dynamo cannot trace how it is found.
+@torch.compiler.assume_constant_result
 def group_scores_are_own() -> bool:
     """Whether PyLate wrote the function by which its ``ColBERTScores`` score each group of documents."""
     return written_in(stock_scores.colbert_scores, SCORING)
@@ -157,11 +159,10 @@ def _score(options: Options, queries, documents, queries_mask, documents_mask, c
 
 def broadcast(mask, embeddings: Tensor) -> Tensor:
     """The mask in the shape of the tokens. Stock also takes several masks of one sequence, and returns scores of each."""
-    mask = convert_to_tensor(mask)
-    shape = embeddings.shape[:-1]
-    if mask.dim() > len(shape) or any(
-        size not in (1, tokens) for size, tokens in zip(reversed(mask.shape), reversed(shape), strict=False)
-    ):
+    mask, shape = convert_to_tensor(mask), embeddings.shape[:-1]
+    if mask is None:
+        raise LeftToStock("a mask is neither a tensor nor an array nor a list of them")
+    if mask.dim() != len(shape) or any(size not in (1, whole) for size, whole in zip(mask.shape, shape, strict=True)):
         raise LeftToStock(f"a mask has the shape {tuple(mask.shape)} for embeddings of {tuple(embeddings.shape)}")
     return mask.broadcast_to(shape)
 
@@ -179,7 +180,8 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
         embeddings = torch.from_numpy(embeddings)
     if isinstance(embeddings, Tensor):
         if embeddings.is_nested or embeddings.dim() != 3:
-            raise LeftToStock("embeddings are a nested tensor or have another number of dimensions than 3")
+            shape = "of a nested tensor" if embeddings.is_nested else tuple(embeddings.shape)
+            raise LeftToStock(f"embeddings have the shape {shape}")
         _check_floating(embeddings)
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from pylate.losses import Distillation
 from pylate.scores import XTRKDScores, XTRScores
 from pylate.utils import convert_to_tensor
@@ -33,8 +34,16 @@ def passing_tokens(loss: nn.Module) -> int | None:
 
 def _is_pylates(metric: XTRScores) -> bool:
     """Whether PyLate wrote both steps of the scores. ``metric.compile()`` leaves them as they are."""
-    score = getattr(metric._score, "_torchdynamo_orig_callable", metric._score)
-    return written_in(XTRScores.__call__, SCORING) and written_in(score, SCORING)
+    if type(metric)._score is not XTRScores._score or not _steps_are_own():
+        return False
+    score = vars(metric).get("_score")
+    return score is None or written_in(getattr(score, "_torchdynamo_orig_callable", score), SCORING)
+
+
+# What is compiled takes the answer that it was compiled with: dynamo cannot trace how it is found.
+@torch.compiler.assume_constant_result
+def _steps_are_own() -> bool:
+    return written_in(XTRScores.__call__, SCORING) and written_in(XTRScores._score, SCORING)
 
 
 @replaces(XTRScores.__call__)

@@ -69,6 +69,8 @@ def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: i
     """
     if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
         raise LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
+    if queries.is_nested or documents.is_nested:
+        raise LeftToStock("embeddings are a nested tensor")
     if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
         raise LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
     if queries.is_meta or documents.is_meta:

@@ -114,11 +114,16 @@ def runs_in_step(model: nn.Module, backwards: bool = False) -> bool:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    return any(_waits(layer, backwards) for layer in layers_of_wrapping(model))
+    *around, core = layers_of_wrapping(model)
+    return (
+        any(_waits(layer, backwards) for layer in around)
+        # Also where no more of a model is sharded than its encoder.
+        or any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules())
+    )
 
 
 def _waits(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
         # One backward of many calls exchanges gradients once. The Sentence Transformers trainer broadcasts no buffers.
         return backwards or (layer.broadcast_buffers and len(layer.modules_buffers) > 0)
-    return isinstance(layer, (FullyShardedDataParallel, FSDPModule)) or written_in(type(layer).forward, ("deepspeed",))
+    return written_in(type(layer).forward, ("deepspeed",))
