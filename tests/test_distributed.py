@@ -136,6 +136,28 @@ def _ranks_that_differ(wrap: Callable, queries: tuple[int, int] = (6, 6), **opti
     return run
 
 
+def _static_graph(folder: str) -> None:
+    """The ranks have as many documents, but the last batch has fewer, and so fewer groups: gradients are exchanged."""
+    rank = dist.get_rank()
+    core = load_model(f"{folder}/modernbert").double()
+    core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": True})
+    core[0].auto_model.enable_input_require_grads()
+    batches = [_batch(core, rank, queries) for queries in (9, 9, 2)]
+
+    def steps() -> list[float]:
+        model = DistributedDataParallel(core, static_graph=True, broadcast_buffers=False)
+        loss_function, found = losses.Contrastive(model), []
+        for batch in batches:
+            core.zero_grad()
+            loss_function([dict(column) for column in batch]).backward()
+            found += [weight.grad.norm().item() for weight in core.parameters()]
+        return found
+
+    stock = steps()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert steps() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+
+
 def _without_the_others(folder: str) -> None:
     """One rank validates, also by an averaged copy of the model, while the others wait for it."""
     core = load_model(f"{folder}/modernbert").double()
@@ -186,6 +208,7 @@ CASES["cached xtr"] = _compare(
     losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )
 CASES["disagreeing"] = _disagreeing
+CASES["static graph"] = _static_graph
 CASES["one with scores of its own"] = _ranks_that_differ(
     partial(data_parallel, broadcast_buffers=False),
     score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs),

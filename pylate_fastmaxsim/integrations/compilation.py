@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import wraps
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
-from pylate_fastmaxsim.integrations.wrappers import is_compiled, unwrap
+from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, unwrap
+
+try:
+    from transformers.utils import output_capturing
+except ImportError:  # an older transformers, whose encoders collect outputs in code of their own
+    output_capturing = None
 
 # All layers share one code object, and with it one budget of compiled variants: first, local and global layers,
 # times queries and documents, times training and evaluation, times autocast on and off.
 _RECOMPILE_LIMIT = 64
 
 _compiled: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
-_recompile_limit_before: int | None = None
+
+_patches = PatchSet()
+
+# Of torch._dynamo.config, while layers are compiled: the value that this package set, and the one before.
+_settings: dict[str, tuple[object, object]] = {}
 
 
 def compile_layers(model: nn.Module) -> None:
@@ -29,8 +43,11 @@ def compile_layers(model: nn.Module) -> None:
     model
         A ``pylate.models.ColBERT``, possibly wrapped.
     """
-    global _recompile_limit_before
     core = unwrap(model)
+    if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
+        log_once("compile=True does nothing: copies that DataParallel makes would run the layers copied.", about=core)
+        _uncompile(_compiled.pop(core, []))
+        return
     if core in _compiled:
         # An adapter may have come since.
         compiled_checkpointing.include(_compiled[core])
@@ -45,9 +62,33 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile(dynamic=True)
     compiled_checkpointing.include(layers)
     _compiled[core] = layers
-    if _recompile_limit_before is None:
-        _recompile_limit_before = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(_recompile_limit_before, _RECOMPILE_LIMIT)
+    if not _settings:
+        _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
+        # What is compiled for a layer without hooks would otherwise serve one that has some.
+        _set("skip_nnmodule_hook_guards", False)
+        if output_capturing is not None:
+            name = "maybe_install_capturing_hooks"
+            _patches.apply([Patch(output_capturing, name, _uncompiling(getattr(output_capturing, name)))])
+
+
+def _uncompiling(stock: Callable) -> Callable:
+    """What transformers calls where a model is to return outputs of its layers, for models with compiled layers.
+
+    It collects them by hooks that look into a context variable, which compiled code does not see.
+    """
+    stock = detached(stock)
+
+    @wraps(stock)
+    def install(model: nn.Module) -> None:
+        modules = set(model.modules())
+        for layers in _compiled.values():
+            if not modules.isdisjoint(layers) and any(layer._compiled_call_impl is not None for layer in layers):
+                log_once("Layers are not compiled any more: %s is to return their outputs.", type(model).__name__)
+                # For good: a checkpoint has to do in the backward what it did in the forward.
+                _uncompile(layers)
+        stock(model)
+
+    return install
 
 
 def mark_varying(features: dict[str, Tensor]) -> None:
@@ -73,12 +114,22 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 
 def release() -> None:
     """Run the layers uncompiled again that :func:`compile_layers` compiled."""
-    global _recompile_limit_before
     for layers in _compiled.values():
-        for layer in layers:
-            layer._compiled_call_impl = None
+        _uncompile(layers)
     _compiled.clear()
+    _patches.undo()
     compiled_checkpointing.release()
-    if _recompile_limit_before is not None:
-        torch._dynamo.config.recompile_limit = _recompile_limit_before
-        _recompile_limit_before = None
+    for name, (ours, before) in _settings.items():
+        if getattr(torch._dynamo.config, name) == ours:
+            setattr(torch._dynamo.config, name, before)
+    _settings.clear()
+
+
+def _uncompile(layers: Iterable[nn.Module]) -> None:
+    for layer in layers:
+        layer._compiled_call_impl = None
+
+
+def _set(name: str, value: object) -> None:
+    _settings[name] = value, getattr(torch._dynamo.config, name)
+    setattr(torch._dynamo.config, name, value)

@@ -70,7 +70,11 @@ def _including(stock: Callable) -> Callable:
 
 
 def _can_be_traced(layer: nn.Module) -> bool:
-    if not (layer.training and layer.gradient_checkpointing) or layer not in _dropouts:
+    if (
+        not (layer.training and layer.gradient_checkpointing)
+        or layer not in _dropouts
+        or layer._compiled_call_impl is None
+    ):
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.

@@ -155,7 +155,8 @@ def plan_documents(
     skipped = partial(_skipped, skiplist=tuple(skiplist))
     options = switch.options()
     mode = "padded"
-    in_step = runs_in_step(model, backwards=mini_batch_size is not None and _has_a_backward_for_each_call())
+    # GradCache has a backward for each call.
+    in_step = runs_in_step(model, backwards=mini_batch_size is not None)
     if options is None or options.padding_free:
         mode = _mode(model, document_features, in_step)
     if options is not None and options.compile:
@@ -201,18 +202,13 @@ def query_calls(
         return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
-    if runs_in_step(model, _has_a_backward_for_each_call()):
+    if runs_in_step(model, backwards=True):
         calls = most_of_all_ranks(calls, features["input_ids"].device)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
             compilation.mark_varying(call)
     return queries
-
-
-def _has_a_backward_for_each_call() -> bool:
-    """Of GradCache, unless its loss is computed to be looked at."""
-    return torch.is_grad_enabled()
 
 
 def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
@@ -354,9 +350,11 @@ def _not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
 
 
 def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
-    core = unwrap(model)
-    if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
+    *around, core = layers_of_wrapping(model)
+    if any(isinstance(layer, DataParallel) for layer in around):
         return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
+    if any(getattr(layer, "static_graph", False) for layer in around) and _checkpoints(core):
+        return "DistributedDataParallel with static_graph counts the calls of checkpointed layers"
     # A trial calls the model as it is inside, and cannot know what these make of padding, or of more calls.
     if (wrapper := unknown_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model"
@@ -371,6 +369,10 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
     return _reason_in_training(core) if core.training else None
+
+
+def _checkpoints(core: nn.Module) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in core.modules())
 
 
 def _reason_in_training(core: nn.Module) -> str | None:
