@@ -296,9 +296,11 @@ def test_a_run_does_not_go_on_with_a_folder_that_was_rewritten(kind, tmp_path, m
 def test_what_a_run_writes_into_the_folder_of_its_data_is_no_change_of_it(tmp_path):
     values, changing = inputs_in_folders("hub", tmp_path)
     (changing.parent / "README.md").write_text("---\nconfigs: [{config_name: default, data_files: train.jsonl}]\n---\n")
-    recipe = load_recipe(write(tmp_path, values | {"output_dir": str(changing.parent / "out")}))
-    training.train(recipe)
-    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+    file = write(tmp_path, values | {"output_dir": str(changing.parent / "out")})
+    training.train(load_recipe(file))
+    training.train(load_recipe(file, [f"output_dir={changing.parent / 'other'}"]))
+    (changing.parent / "nohup.out").write_text("a log")
+    assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
 
 
 def test_another_number_of_processes_does_not_go_on(tmp_path):

@@ -24,6 +24,7 @@ from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.tables import load_table
 
 LOAD = """
 import json, sys
@@ -145,6 +146,27 @@ def test_a_folder_written_by_save_to_disk(saved, source, tmp_path):
         f"data.name: the folder {tmp_path}/saved was written by save_to_disk of datasets, which is not read here; load it "
         "with load_from_disk and write each table with to_parquet."
     )
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_folder_with_the_name_of_a_kind_of_files(kind, tmp_path, monkeypatch):
+    rows = [{"query": f"query {row}", "positive": f"document {row}"} for row in range(9)]
+    suffix = "jsonl" if kind == "json" else kind
+    for name, some in (("rows", rows), (f"{kind}/others", rows[:5])):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        table = Dataset.from_list(some)
+        (table.to_json if kind == "json" else table.to_parquet)(str(tmp_path / f"{name}.{suffix}"))
+    monkeypatch.chdir(tmp_path)
+    table = load_table("data.files", kind, data_files=[f"rows.{suffix}"], split="train")
+    assert table["query"][:] == [row["query"] for row in rows]
+
+
+def test_a_folder_with_a_description_that_datasets_wrote(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    Dataset.from_list([{"query": "q", "positive": "d"}]).to_parquet(folder / "train.parquet")
+    (folder / "dataset_info.json").write_text("{}")
+    assert len(load_table("data.name", str(folder), split="train")) == 1
 
 
 def test_an_input_that_goes_while_it_is_read_names_its_key(tmp_path):

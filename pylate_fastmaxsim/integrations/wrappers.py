@@ -126,6 +126,6 @@ def _waits(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
         # One backward of many calls exchanges gradients once. The Sentence Transformers trainer broadcasts no buffers, and
         # where no gradients are exchanged they are broadcast in the first of any number of calls.
-        exchanges = torch.is_grad_enabled() and layer.require_backward_grad_sync
-        return exchanges and (backwards or (layer.broadcast_buffers and len(layer.modules_buffers) > 0))
+        broadcasts = layer.require_backward_grad_sync and layer.broadcast_buffers and len(layer.modules_buffers) > 0
+        return torch.is_grad_enabled() and (backwards or broadcasts)
     return written_in(type(layer).forward, ("deepspeed",))

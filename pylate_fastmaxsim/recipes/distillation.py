@@ -170,9 +170,14 @@ def _as_text(ids: pa.ChunkedArray, column: str, subset: str) -> pa.ChunkedArray:
 
 def _require_one_text_each(subset: str, ids: pa.ChunkedArray, texts: pa.ChunkedArray) -> None:
     """Refuse an id that stands for several texts, of which one would be taken and the others left out unsaid."""
-    if pc.count_distinct(ids).as_py() == len(ids):
+    counted = pc.value_counts(ids)
+    repeated = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
+    if not len(repeated):
         return
-    counts = pa.table({"id": ids, "text": texts}).group_by("id").aggregate([("text", "count_distinct")])
+    # Of these only: a corpus fills the memory.
+    rows = pc.is_in(ids, value_set=repeated)
+    table = pa.table({"id": ids.filter(rows), "text": texts.filter(rows)})
+    counts = table.group_by("id").aggregate([("text", "count_distinct")])
     several = pc.index(pc.greater(counts["text_count_distinct"], 1), True).as_py()
     if several >= 0:
         raise RecipeError(

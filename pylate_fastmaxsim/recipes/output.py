@@ -22,6 +22,7 @@ from pylate_fastmaxsim.recipes.finite_json import write_json
 from pylate_fastmaxsim.recipes.load import REQUIRED_SOURCE_KEY, dump_recipe, with_defaults
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.tables import FOLDER_FILE_TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -178,13 +179,14 @@ def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str,
 
 
 def _folder_content(key: str, folder: Path, known: dict[str, Any], output: Path) -> dict[str, Any]:
-    """Of the files in a folder, but for hidden ones, a model's card, and what the run itself writes to ``output``."""
+    """Of the files in a folder that are loaded: none that is hidden, a model's card, or what a run wrote there."""
     folder, known, files = folder.resolve(), known.get("files", {}), {}
+    outputs = {output, *(record.parent for record in folder.rglob(RECIPE_FILE))} - {folder}
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
-        card = key == MODEL_KEY and file.name == "README.md"
-        if file.is_file() and not hidden and not card and output not in file.parents:
+        loaded = file.name != "README.md" if key == MODEL_KEY else file.suffix in FOLDER_FILE_TYPES
+        if file.is_file() and loaded and not hidden and outputs.isdisjoint(file.parents):
             files[str(inside)] = _file_content(key, file, known.get(str(inside), {}))
     digests = {name: content["digest"] for name, content in files.items()}
     return {"files": files, "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest()}

@@ -30,8 +30,8 @@ from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
 
-# What save_to_disk of datasets writes into the folder of a table, and of several.
-SAVED_TO_DISK = ("dataset_info.json", "dataset_dict.json")
+# What only save_to_disk of datasets writes into the folder of a table, and of several.
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
@@ -41,9 +41,12 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
 
     Without ``split`` the data must have one split, which is the one returned.
     """
-    _require_files(key, Path(path))
+    # Of files that are named, the path is their kind, of which a folder may have the name.
+    is_folder = "data_files" not in options and Path(path).is_dir()
+    if is_folder:
+        _require_files(key, Path(path))
     try:
-        if Path(path).is_dir():
+        if is_folder:
             path, subset, options = _files_of_folder(path, subset, options)
         with progress_shown():
             table = load_dataset(path, subset, **_literal(options))
@@ -224,9 +227,9 @@ def _is_utf8(text: pa.Scalar) -> bool:
 
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
-    _require_files(key, folder)
     for suffix, kind in FILE_TYPES.items():
         if (file := folder / f"{subset}{suffix}").is_file():
             return load_table(key, kind, data_files=str(file), split="train")
+    _require_files(key, folder)
     names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
     raise RecipeError(f"{key}: the folder {folder} must hold {names}, or a README.md that names its subsets.")
