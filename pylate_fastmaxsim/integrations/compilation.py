@@ -17,8 +17,9 @@ from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapp
 
 try:
     from transformers.utils import output_capturing
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
 except ImportError:  # an older transformers, whose encoders collect outputs in code of their own
-    output_capturing = None
+    maybe_install_capturing_hooks = None
 
 # All layers share one code object, and with it one budget of compiled variants: first, local and global layers,
 # times queries and documents, times training and evaluation, times autocast on and off.
@@ -66,9 +67,9 @@ def compile_layers(model: nn.Module) -> None:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # What is compiled for a layer without hooks would otherwise serve one that has some.
         _set("skip_nnmodule_hook_guards", False)
-        if output_capturing is not None:
-            name = "maybe_install_capturing_hooks"
-            _patches.apply([Patch(output_capturing, name, _uncompiling(getattr(output_capturing, name)))])
+        if maybe_install_capturing_hooks is not None:
+            install = _uncompiling(maybe_install_capturing_hooks)
+            _patches.apply([Patch(output_capturing, install.__name__, install)])
 
 
 def _uncompiling(stock: Callable) -> Callable:
@@ -81,7 +82,7 @@ def _uncompiling(stock: Callable) -> Callable:
     @wraps(stock)
     def install(model: nn.Module) -> None:
         modules = set(model.modules())
-        for layers in _compiled.values():
+        for layers in list(_compiled.values()):
             if not modules.isdisjoint(layers) and any(layer._compiled_call_impl is not None for layer in layers):
                 log_once("Layers are not compiled any more: %s is to return their outputs.", type(model).__name__)
                 # For good: a checkpoint has to do in the backward what it did in the forward.

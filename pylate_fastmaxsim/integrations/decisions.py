@@ -1,4 +1,4 @@
-"""What is decided once about a model, where ranks of a distributed run run in step by all of them together."""
+"""What is decided once about a model: by each rank of a distributed run, or by all together where they run in step."""
 
 from __future__ import annotations
 
