@@ -1,10 +1,9 @@
-"""Recipes: what is accepted, what is built, and that training loses nothing when it is interrupted."""
+"""Recipes: what is accepted, what is built, and what a run leaves."""
 
 import json
 import math
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,17 +17,13 @@ pytest.importorskip("pylate")
 
 import PIL.Image
 import torch
-import transformers
 from datasets import Dataset, Features, Image, Value
 from pylate import models
-from safetensors.torch import load_file
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, text, tiny, write
-from transformers import TrainerCallback
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.recipes import callbacks
 from pylate_fastmaxsim.recipes import prepare as preparing
 from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.compare import compare
@@ -38,7 +33,6 @@ from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.output import RECIPE_FILE, last_checkpoint
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
-from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
 from pylate_fastmaxsim.recipes.warmup import batch_sizes
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -261,147 +255,6 @@ def test_two_processes_that_prepare_at_once_use_what_the_first_has_made(tmp_path
     made = list((tmp_path / "out" / "prepared").iterdir())
     assert len(made) == 1 and not made[0].name.startswith("unfinished")
     models.ColBERT(first[1].model.name_or_path, device="cpu")
-
-
-class Interrupt(TrainerCallback):
-    """Sends this process the signal of Ctrl-C in the middle of a step."""
-
-    def __init__(self, step: int = 10) -> None:
-        self.step = step
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def interrupt(recipe, monkeypatch, callback: TrainerCallback) -> str:
-    """Train until the callback interrupts; the name of the checkpoint that is left."""
-    build = training.build_trainer
-
-    def build_interrupted(*args, **kwargs):
-        trainer = build(*args, **kwargs)
-        trainer.add_callback(callback)
-        return trainer
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "build_trainer", build_interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            training.train(recipe)
-    return last_checkpoint(recipe).name
-
-
-class Failure(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        raise OSError("No space left on device")
-
-
-def test_a_run_that_fails_leaves_ctrl_c_as_it_was(tmp_path, monkeypatch):
-    build = training.build_trainer
-
-    def build_failing(*args, **kwargs):
-        trainer = build(*args, **kwargs)
-        trainer.add_callback(Failure())
-        return trainer
-
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(training, "build_trainer", build_failing)
-    with pytest.raises(OSError, match="No space left"):
-        training.train(load_recipe(write(tmp_path, tiny(tmp_path, "whole"))))
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
-def test_an_interrupted_run_that_goes_on_ends_where_an_uninterrupted_one_does(sampler, tmp_path, monkeypatch):
-    def recipe(name):
-        # 36 training rows: the interruption falls into the second epoch, between two checkpoints.
-        return load_recipe(write(tmp_path, tiny(tmp_path, name)), [f"training.batch_sampler={sampler}"])
-
-    whole = training.train(recipe("whole"))
-    assert interrupt(recipe("parts"), monkeypatch, Interrupt()) == "checkpoint-11"
-    assert not (tmp_path / "parts" / "train.json").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-    parts = training.train(recipe("parts"))
-    assert parts["resumed_from"] == "checkpoint-11"
-    assert parts["losses"] == whole["losses"] and len(whole["losses"]) == 14
-    assert parts["ndcg@10"] == whole["ndcg@10"]
-    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-
-    # Nothing is left to do, in the middle of an epoch: the same again, not one step more.
-    assert training.train(recipe("parts"))["losses"] == whole["losses"]
-    for path in (tmp_path / "parts").glob("checkpoint-*"):
-        assert path.name in ("checkpoint-12", "checkpoint-14")
-
-
-def uneven(folder: Path, name: str, **section) -> dict:
-    """A recipe whose epochs have fewer batches than rows would fill: a third of the 36 rows has the same query."""
-    options = {"batch_sampler": "no_duplicates", "max_steps": None, "num_train_epochs": 3, "save_steps": 4}
-    values = tiny(folder, name, training=options | section, evaluation={"rows": 0})
-    queries = ["what is late interaction" if row < 12 else f"{text(row, 4)} number {row}" for row in range(36)]
-    rows = [{"query": query, "positive": f"{text(row, 9)} number {row}"} for row, query in enumerate(queries)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return values
-
-
-@pytest.mark.parametrize(("accumulated", "steps"), [(1, (7, 10, 14)), (2, (3, 5, 7))])
-def test_epochs_with_fewer_batches_than_counted_are_gone_on_with_exactly(accumulated, steps, tmp_path, monkeypatch):
-    def recipe(name):
-        return load_recipe(write(tmp_path, uneven(tmp_path, name, gradient_accumulation_steps=accumulated)))
-
-    whole = training.train(recipe("whole"))
-    state = json.loads((last_checkpoint(recipe("whole")) / "trainer_state.json").read_text())
-    assert state["global_step"] == state["max_steps"] == whole["steps"] < 3 * math.ceil(9 / accumulated)
-    for step in (*steps, whole["steps"] - 1):
-        name = f"parts-{step}"
-        assert interrupt(recipe(name), monkeypatch, Interrupt(step)) == f"checkpoint-{step + 1}"
-        assert training.train(recipe(name))["losses"] == whole["losses"]
-        weights = [load_file(tmp_path / part / "model" / "model.safetensors") for part in ("whole", name)]
-        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "_run_trainer", None)  # nothing is left to do
-        assert training.train(recipe("whole"))["losses"] == whole["losses"]
-
-
-def test_a_run_that_ends_where_it_was_just_saved_is_finished(tmp_path, monkeypatch):
-    recipe = load_recipe(write(tmp_path, uneven(tmp_path, "out", save_steps=1)))
-    whole = training.train(recipe)
-    monkeypatch.setattr(training, "_run_trainer", None)
-    assert training.train(recipe)["losses"] == whole["losses"]
-
-
-def test_a_run_that_ends_without_saving_leaves_its_checkpoint_whole(tmp_path, monkeypatch):
-    def recipe(steps):
-        return load_recipe(write(tmp_path, uneven(tmp_path, "out", save_steps=steps)))
-
-    steps = training.train(recipe(None))["steps"]
-    assert interrupt(recipe(100), monkeypatch, Interrupt(steps - 1)) == f"checkpoint-{steps}"
-    for _ in range(2):
-        assert training.train(recipe(None))["resumed_from"] == f"checkpoint-{steps}"
-
-
-def test_where_transformers_counts_by_itself_uneven_epochs_are_not_gone_on_with(tmp_path, monkeypatch):
-    recipe = load_recipe(write(tmp_path, uneven(tmp_path, "out")))
-    monkeypatch.delattr(RecipeTrainer, "_init_training_state")
-    monkeypatch.setattr(callbacks, "COUNTS_BATCHES", False)
-    assert interrupt(recipe, monkeypatch, Interrupt(5)) == "checkpoint-6"
-    # In its first epoch a run is where its steps say.
-    assert interrupt(recipe, monkeypatch, Interrupt(10)) == "checkpoint-11"
-    with pytest.raises(RecipeError) as error:
-        training.train(recipe)
-    assert str(error.value) == (
-        "training.batch_sampler no_duplicates left fewer batches in an epoch than transformers "
-        f"{transformers.__version__} counts when it goes on; install 5.3 or later, or start over with --no-resume."
-    )
-
-
-def test_a_run_that_goes_on_saves_and_logs_as_often_as_is_asked_now(tmp_path, monkeypatch):
-    file = write(tmp_path, tiny(tmp_path, training={"save_steps": 100, "save_total_limit": None}))
-    assert interrupt(load_recipe(file, ["training.logging_steps=100"]), monkeypatch, Interrupt(3)) == "checkpoint-4"
-    result = training.train(load_recipe(file, ["training.save_steps=5", "training.logging_steps=2"]))
-    assert [step for step, _ in result["losses"]] == [1, 6, 8, 10, 12, 14]
-    saved = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "out").glob("checkpoint-*"))
-    assert saved == [4, 5, 10, 14]
 
 
 def test_checkpoints_of_another_recipe_are_not_continued_and_can_be_given_up(tmp_path):

@@ -11,7 +11,7 @@ from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer
 
-from pylate_fastmaxsim.recipes.callbacks import batches_done
+from pylate_fastmaxsim.recipes.epochs import batches_done
 
 
 class Undivided:

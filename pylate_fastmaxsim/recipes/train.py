@@ -19,15 +19,10 @@ from transformers.integrations import is_tensorboard_available, is_wandb_availab
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import evaluate_collection
-from pylate_fastmaxsim.recipes.callbacks import (
-    FinishByEpochs,
-    RefuseUnevenEpochs,
-    ShuffleByEpoch,
-    StepsAsAsked,
-    StopOnInterrupt,
-)
+from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
 from pylate_fastmaxsim.recipes.disk import write_whole_folder
+from pylate_fastmaxsim.recipes.epochs import FinishByEpochs, RefuseUnevenEpochs
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
 from pylate_fastmaxsim.recipes.lock import only_command
