@@ -46,10 +46,10 @@ def include(layers: Iterable[nn.Module]) -> None:
         call = _including(GradientCheckpointingLayer.__call__)
         _patches.apply([Patch(GradientCheckpointingLayer, "__call__", call)])
     for layer in layers:
-        if layer not in _dropouts or getattr(layer, "gradient_checkpointing", False):
+        known, probabilities = _dropouts.get(layer, (None, []))
+        if known is None or getattr(layer, "gradient_checkpointing", False):
             modules = list(map(id, layer.modules()))
-            if layer not in _dropouts or _dropouts[layer][0] != modules:
-                _dropouts[layer] = modules, list(_probabilities(layer))
+            _dropouts[layer] = modules, probabilities if modules == known else list(_probabilities(layer))
 
 
 def release() -> None:

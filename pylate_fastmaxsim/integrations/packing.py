@@ -27,7 +27,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_index,
 )
-from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import short_to_long, why_not_grouped, why_not_joint, why_not_packed
 from pylate_fastmaxsim.integrations.wrappers import (
@@ -353,8 +353,6 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     *around, core = layers_of_wrapping(model)
     if any(isinstance(layer, DataParallel) for layer in around):
         return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
-    if any(getattr(layer, "static_graph", False) for layer in around) and _checkpoints(core):
-        return "DistributedDataParallel with static_graph counts the calls of checkpointed layers"
     # A trial calls the model as it is inside, and cannot know what these make of padding, or of more calls.
     if (wrapper := unknown_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model"
@@ -366,13 +364,12 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
         return f"{type(core).__name__} does not begin with a Transformer of Sentence Transformers"
     if reason is not None:
         return reason
+    static = any(getattr(layer, "static_graph", False) for layer in around)
+    if static and getattr(encoder_of(core), "is_gradient_checkpointing", False):
+        return "DistributedDataParallel with static_graph counts the calls of checkpointed layers"
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
     return _reason_in_training(core) if core.training else None
-
-
-def _checkpoints(core: nn.Module) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in core.modules())
 
 
 def _reason_in_training(core: nn.Module) -> str | None:

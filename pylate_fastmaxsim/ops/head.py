@@ -102,9 +102,9 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded where it is written.
 
     Products, bias and norm are float32 (float64 for float64). A kernel that divides wide rows among several tiles writes
-    them before it divides by the norm, and so rounds them twice. For the backward the result
-    and one number per row are kept. There, rows whose gradient is 0 cost nothing, and their hidden states get a
-    gradient of exactly 0, whatever they hold. Differentiable once. Repeatable bit by bit.
+    them before it divides by the norm, and so rounds them twice. For the backward the result and one number per row are
+    kept. There, rows whose gradient is 0 cost nothing, and their hidden states get a gradient of exactly 0, whatever they
+    hold. Differentiable once. Repeatable bit by bit.
 
     Parameters
     ----------
