@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, packing, trials
-from pylate_fastmaxsim.integrations.wrappers import unwrap
+from pylate_fastmaxsim.integrations.wrappers import group_in_step, unwrap
 
 RANKS = 2
 
@@ -175,6 +175,26 @@ def _without_the_others(folder: str) -> None:
         dist.barrier()
 
 
+def _apart(folder: str) -> None:
+    """Each rank trains a model in a group of its own, though DistributedDataParallel has buffers to broadcast."""
+    groups = [dist.new_group([rank]) for rank in range(RANKS)]
+    group = groups[dist.get_rank()]
+    core = load_model(f"{folder}/modernbert").double()
+    both = dist.new_group(list(range(RANKS)))
+    assert group_in_step(DistributedDataParallel(core, process_group=both), backwards=True) is both
+    model = DistributedDataParallel(core, process_group=group, broadcast_buffers=True)
+    batch = _batch(core, dist.get_rank())
+    stock = losses.Contrastive(model)([dict(column) for column in batch]).item()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    for turn in range(RANKS):
+        if dist.get_rank() == turn:
+            for loss in (losses.Contrastive(model), losses.CachedContrastive(model, mini_batch_size=2)):
+                found = loss([dict(column) for column in batch])
+                found.backward()
+                assert found.item() == pytest.approx(stock, rel=1e-8)
+        dist.barrier()
+
+
 CASES = {
     f"{loss_class.__name__}-{'ddp' if wrapped else 'bare'}-{'gathered' if gathered else 'local'}-"
     f"{'packed' if packed else 'grouped'}": _compare(
@@ -208,6 +228,7 @@ CASES["cached xtr"] = _compare(
     losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )
 CASES["disagreeing"] = _disagreeing
+CASES["apart"] = _apart
 CASES["static graph"] = _static_graph
 CASES["one with scores of its own"] = _ranks_that_differ(
     partial(data_parallel, broadcast_buffers=False),

@@ -169,8 +169,8 @@ def test_queries_that_grow_beyond_a_window_of_attention_have_a_call_of_their_own
 def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
     model = load(encoder)
     batch = batch_of(model)
-    monkeypatch.setattr(packing, "runs_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(decisions, "_on_all_ranks", lambda here, device: here)
+    monkeypatch.setattr(packing, "group_in_step", lambda *_, **__: True)
+    monkeypatch.setattr(decisions, "_on_all_ranks", lambda here, **_: here)
     assert_as_stock(model, batch)
     assert joins(model) == {True}
     wide = features(model, sentences(6, longest=8), sentences(6, seed=1))

@@ -28,7 +28,7 @@ def decided(
     model: nn.Module,
     columns: Sequence[dict[str, Tensor]],
     decide: Callable[[Agree], Decision],
-    in_step: bool,
+    group: dist.ProcessGroup | None,
     more: Hashable = None,
 ) -> Decision:
     """What ``decide`` finds when a model is first met in a situation.
@@ -43,8 +43,8 @@ def decided(
         The tokenized texts that it is given.
     decide
         Makes the decision, given how to agree with the other ranks.
-    in_step
-        Whether all ranks of a distributed run decide together.
+    group
+        The ranks of a distributed run that decide together; ``None`` where each decides by itself.
     more
         What else the decision is about.
     """
@@ -52,7 +52,7 @@ def decided(
     device = columns[0]["input_ids"].device
     situation = (
         # Ranks that decide together do so also after one of them has used the model alone.
-        in_step,
+        group is not None,
         *(type(layer) for layer in layers_of_wrapping(model)),
         core.training,
         device.type,
@@ -61,14 +61,14 @@ def decided(
         id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
         *_encoder_state(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
-        0 if in_step else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
+        0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
         more,
     )
     found = decisions.setdefault(core, {})
     if situation not in found:
         # A few calls of odd shapes, not worth compiling for.
         with torch.compiler.set_stance("force_eager"):
-            found[situation] = decide(partial(_on_all_ranks, device=device) if in_step else bool)
+            found[situation] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
     return found[situation]
 
 
@@ -83,24 +83,24 @@ def holds_up_to(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def most_of_all_ranks(count: int, device: torch.device) -> int:
-    """The largest of the numbers that the ranks of a distributed run have. Waits for the device."""
-    return _of_all_ranks(count, device, dist.ReduceOp.MAX)
+def most_of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """The largest of the numbers that the ranks of a group have. Waits for the device."""
+    return _of_all_ranks(count, device, group, dist.ReduceOp.MAX)
 
 
-def least_of_all_ranks(count: int, device: torch.device) -> int:
+def least_of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup) -> int:
     """The smallest of them."""
-    return _of_all_ranks(count, device, dist.ReduceOp.MIN)
+    return _of_all_ranks(count, device, group, dist.ReduceOp.MIN)
 
 
-def _of_all_ranks(count: int, device: torch.device, which: dist.ReduceOp.RedOpType) -> int:
+def _of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup, which: dist.ReduceOp.RedOpType) -> int:
     reduced = torch.tensor(count, device=device)
-    dist.all_reduce(reduced, which)
+    dist.all_reduce(reduced, which, group)
     return int(reduced)
 
 
-def _on_all_ranks(here: bool, device: torch.device) -> bool:
-    return not most_of_all_ranks(int(not here), device)
+def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
+    return not most_of_all_ranks(int(not here), device, group)
 
 
 def _encoder_state(core: nn.Module) -> tuple[torch.dtype | None, str | None]:

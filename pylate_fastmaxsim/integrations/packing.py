@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
@@ -32,10 +33,10 @@ from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import short_to_long, why_not_grouped, why_not_joint, why_not_packed
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
+    group_in_step,
     is_compiled,
     layers_of_wrapping,
     reader,
-    runs_in_step,
     unknown_wrapper,
     unwrap,
 )
@@ -156,27 +157,27 @@ def plan_documents(
     options = switch.options()
     mode = "padded"
     # GradCache has a backward for each call.
-    in_step = runs_in_step(model, backwards=mini_batch_size is not None)
+    group = group_in_step(model, backwards=mini_batch_size is not None)
     if options is None or options.padding_free:
-        mode = _mode(model, document_features, in_step)
+        mode = _mode(model, document_features, group)
     if options is not None and options.compile:
         compilation.compile_layers(model)
     if mode == "padded":
         return padded_plan(document_features, skipped, mini_batch_size)
-    if in_step and (reason := _reason_in_features(unwrap(model), document_features)) is not None:
+    if group and (reason := _reason_in_features(unwrap(model), document_features)) is not None:
         raise ValueError(
             f"The documents of this batch cannot be encoded without padding, as those before were: {reason}. All "
             "processes must encode alike: train with enable(padding_free=False), or give every batch the same features."
         )
     documents = Documents.from_columns(document_features)
     if mode == "packed" and documents.gaps:
-        mode = _mode_with_gaps(in_step)
+        mode = _mode_with_gaps(group)
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
-    if in_step:
+    if group:
         # Without a budget no rank may be asked for more calls than it has documents.
         of_all_ranks = least_of_all_ranks if budget is None else most_of_all_ranks
-        agree = partial(of_all_ranks, device=documents.input_ids.device)
+        agree = partial(of_all_ranks, device=documents.input_ids.device, group=group)
     if mode == "grouped":
         plan = grouped_plan(documents, skipped, budget, agree)
     else:
@@ -202,8 +203,8 @@ def query_calls(
         return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
-    if runs_in_step(model, backwards=True):
-        calls = most_of_all_ranks(calls, features["input_ids"].device)
+    if group := group_in_step(model, backwards=True):
+        calls = most_of_all_ranks(calls, features["input_ids"].device, group)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
@@ -237,20 +238,20 @@ def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
 
 
-def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], in_step: bool = False) -> str:
+def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> str:
     """How to encode with this model."""
     decide = partial(_fastest_mode, model, columns)
-    return decided(_modes, model, columns, decide, in_step, _features_that_differ(columns, in_step))
+    return decided(_modes, model, columns, decide, group, _features_that_differ(columns, group))
 
 
-def _features_that_differ(columns: Sequence[dict[str, Tensor]], in_step: bool) -> frozenset[str]:
+def _features_that_differ(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
     """Features of a batch that others may not have; no rank may decide about them without the others."""
-    return frozenset() if in_step else _not_carried(columns)
+    return frozenset() if group else _not_carried(columns)
 
 
-def _mode_with_gaps(in_step: bool) -> str:
+def _mode_with_gaps(group: dist.ProcessGroup | None) -> str:
     """How to encode documents whose attention masks have gaps, with a model that is packed otherwise."""
-    if in_step:
+    if group:
         raise ValueError(
             "A document of this batch has a gap in its attention_mask. It cannot be packed, and all processes must "
             "encode alike: train with enable(padding_free=False), or without gaps."
@@ -297,14 +298,14 @@ def _joins(
     """Whether the queries go into the call of the documents."""
     if not is_packed_mask(plan.calls[0]["attention_mask"]):
         return False
-    core, in_step = unwrap(model), runs_in_step(model)
+    core, group = unwrap(model), group_in_step(model)
     tokens = plan.calls[0]["input_ids"].shape[1]
     decide = partial(_should_join, model, queries, columns, tokens)
-    more = _features_that_differ(columns, in_step), core.query_length
-    if not decided(_joint, model, columns, decide, in_step, more):
+    more = _features_that_differ(columns, group), core.query_length
+    if not decided(_joint, model, columns, decide, group, more):
         return False
     reason = _reason_not_to_join(core, queries)
-    if reason is not None and in_step:
+    if reason is not None and group:
         raise ValueError(
             f"The queries of this batch cannot be encoded with the documents, as those before were: {reason}. All "
             "processes must encode alike: train with enable(padding_free=False), or without such queries."

@@ -107,19 +107,22 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def runs_in_step(model: nn.Module, backwards: bool = False) -> bool:
-    """Whether all ranks of a distributed run must call a model equally often, because each call waits for all.
+def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGroup | None:
+    """The ranks of a distributed run that must call a model equally often, because each call waits for all of them.
 
-    With ``backwards`` also because the backward does that each call is to have.
+    With ``backwards`` also because the backward does that each call is to have. ``None`` where each rank may go its way.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return False
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
     *around, core = layers_of_wrapping(model)
-    return (
-        any(_waits(layer, backwards) for layer in around)
-        # Also where no more of a model is sharded than its encoder.
-        or any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules())
-    )
+    waiting = [layer for layer in around if _waits(layer, backwards)]
+    # Also where no more of a model is sharded than its encoder.
+    waiting += [module for module in core.modules() if isinstance(module, (FullyShardedDataParallel, FSDPModule))]
+    if not waiting:
+        return None
+    # Of what is sharded, other groups may hold copies: all ranks.
+    group = waiting[0].process_group if isinstance(waiting[0], DistributedDataParallel) else dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def _waits(layer: nn.Module, backwards: bool) -> bool:
