@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
+from pylate.models import ColBERT
 from test_losses import assert_equal, run
 from test_packing import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
 from torch import nn
@@ -266,8 +267,39 @@ class _Counting(Behind):
         return features
 
 
+class _Centred(Behind):
+    """In training, every token without the mean of all, and without what dropout takes."""
+
+    def __init__(self, dense, dropout):
+        super().__init__(dense)
+        self.dropout = nn.Dropout(dropout)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.training:
+            features["token_embeddings"] = self.dropout(embeddings - embeddings.mean(dim=(0, 1)))
+        return features
+
+
+class _CentredWhole(ColBERT):
+    def forward(self, features, **kwargs):
+        features = super().forward(features, **kwargs)
+        if self.training:
+            embeddings = features["token_embeddings"]
+            features["token_embeddings"] = embeddings - embeddings.mean(dim=(0, 1))
+        return features
+
+
 def _add_norm(model):
     model[1] = _Normalised(model[1]).to(model.dtype)
+
+
+def _add_centre(model, dropout=0.0):
+    model[1] = _Centred(model[1], dropout)
+
+
+def _be_centred(model):
+    model.__class__ = _CentredWhole
 
 
 def _add_noise(model):
@@ -293,7 +325,7 @@ def state_of(model):
 
 def assert_deciding_changes_nothing(model, columns):
     buffers, plain = state_of(model)
-    mode = packing._mode(model, columns)
+    mode = packing._mode(model, columns, None)
     torch.testing.assert_close(state_of(model)[0], buffers, rtol=0, atol=0)
     assert state_of(model)[1] == plain
     return mode
@@ -305,6 +337,11 @@ def assert_deciding_changes_nothing(model, columns):
         (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
         (_add_noise, "NEFTune scales its noise by the width of a call"),
         (_add_counter, "in training ModernBertModel with _Counting changes its buffers by all texts of a call"),
+        (
+            partial(_add_centre, dropout=0.5),
+            "ModernBertModel with _Centred gives other token embeddings in training without padding",
+        ),
+        (_be_centred, "ModernBertModel with _CentredWhole gives other token embeddings in training without padding"),
     ],
 )
 def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, change, said):
@@ -318,11 +355,16 @@ def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, c
     assert_encodes_as_stock(model, batch)
 
 
-@pytest.mark.parametrize("change", [_add_norm, _add_noise, _add_counter])
+@pytest.mark.parametrize("first", [True, False], ids=["before the first batch", "after it"])
+@pytest.mark.parametrize("change", [_add_norm, _add_noise, _add_counter, _add_centre])
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=2)])
-def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change, loss_class):
-    change(model)
+def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change, loss_class, first):
     loss_function = loss_class(model)
+    if not first:
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            run(loss_function, batch_of(model, collate=features))
+            assert mode_of(model) == {mode}
+    change(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def trained():
@@ -411,7 +453,7 @@ def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
         model.document_length = width
         batch = features(model, texts_of(2), texts_of(60))
         assert_encodes_as_stock(model, batch)
-        modes.append(packing._mode(model, batch[1:]))
+        modes.append(packing._mode(model, batch[1:], None))
     assert modes == ["packed", "grouped", "packed"]
 
 
@@ -434,7 +476,7 @@ def test_every_width_takes_as_many_calls(encoder, packed):
         model = load_model(encoder("bert"), document_length=width)
         made = []
         model[0].register_forward_pre_hook(lambda _module, _args: made.append(None))
-        packing._mode(model, batch_of(model)[1:])
+        packing._mode(model, batch_of(model)[1:], None)
         return len(made)
 
     pylate_fastmaxsim.enable()

@@ -54,12 +54,13 @@ def decided(
         # Ranks that decide together do so also after one of them has used the model alone.
         group is not None,
         *(type(layer) for layer in layers_of_wrapping(model)),
+        counts_checkpoints(model),
         core.training,
         device.type,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
         id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
-        *_encoder_state(core),
+        *_state(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
         0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
         more,
@@ -70,6 +71,13 @@ def decided(
         with torch.compiler.set_stance("force_eager"):
             found[situation] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
     return found[situation]
+
+
+def counts_checkpoints(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel with ``static_graph`` counts the calls of layers that are checkpointed."""
+    *around, core = layers_of_wrapping(model)
+    static = any(getattr(layer, "static_graph", False) for layer in around)
+    return static and getattr(encoder_of(core), "is_gradient_checkpointing", False)
 
 
 def holds_up_to(width: int) -> int:
@@ -103,11 +111,18 @@ def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) ->
     return not most_of_all_ranks(int(not here), device, group)
 
 
-def _encoder_state(core: nn.Module) -> tuple[torch.dtype | None, str | None]:
-    """What users change of an encoder between batches: the dtype of its parameters and its attention."""
+def _state(core: nn.Module) -> tuple[Hashable, ...]:
+    """What users change of a model between batches.
+
+    Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which has too many
+    modules to look at each in every step, the dtype of its parameters, its attention, and NEFTune's noise.
+    """
+    children = list(core.children())
+    flags = [module.training for child in children[1:] for module in child.modules()]
     try:
         encoder = encoder_of(core)
-        # One parameter for all: this is looked at in every step.
-        return next(encoder.parameters()).dtype, encoder.config._attn_implementation
-    except (AttributeError, StopIteration):  # no encoder that could be packed
-        return None, None
+        noise = getattr(encoder.get_input_embeddings(), "neftune_noise_alpha", None)
+        of_encoder = next(encoder.parameters()).dtype, encoder.config._attn_implementation, noise
+    except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
+        of_encoder = ()
+    return *map(id, children), *flags, *of_encoder

@@ -15,7 +15,14 @@ from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import attention, changed_masks, compilation, left_behind, log_once, switch
 from pylate_fastmaxsim.integrations.attention import is_packed_mask
-from pylate_fastmaxsim.integrations.decisions import Agree, Decisions, decided, least_of_all_ranks, most_of_all_ranks
+from pylate_fastmaxsim.integrations.decisions import (
+    Agree,
+    Decisions,
+    counts_checkpoints,
+    decided,
+    least_of_all_ranks,
+    most_of_all_ranks,
+)
 from pylate_fastmaxsim.integrations.documents import (
     CU_SEQLENS,
     TOKEN_INDEX,
@@ -28,7 +35,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_index,
 )
-from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import short_to_long, why_not_grouped, why_not_joint, why_not_packed
 from pylate_fastmaxsim.integrations.wrappers import (
@@ -365,8 +372,7 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
         return f"{type(core).__name__} does not begin with a Transformer of Sentence Transformers"
     if reason is not None:
         return reason
-    static = any(getattr(layer, "static_graph", False) for layer in around)
-    if static and getattr(encoder_of(core), "is_gradient_checkpointing", False):
+    if counts_checkpoints(model):
         return "DistributedDataParallel with static_graph counts the calls of checkpointed layers"
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"

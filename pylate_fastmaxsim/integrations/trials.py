@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
 from pylate_fastmaxsim.integrations.changed_masks import changed, masks_of
@@ -17,7 +18,7 @@ from pylate_fastmaxsim.integrations.documents import Documents, EncodingPlan, gr
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.untouched import Before, untouched
-from pylate_fastmaxsim.integrations.wrappers import reader
+from pylate_fastmaxsim.integrations.wrappers import reader, readers, unsharded
 from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.
@@ -151,15 +152,14 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     padded = documents.column
     before = masks_of(padded)
     with untouched(core), _evaluating(core), _recorded_dtype(core) as dtypes:
-        embeddings = core(padded)["token_embeddings"]
+        expected, values = _encoded(core, padded, documents, plans)
         other_masks = changed(padded, before)
-        expected = embeddings.flatten(0, 1)[documents.token_index]
-        values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
         leaks = counts_places = False
         if is_packed_mask(plans[0].calls[0]["attention_mask"]):
             leaks = _leaks(core, documents, *plans[0].calls, *values[0])
             counts_places = _counts_places(core, *plans[0].calls, *values[0])
     _try_dropout(core, plans[0].calls)
+    in_training = _encoded_in_training(core, documents, plans)
     # After all calls, so that every rank makes as many, whatever it finds.
     if other_masks:
         raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
@@ -167,12 +167,60 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         raise PackingUnsupported(f"{_name(core)} lets the documents of a call see each other")
     if counts_places:
         raise PackingUnsupported(f"{_name(core)} looks at the place of a token in its call, whatever its position")
+    _compare_plans(core, plans, values, expected, dtypes, "without padding than with it")
+    if in_training is not None:
+        expected, values = in_training
+        _compare_plans(core, plans, values, expected, dtypes, "in training without padding than with it")
+
+
+def _encoded(
+    core: nn.Module, padded: dict[str, Tensor], documents: Documents, plans: Sequence[EncodingPlan]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Embeddings of all tokens as padding gives them, and of each call of each plan."""
+    expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
+    return expected, [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
+
+
+def _encoded_in_training(
+    core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
+) -> tuple[Tensor, list[list[Tensor]]] | None:
+    """The same with modules of somebody's own as they are in training, where they may look at all tokens of a call.
+
+    The encoder stays without dropout. None where there are no such modules, or where they draw random numbers, which no
+    two calls would have in common.
+    """
+    own, device = readers(core), documents.input_ids.device
+    if not (core.training and own):
+        return None
+    with _as_in_training(core, device), _evaluating(core):
+        for module in own:
+            # What a model with a forward of its own is made of stays as it is.
+            parts = [module] if module is unsharded(core) else list(module.modules())
+            for part in parts:
+                part.training = not isinstance(part, _DropoutNd)
+        before = _random_state(device)
+        encoded = _encoded(core, documents.column, documents, plans)
+        return encoded if all(map(torch.equal, before, _random_state(device))) else None
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _compare_plans(
+    core: nn.Module,
+    plans: Sequence[EncodingPlan],
+    values: Sequence[list[Tensor]],
+    expected: Tensor,
+    dtypes: set[torch.dtype],
+    how: str,
+) -> None:
     for plan, of_plan in zip(plans, values, strict=True):
         batch = plan.batch(of_plan)
         offsets = torch.arange(batch.max_length, device=batch.device)
         rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
         ours = batch.values[rows[batch.keep[rows]]]
-        _compare(core, ours, expected[: len(ours)], dtypes, "without padding than with it")
+        _compare(core, ours, expected[: len(ours)], dtypes, how)
 
 
 def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tensor]) -> None:

@@ -74,22 +74,29 @@ def hooks_change_nothing(module: nn.Module) -> bool:
     return all(written_in(hook, ("torch", "pylate_fastmaxsim")) for hook in hooks)
 
 
-def reader(core: nn.Module) -> nn.Module | None:
-    """A module of a PyLate model that may look at anything in the features.
+def readers(core: nn.Module) -> list[nn.Module]:
+    """The modules of a PyLate model, itself among them, that may look at anything in the features.
 
-    It has no forward that is known not to: those of PyLate's model and Dense and of Sentence Transformers' Transformer,
-    as these libraries have them.
+    They have no forward that is known not to: those of PyLate's model and Dense and of Sentence Transformers'
+    Transformer, as these libraries have them.
     """
     from pylate.models import ColBERT, Dense
     from sentence_transformers.models import Transformer
 
     known = (ColBERT.forward, Dense.forward, Transformer.forward)
     core = unsharded(core)
-    for module in (core, *map(unsharded, core.children())):
-        forward = type(module).forward
-        if forward not in known or not written_in(forward, HOSTS) or not forward_is_own(module):
-            return module
-    return None
+    return [
+        module
+        for module in (core, *map(unsharded, core.children()))
+        if type(module).forward not in known
+        or not written_in(type(module).forward, HOSTS)
+        or not forward_is_own(module)
+    ]
+
+
+def reader(core: nn.Module) -> nn.Module | None:
+    """The first of :func:`readers`."""
+    return next(iter(readers(core)), None)
 
 
 # Outside of what is compiled: dynamo cannot trace it.
