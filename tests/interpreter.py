@@ -22,7 +22,8 @@ def _values(operand) -> np.ndarray:
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
+    # Exactly, and then rounded: in float32 BLAS may give equal columns products that differ in the last bit.
+    product = np.matmul(_values(a), _values(b), dtype=np.float64).astype(d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
