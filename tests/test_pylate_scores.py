@@ -295,6 +295,25 @@ def test_rerank_with_stock_masking_equals_stock(convert, device, calls):
     assert_same_ranking(result, expected)
 
 
+@pytest.mark.parametrize("convert", [lambda tensor: tensor, lambda tensor: (50 * tensor).to(torch.int8)])
+def test_rerank_of_generators_equals_stock(convert):
+    def streamed():
+        arguments = candidates(convert)
+        return {
+            "documents_ids": iter(arguments["documents_ids"]),
+            "queries_embeddings": iter(arguments["queries_embeddings"]),
+            "documents_embeddings": map(iter, arguments["documents_embeddings"]),
+        }
+
+    expected = rank.rerank(**streamed())
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        result = rank.rerank(**streamed())
+    assert [[hit["id"] for hit in hits] for hits in result] == [[hit["id"] for hit in hits] for hits in expected]
+    assert [hit["score"] for hits in result for hit in hits] == pytest.approx(
+        [hit["score"] for hits in expected for hit in hits], abs=1e-5
+    )
+
+
 def test_rerank_takes_one_query_without_a_batch_dimension():
     arguments = candidates()
     arguments["queries_embeddings"] = arguments["queries_embeddings"][0]

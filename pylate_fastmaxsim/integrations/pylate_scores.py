@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations import stock
 from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.integrations.wrappers import SCORING, written_in
@@ -96,39 +97,45 @@ def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embe
 
 
 @replaces(stock_rank.rerank)
-def rerank(options: Options, documents_ids, queries_embeddings, documents_embeddings, device=None):
+def rerank(_options: Options, documents_ids, queries_embeddings, documents_embeddings, device=None):
     _check_backend(None)
     if not written_in(stock_rank.colbert_scores, SCORING):
         raise LeftToStock("colbert_scores was replaced")
-    results = []
-    for query, ids, documents in zip(
-        stock_rank.reshape_embeddings(queries_embeddings),
-        documents_ids,
-        stock_rank.reshape_embeddings(documents_embeddings),
-        strict=False,
-    ):
-        query = convert_to_tensor(query)
-        documents = [convert_to_tensor(document) for document in documents]
-        if not documents:
-            results.append([])
-            continue
-        query = query if device is None else query.to(device)
-        documents = _pack(documents, query.device)
-        check(query, documents.values, 2, 2)
-        zero_floor = None
-        if options.stock_masking:
-            # Stock pads every document with zeros to the longest and lets those compete.
-            zero_floor = documents.lengths < documents.max_length
-        with torch.no_grad():
-            scores = maxsim(query.unsqueeze(0), documents, zero_floor=zero_floor)[0]
-        scores, order = scores.sort(descending=True)
-        results.append(
-            [
-                stock_rank.RerankResult(id=ids[index], score=score)
-                for index, score in zip(order.tolist(), scores.tolist(), strict=True)
-            ]
-        )
-    return results
+    queries, documents = map(stock_rank.reshape_embeddings, (queries_embeddings, documents_embeddings))
+    return [
+        # Each left to stock by itself: what a generator has given is gone.
+        _rerank_one(ids, query, list(own), device)
+        for query, ids, own in zip(queries, documents_ids, documents, strict=False)
+    ]
+
+
+_stock_rerank = detached(stock_rank.rerank)
+
+
+@functools.wraps(stock_rank.rerank)
+def _stock_rerank_one(ids, query, documents: list, device):
+    return _stock_rerank([ids], [query], [documents], device)[0]
+
+
+@replaces(_stock_rerank_one)
+def _rerank_one(options: Options, ids, query, documents: list, device) -> list[stock_rank.RerankResult]:
+    query, documents = convert_to_tensor(query), list(map(convert_to_tensor, documents))
+    if not documents:
+        return []
+    query = query if device is None else query.to(device)
+    documents = _pack(documents, query.device)
+    check(query, documents.values, 2, 2)
+    zero_floor = None
+    if options.stock_masking:
+        # Stock pads every document with zeros to the longest and lets those compete.
+        zero_floor = documents.lengths < documents.max_length
+    with torch.no_grad():
+        scores = maxsim(query.unsqueeze(0), documents, zero_floor=zero_floor)[0]
+    scores, order = scores.sort(descending=True)
+    return [
+        stock_rank.RerankResult(id=ids[index], score=score)
+        for index, score in zip(order.tolist(), scores.tolist(), strict=True)
+    ]
 
 
 def _check_backend(backend: str | None) -> None:
