@@ -29,7 +29,7 @@ def decided(
     columns: Sequence[dict[str, Tensor]],
     decide: Callable[[Agree], Decision],
     group: dist.ProcessGroup | None,
-    more: Hashable = None,
+    more: Hashable,
 ) -> Decision:
     """What ``decide`` finds when a model is first met in a situation.
 

@@ -209,7 +209,7 @@ def packed_plan(
 def grouped_plan(
     documents: Documents,
     skipped: Callable[[Tensor], Tensor],
-    token_budget: int | None = None,
+    token_budget: int | None,
     agree: AgreeOnNumber = int,
 ) -> EncodingPlan:
     """Encode documents of similar length together, each group cut to its longest document.
@@ -238,14 +238,14 @@ def grouped_plan(
         if documents.token_type_ids is not None:
             call["token_type_ids"] = documents.token_type_ids[index, :longest]
         calls.append(call)
-        keep.append(_counting(call, skipped))
+        keep.append(counting(call, skipped).reshape(-1))
     return EncodingPlan(calls, keep, torch.tensor(starts, device=device), extents, max(lengths))
 
 
 def padded_plan(
     columns: Sequence[dict[str, Tensor]],
     skipped: Callable[[Tensor], Tensor],
-    mini_batch_size: int | None = None,
+    mini_batch_size: int | None,
 ) -> EncodingPlan:
     """Encode the columns as stock PyLate does: as they are, one after the other."""
     columns = [without_index(column) for column in columns]
@@ -255,7 +255,7 @@ def padded_plan(
         for size in [mini_batch_size or max(1, len(column["input_ids"]))]
         for begin in range(0, len(column["input_ids"]), size)
     ]
-    keep = [_counting(call, skipped) for call in calls]
+    keep = [counting(call, skipped).reshape(-1) for call in calls]
     device = columns[0]["input_ids"].device
     starts, rows = [], 0
     for column in columns:
@@ -394,8 +394,9 @@ def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tenso
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _counting(call: dict[str, Tensor], skipped: Callable[[Tensor], Tensor]) -> Tensor:
-    return (call["attention_mask"].bool() & ~skipped(call["input_ids"])).reshape(-1)
+def counting(column: dict[str, Tensor], skipped: Callable[[Tensor], Tensor]) -> Tensor:
+    """Which tokens of padded texts count, ``[N, L]``, bool: attended to and not skipped."""
+    return column["attention_mask"].bool() & ~skipped(column["input_ids"])
 
 
 def _extents(attention_mask: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from pylate_fastmaxsim.integrations.documents import (
     Documents,
     EncodingPlan,
     column_has_gaps,
+    counting,
     grouped_plan,
     packed_plan,
     padded_plan,
@@ -221,7 +222,7 @@ def query_calls(
 
 def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
     """Which tokens of padded documents are scored, ``[N, L]``, bool: attended to and not in the skiplist."""
-    return features["attention_mask"].bool() & ~_skipped(features["input_ids"], tuple(skiplist))
+    return counting(features, partial(_skipped, skiplist=tuple(skiplist)))
 
 
 def release() -> None:

@@ -46,11 +46,10 @@ def bound_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["first_row", "num_queries", "num_documents", "num_tiles", "num_parts", "capacity"])
+@triton.jit(do_not_specialize=["first_row", "num_documents", "num_tiles", "num_parts", "capacity"])
 def collect_kernel(
     q_values,
     q_rows,
-    q_offsets,
     d_values,
     d_rows,
     d_offsets,
@@ -58,7 +57,6 @@ def collect_kernel(
     pending,
     pool,
     first_row,
-    num_queries,
     num_documents,
     num_tiles,
     num_parts,

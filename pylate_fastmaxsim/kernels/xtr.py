@@ -193,14 +193,13 @@ def _thresholds_and_maxima(
         for _ in range(_ROUNDS):
             collect_kernel[(num_collect_tiles * token_parts,)](
                 q_values,
-                *queries,
+                queries.rows,
                 d_values,
                 *documents,
                 bounds,
                 pending,
                 pool,
                 first_row,
-                num_queries,
                 num_documents,
                 num_collect_tiles,
                 token_parts,

@@ -209,7 +209,7 @@ class _Ring(torch.autograd.Function):
             )
         q_values, d_values, *kept = ctx.saved_tensors
         need_q, need_d, *_ = ctx.needs_input_grad
-        rank, ranks = rank_and_ranks()
+        _, ranks = rank_and_ranks()
         exact = sum_dtype(q_values.dtype)
         grad_q = torch.zeros_like(q_values, dtype=exact) if need_q else None
         grad_d = None
