@@ -66,7 +66,7 @@ class TokenBatch:
     keep
         Which rows of ``values`` count, ``[T]``, bool; ``None`` means all of them.
     gapless
-        ``True`` if every row of ``values`` is known to belong to a sequence; gradients then need not be filled with
+        ``True`` if every row of ``values`` is known to belong to one sequence; gradients then need not be filled with
         zeros first. ``False`` if this is not known.
 
     Raises
@@ -144,6 +144,11 @@ class TokenBatch:
             raise ValueError(
                 f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
                 f"got {first} to {end}."
+            )
+        if self.gapless and int(self.lengths.sum()) != self.values.shape[0]:
+            raise ValueError(
+                f"TokenBatch: with gapless every one of the T = {self.values.shape[0]} rows of values must belong to one "
+                f"sequence, but lengths add up to {int(self.lengths.sum())}."
             )
 
     def __len__(self) -> int:

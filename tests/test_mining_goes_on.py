@@ -123,6 +123,16 @@ def test_other_weights_in_the_same_folder_are_mined_anew(encoder, teacher, other
     assert parts_written(recipe_for(tmp_path, model, grader), monkeypatch) == [*SEARCH, *POSITIVES, *TEACHER]
 
 
+def test_what_is_not_loaded_of_a_model_is_no_other_model(encoder, teacher, tmp_path, monkeypatch):
+    model = shutil.copytree(encoder("modernbert"), tmp_path / "model")
+    recipe = recipe_for(tmp_path, str(model), teacher)
+    mine_but_stop(recipe, "teacher", 2, monkeypatch)
+    for name in ("README.md", ".cache/huggingface/model.safetensors.lock"):
+        Path(model, name).parent.mkdir(parents=True, exist_ok=True)
+        Path(model, name).write_text("anything")
+    assert parts_written(recipe, monkeypatch) == TEACHER[2:]
+
+
 def test_finished_data_is_not_taken_for_that_of_other_inputs(encoder, teacher, other_teacher, tmp_path):
     model, grader = (
         shutil.copytree(folder, tmp_path / name)

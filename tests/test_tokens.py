@@ -219,6 +219,10 @@ def direct(**arguments) -> TokenBatch:
             r"from_packed: values must be a plain tensor \[T, d\], got a nested one",
         ),
         (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
+        (
+            lambda: TokenBatch(torch.randn(3, 4), torch.tensor([0, 1]), torch.tensor([2, 2]), 2, gapless=True),
+            "with gapless every one of the T = 3 rows of values must belong to one sequence, but lengths add up to 4.",
+        ),
     ],
 )
 def test_errors_say_what_is_allowed(make, message):

@@ -258,6 +258,7 @@ def test_what_falls_back_is_said(recipe, caplog):
     ("override", "sentence"),
     [
         ("loss.name=contrastive", "loss.name must be one of colbert, colbert_pairwise_ce, .* got 'contrastive'"),
+        ("loss.tau=0", "loss.tau must be greater than 0, got 0.0."),
         ("loss.in_batch_term_weight=0.5", "loss.in_batch_term_weight does not apply to the colbert loss"),
         (
             "loss={name: colbert_negative_ce, in_batch_term_weight: 2}",

@@ -26,3 +26,13 @@ def content_digest(key: str, files: Iterable[str | Path]) -> str:
         except OSError as error:
             raise RecipeError(f"{key}: {file} cannot be read: {error.strerror or error}.") from error
     return digest.hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Of a model in a folder all but its card and what is hidden, as git and the client of the Hub keep their records."""
+    inside = {file: file.relative_to(folder).parts for file in sorted(folder.rglob("*")) if file.is_file()}
+    return [
+        file
+        for file, parts in inside.items()
+        if file.name != "README.md" and not any(part.startswith(".") for part in parts)
+    ]

@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Sequence, Value
 from datasets.fingerprint import Hasher
 
 from pylate_fastmaxsim.recipes.schema import DataSection, RecipeError
-from pylate_fastmaxsim.recipes.tables import load_subset, progress_shown, require_texts, require_utf8
+from pylate_fastmaxsim.recipes.tables import has_plain_files, load_subset, progress_shown, require_texts, require_utf8
 
 # The subsets of the layout, their id column and the columns they must have.
 COLUMNS = {
@@ -63,6 +63,8 @@ def load_distillation(data: DataSection) -> Dataset:
         A column is missing or holds no texts, a row has too few documents or scores, or an id is not in its table or
         stands for several texts there.
     """
+    if data.split is not None and has_plain_files(data.name):
+        raise RecipeError(f"data.split does not apply to {data.name}, a folder with one file for each subset.")
     train, queries, documents = (
         load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
     )

@@ -28,7 +28,7 @@ _SIGNATURE = re.compile(r"^[\w.]+\([^\n]*\)(?:\s*->\s*[^\n]+)?\s*$")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*:\[(\"'>\-\d])|\n\s*\n")
 
 
-def docstring_pairs(packages: Sequence[str], limit: int, seed: int = 0) -> list[dict[str, str]]:
+def docstring_pairs(packages: Sequence[str], limit: int | None, seed: int = 0) -> list[dict[str, str]]:
     """Pairs from the docstrings of installed packages, read from their sources without importing them.
 
     Files are visited in an order drawn from ``seed`` until ``limit`` pairs are found, so the result
@@ -40,7 +40,7 @@ def docstring_pairs(packages: Sequence[str], limit: int, seed: int = 0) -> list[
     packages
         Import names of installed packages.
     limit
-        Number of pairs to return; fewer if the packages hold fewer.
+        Number of pairs to return; fewer if the packages hold fewer. ``None``: all.
     seed
         Seed of the order in which files are visited.
 

@@ -345,8 +345,9 @@ def _check(recipe: Recipe) -> None:
             raise RecipeError(
                 f"loss.{option.name} does not apply to the {recipe.loss.name} loss, which takes {allowed}."
             )
-    if recipe.loss.temperature == 0:
-        raise RecipeError("loss.temperature must be greater than 0, got 0.0.")
+    for option in ("temperature", "tau"):
+        if getattr(recipe.loss, option) == 0:
+            raise RecipeError(f"loss.{option} must be greater than 0, got 0.0.")
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
     _check_evaluation(recipe.evaluation)

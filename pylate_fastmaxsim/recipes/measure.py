@@ -38,7 +38,7 @@ FINISHED = "finished"
 OUT_OF_MEMORY = "out of memory"
 NO_BATCH = "no batch of this size"
 
-# What decides about speed; the last two, where installed, score for stock PyLate on a GPU.
+# What decides about speed; late-interaction-kernels and flash-maxsim, where installed, score for stock PyLate on a GPU.
 PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
 PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 

@@ -124,7 +124,7 @@ def _mine(
             "mining: no query has as many negatives as mining.num_negatives; lower it or loosen the margins, for which "
             "the search is kept, or raise mining.range_max, for which it begins anew."
         )
-    graded = grade(teacher, pairs, candidates, section, work)
+    graded = grade(teacher, inputs["mining.teacher"], pairs, candidates, section, work)
     # All have read the parts before the main process removes them.
     processes.wait_for_everyone()
     summary = {

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.digest import content_digest
+from pylate_fastmaxsim.recipes.digest import content_digest, model_files
 from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, load_model, loading_failure
 from pylate_fastmaxsim.recipes.pairs import Pairs
@@ -79,12 +79,14 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
     return by_cross_encoder
 
 
-def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
-    """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
+def grade(
+    teacher: Scorer, digest: str | None, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work
+) -> np.ndarray:
+    """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``; ``digest`` is of its files."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
     compute = functools.partial(scored, teacher, pairs, candidates, at_once)
     settings = {
-        "mining.teacher": [section.teacher, files_digest("mining.teacher", section.teacher)],
+        "mining.teacher": [section.teacher, digest],
         "mining.teacher_type": section.teacher_type,
         "mining.rows_per_part": section.rows_per_part,
         "the negatives": digest_of(pairs, candidates),
@@ -98,7 +100,7 @@ def files_digest(key: str, model: str) -> str | None:
     """Of a model in a folder, which may have been trained again since; None of one on the Hub. ``key`` is its name's."""
     if not Path(model).is_dir():
         return None
-    return content_digest(key, sorted(path for path in Path(model).rglob("*") if path.is_file()))
+    return content_digest(key, model_files(Path(model)))
 
 
 def digest_of(pairs: Pairs, candidates: Candidates) -> str:

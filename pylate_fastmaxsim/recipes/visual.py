@@ -130,7 +130,7 @@ def build_page_trainer(
     retriever: VisualRetriever,
     rows: Dataset,
     arguments: TrainingArguments,
-    trainer_class: type[PageTrainer] | None = None,
+    trainer_class: type[PageTrainer] | None,
 ) -> PageTrainer:
     """colpali-engine's trainer, with its collator and a loss of its own by the recipe's name for it."""
     query, page, *negatives = rows.column_names

@@ -36,10 +36,8 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
-    if not recipe.fast.enabled:
-        return f"fast.enabled is false in {recipe.name}, so there is nothing to compile."
-    if plugin_off(recipe.fast):
-        return "PYLATE_FASTMAXSIM switches the kernels off, so there is nothing to compile."
+    if (reason := plugin_off(recipe.fast)) is not None:
+        return f"{reason}, so there is nothing to compile."
     if not torch.cuda.is_available() or recipe.training.use_cpu:
         return f"{recipe.name} trains on a CPU here, where there is nothing to compile."
     return None
