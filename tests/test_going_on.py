@@ -125,11 +125,20 @@ def test_epochs_with_fewer_batches_than_counted_are_gone_on_with_exactly(accumul
         assert training.train(recipe("whole"))["losses"] == whole["losses"]
 
 
-def test_a_run_that_ends_where_it_was_just_saved_is_finished(tmp_path, monkeypatch):
-    recipe = load_recipe(write(tmp_path, uneven(tmp_path, "out", save_steps=1)))
+def test_a_run_that_ends_where_it_was_just_saved_is_finished_and_not_saved_twice(tmp_path, monkeypatch):
+    recipe = load_recipe(write(tmp_path, uneven(tmp_path, "out", save_steps=1, save_total_limit=1)))
+    save, saved = RecipeTrainer._save_optimizer_and_scheduler, []
+
+    def noting(trainer, folder):
+        saved.append(Path(folder).name)
+        save(trainer, folder)
+
+    monkeypatch.setattr(RecipeTrainer, "_save_optimizer_and_scheduler", noting)
     whole = training.train(recipe)
+    assert saved == [f"checkpoint-{step + 1}" for step in range(whole["steps"])]
     monkeypatch.setattr(training, "_run_trainer", None)
-    assert training.train(recipe)["losses"] == whole["losses"]
+    again = training.train(recipe)
+    assert again["losses"] == whole["losses"] and again["resumed_from"] == saved[-1]
 
 
 def test_a_run_that_ends_without_saving_leaves_its_checkpoint_whole(tmp_path, monkeypatch):

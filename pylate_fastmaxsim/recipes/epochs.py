@@ -9,6 +9,7 @@ import transformers
 from sentence_transformers.training_args import BatchSamplers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from pylate_fastmaxsim.recipes.disk import write_whole
 from pylate_fastmaxsim.recipes.output import CHECKPOINT_LAST_FILE
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
@@ -49,6 +50,10 @@ class FinishByEpochs(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.epochs = int(state.epoch or 0)
+        self.saved = state.global_step
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.saved = state.global_step
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -56,11 +61,12 @@ class FinishByEpochs(TrainerCallback):
         self.epochs += 1
         if self.epochs >= state.num_train_epochs and not control.should_training_stop:
             state.max_steps = state.global_step
-            control.should_save = args.save_strategy != "no"
-            if control.should_save and args.should_save:
-                # A checkpoint of this step is written once more, and until that is done it is not complete.
-                folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-                (folder / CHECKPOINT_LAST_FILE).unlink(missing_ok=True)
+            if self.saved != state.global_step:
+                control.should_save = args.save_strategy != "no"
+            elif args.should_save and state.global_step:
+                # Saving this step once more would take the last complete checkpoint apart before another is there.
+                checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+                write_whole(checkpoint / CHECKPOINT_LAST_FILE, state.save_to_json)
         return control
 
 
