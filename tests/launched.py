@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 RANK = int(os.environ["RANK"])
@@ -38,7 +39,7 @@ import torch  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
 from pylate_fastmaxsim.recipes import train as training  # noqa: E402
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
@@ -71,6 +72,26 @@ if FSDP:
             self.device = torch.device("cpu")
 
     accelerate.state.AcceleratorState.__init__ = initialize_divided
+
+
+save_rng_state, save_to_json = Trainer._save_rng_state, TrainerState.save_to_json
+late: list[str] = []
+
+
+def save_rng_state_late(self, folder: str) -> None:
+    """The first time in the second process: what it writes of a checkpoint comes last."""
+    if RANK == 1 and not late:
+        late.append(folder)
+        time.sleep(1)
+    save_rng_state(self, folder)
+
+
+def save_to_json_of_whole(self, path: str) -> None:
+    assert Path(path).with_name("rng_state_1.pth").exists(), f"{path} is written before the checkpoint is complete"
+    save_to_json(self, path)
+
+
+Trainer._save_rng_state, TrainerState.save_to_json = save_rng_state_late, save_to_json_of_whole
 
 
 class Interrupt(TrainerCallback):

@@ -17,7 +17,8 @@ from pylate_fastmaxsim.recipes.epochs import batches_done
 class Undivided:
     """Gives a trainer that it is mixed into ``_whole``: the model from before FSDP divided it, to put gathered weights into.
 
-    The main process has it, and none where nothing is divided.
+    The main process has it, and none where nothing is divided. Checkpoints count as complete when all processes have
+    written what is theirs.
     """
 
     def __init__(self, model: torch.nn.Module, **kwargs: Any) -> None:
@@ -27,6 +28,11 @@ class Undivided:
         if self.is_fsdp_enabled:
             # Parts in files of their own could only be read again by as many processes.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        # The main process goes on with the file by which a checkpoint is complete; others may end before this one.
+        self.accelerator.wait_for_everyone()
 
 
 class RecipeTrainer(Undivided, SentenceTransformerTrainer):
