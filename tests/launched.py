@@ -43,6 +43,7 @@ from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
 from pylate_fastmaxsim.recipes import train as training  # noqa: E402
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
+from pylate_fastmaxsim.recipes.schema import RecipeError  # noqa: E402
 
 INTERRUPTED_AT = 3
 
@@ -132,6 +133,11 @@ def main() -> None:
             pass
         parts = train(job, f"{folder}/{name}-parts")
         (folder / f"{name}-{RANK}.json").write_text(json.dumps({"whole": whole, "parts": parts}))
+    try:
+        # The second process is on a machine that does not share the disk of the first.
+        train(job, f"{folder}/{name}-parts" if RANK == 0 else f"{folder}/apart")
+    except RecipeError as error:
+        (folder / f"apart-{RANK}").write_text(str(error))
     (folder / f"written-{RANK}.json").write_text(json.dumps(sorted(written)))
 
 

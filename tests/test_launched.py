@@ -140,6 +140,16 @@ def test_an_interrupted_run_that_goes_on_is_equal_to_an_uninterrupted_one(name, 
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+def test_machines_that_see_other_checkpoints_are_refused(folder, said):
+    files = [folder / f"apart-{rank}" for rank in (0, 1)]
+    assert all(file.exists() for file in files), said()
+    for file, output in zip(files, (folder / f"{NAMES[-1]}-parts", folder / "apart"), strict=True):
+        assert file.read_text() == (
+            f"output_dir: {output} must be on a disk that all machines share, but the last checkpoint there is checkpoint-5 "
+            "or none; share it, or start over with --no-resume."
+        )
+
+
 def test_nothing_falls_back(folder):
     assert not fell_back((folder / "said").read_text())
 

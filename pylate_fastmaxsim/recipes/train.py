@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
@@ -76,7 +77,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     RecipeError
         The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe, of other
         content of its data or model or of another number of processes, or is written by another command at this moment,
-        no batch could be made, or the evaluation ran out of memory.
+        or its last checkpoint is another one on another machine, no batch could be made, or the evaluation ran out of
+        memory.
     KeyboardInterrupt
         The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
     """
@@ -102,6 +104,7 @@ def _train(
         # What is in force, which the environment may have a say in.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
         checkpoint = open_output(in_force, resume, arguments.should_save, arguments.world_size)
+    require_same_checkpoint(recipe, checkpoint)
     with switched(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
@@ -124,6 +127,22 @@ def _train(
             result |= _evaluate_saved(recipe, prepared, model, data)
             _save_metrics(recipe, model, result)
     return result
+
+
+def require_same_checkpoint(recipe: Recipe, checkpoint: Path | None) -> None:
+    """Refuse processes that would go on from different steps, and then wait for each other for ever.
+
+    Raises
+    ------
+    RecipeError
+        The processes of a launcher see different checkpoints in ``output_dir``.
+    """
+    seen = gather_object([checkpoint and checkpoint.name])
+    if len(set(seen)) > 1:
+        raise RecipeError(
+            f"output_dir: {recipe.output_dir} must be on a disk that all machines share, but the last checkpoint there is "
+            f"{' or '.join(sorted({name or 'none' for name in seen}))}; share it, or start over with --no-resume."
+        )
 
 
 def _evaluate_saved(
