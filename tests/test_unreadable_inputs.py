@@ -122,14 +122,20 @@ def test_a_file_of_the_model(name, encoder, tmp_path):
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_files_with_other_columns_than_the_first(suffix, others, tmp_path):
     files = []
-    for name, row in {"first": {"query": "q", "positive": "d"}, "second": others}.items():
-        files.append(str(tmp_path / f"{name}.{suffix}"))
+    (tmp_path / "tables").mkdir()
+    for name, row in {"train-0": {"query": "q", "positive": "d"}, "train-1": others}.items():
+        files.append(str(tmp_path / "tables" / f"{name}.{suffix}"))
         rows = Dataset.from_list([row] * 9)
         rows.to_json(files[-1]) if suffix == "jsonl" else rows.to_parquet(files[-1])
     with pytest.raises(RecipeError) as error:
         load_data(load_recipe(write(tmp_path, tiny(tmp_path, data={"files": files}))))
     assert str(error.value) == (
         f"data.files: all rows must have the columns of the first (query, positive), but {files[1]} has answer."
+    )
+    with pytest.raises(RecipeError) as error:
+        load_table("data.name", str(tmp_path / "tables"), split="train")
+    assert str(error.value) == (
+        f"data.name: all rows must have the columns of the first (query, positive), but {files[1]} has answer."
     )
 
 

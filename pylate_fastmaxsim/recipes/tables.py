@@ -85,12 +85,19 @@ def _require_files(key: str, folder: Path) -> None:
 
 
 def _file_with(columns: list[str], kind: str, files: Any) -> str | None:
-    """The first of several files that begins with a row that has some of these columns."""
-    for file in files if isinstance(files, list) else ():
+    """The first of the files that begins with a row that has some of these columns."""
+    for file in _flat(files):
         rows = load_dataset(kind, split="train", streaming=True, **_literal({"data_files": file}))
         if not set(columns).isdisjoint(next(iter(rows), ())):
             return file
     return None
+
+
+def _flat(files: str | list[str] | dict[str, list[str]] | None) -> list[str]:
+    """All that ``data_files`` names."""
+    if isinstance(files, dict):
+        return [file for parts in files.values() for file in parts]
+    return [files] if isinstance(files, str) else files or []
 
 
 def _literal(options: dict[str, Any]) -> dict[str, Any]:
@@ -113,11 +120,8 @@ def loading_failure(key: str, error: Exception) -> RecipeError:
 
 
 def _place(path: str, subset: str | None, options: dict[str, Any]) -> str:
-    files = options.get("data_files")
-    if isinstance(files, dict):
-        files = [file for parts in files.values() for file in parts]
-    if files:
-        return files if isinstance(files, str) else ", ".join(files)
+    if files := _flat(options.get("data_files")):
+        return ", ".join(files)
     return f"the subset {subset} of {path}" if subset else path
 
 
