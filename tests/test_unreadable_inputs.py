@@ -154,6 +154,12 @@ def test_a_folder_written_by_save_to_disk(saved, source, tmp_path):
     )
 
 
+def test_tables_called_as_datasets_calls_its_own(tmp_path):
+    for name in ("city", "state"):
+        (tmp_path / f"{name}.json").write_text('{"query": "q", "positive": "d"}\n')
+    assert len(load_table("data.name", str(tmp_path), split="train")) == 2
+
+
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_a_folder_with_the_name_of_a_kind_of_files(kind, tmp_path, monkeypatch):
     rows = [{"query": f"query {row}", "positive": f"document {row}"} for row in range(9)]

@@ -31,7 +31,7 @@ from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
 NO_ROWS = "corresponds to no data"
 
 # What only save_to_disk of datasets writes into the folder of a table, and of several.
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
 
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
@@ -77,7 +77,7 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
 
 def _require_files(key: str, folder: Path) -> None:
     """Refuse what ``datasets`` writes for itself, of which it would load the files of no table."""
-    if any((folder / name).is_file() for name in SAVED_TO_DISK):
+    if any(all((folder / name).is_file() for name in names) for names in SAVED_TO_DISK):
         raise RecipeError(
             f"{key}: the folder {folder} was written by save_to_disk of datasets, which is not read here; load it with "
             "load_from_disk and write each table with to_parquet."
