@@ -78,6 +78,10 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
             "training.seed=" + "[" * 5000 + "]" * 5000,
             "--set training.seed: its sections are nested deeper than can be ",
         ),
+        (
+            "model.config_kwargs=&c {a: [1, *c]}",
+            "--set model.config_kwargs: an alias names what it stands in (line 1); name something that ends before it.",
+        ),
         ("training.seed={<<: {a: 1}, <<: {b: 1}}", "--set training.seed: '<<' is given twice (line 1); give it once."),
         (
             "training.seed={<<: 1}",
@@ -164,6 +168,7 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
         ("- a\n", "a recipe is a mapping with the keys name, output_dir, model, "),
         ("model: {build: {}}\ndata: {source: hub, name: a}\n", "output_dir is missing; it must be a string."),
         ("output_dir: a\noutput_dir: b\n", "'output_dir' is given twice (line 2); give it once."),
+        ("output_dir: a\nmodel: &m {build: *m}\n", "bad.yaml: an alias names what it stands in (line 2); "),
         ("output_dir: {{ out }}\n", "bad.yaml, line 1: not valid YAML: found unhashable key."),
         ("output_dir: !!python/object/apply:os.getcwd []\n", "not valid YAML: "),
         ("output_dir: a\nmodel: {build: {}}\ndata: {source: hub}\n", "data.name is missing; data.source hub needs it."),

@@ -147,7 +147,15 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last, and what contains itself."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        node = super().compose_node(parent, index)
+        # Until all of a node is read it has no end, and until then only an alias inside of it can give it.
+        if node.end_mark is None:
+            line = node.start_mark.line + 1
+            raise RecipeError(f"an alias names what it stands in (line {line}); name something that ends before it.")
+        return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         # Where a mapping is read and not where it is built: by then `<<` may have brought in keys of another.
