@@ -98,33 +98,35 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
     """Ready ``output_dir`` for this run of so many processes and return the checkpoint to go on from."""
     directory = Path(recipe.output_dir)
     checkpoint = last_checkpoint(recipe) if resume else None
-    if checkpoint is not None and (earlier := _read_record(directory / RECIPE_FILE)) is not None:
-        _require_same_run(recipe, earlier)
+
+    def earlier(name: str) -> dict[str, Any]:
+        """What a record says of the checkpoint to go on from."""
+        return (checkpoint and _read_record(directory / name)) or {}
+
+    if before := earlier(RECIPE_FILE):
+        _require_same_run(recipe, before)
         if writes:  # in one process of several
-            _say_what_masking_changes(recipe, earlier)
-    digest, mined = mined_digest(recipe.data), directory / MINED_FILE
-    if checkpoint is not None and (earlier := _read_record(mined)) is not None and earlier.get("digest") != digest:
+            _say_what_masking_changes(recipe, before)
+    digest, mined = mined_digest(recipe.data), earlier(MINED_FILE)
+    if mined and mined.get("digest") != digest:
         raise RecipeError(
             f"data.name: {recipe.data.name} was mined anew after the checkpoints in {recipe.output_dir} were made; "
             "choose another output_dir, or start over with --no-resume."
         )
-    record = directory / FILES_FILE
-    earlier = (_read_record(record) or {}) if checkpoint is not None else {}
-    data, model = data_contents(recipe), _model_contents(recipe)
+    known, data, model = earlier(FILES_FILE), data_contents(recipe), _model_contents(recipe)
     for key, contents in {_data_key(recipe): data, MODEL_KEY: model}.items():
-        changed = [name for name in contents if name in earlier and contents[name]["digest"] != earlier[name]["digest"]]
+        changed = [name for name in contents if name in known and contents[name]["digest"] != known[name]["digest"]]
         if changed:
             raise RecipeError(
                 f"{key}: {', '.join(changed)} changed after the checkpoints in {recipe.output_dir} were made; bring the "
                 "earlier content back, choose another output_dir, or start over with --no-resume."
             )
-    launched = directory / PROCESSES_FILE
-    earlier = (_read_record(launched) or {}) if checkpoint is not None else {}
+    launched = {"processes": processes} | earlier(PROCESSES_FILE)
     # What has only to be evaluated takes no more steps, which depend on how the rows are divided.
-    if earlier.get("processes", processes) != processes and trained_state(checkpoint) is None:
+    if launched["processes"] != processes and trained_state(checkpoint) is None:
         raise RecipeError(
             f"the number of processes is {processes}, but the checkpoints in {recipe.output_dir} were made with "
-            f"{earlier['processes']}; keep it, choose another output_dir, or start over with --no-resume."
+            f"{launched['processes']}; keep it, choose another output_dir, or start over with --no-resume."
         )
     if writes:
         make_directory("output_dir", directory)
@@ -132,9 +134,9 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
             for path in _checkpoints(directory):
                 shutil.rmtree(path)
         write_whole_text(directory / RECIPE_FILE, dump_recipe(recipe))
-        _write_record(mined, {"digest": digest} if digest is not None else {})
-        _write_record(record, data | model)
-        _write_record(launched, earlier or {"processes": processes})
+        _write_record(directory / MINED_FILE, {"digest": digest} if digest is not None else {})
+        _write_record(directory / FILES_FILE, data | model)
+        _write_record(directory / PROCESSES_FILE, launched)
     return checkpoint
 
 
