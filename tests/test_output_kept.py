@@ -284,8 +284,11 @@ def test_a_run_does_not_go_on_with_a_folder_that_was_rewritten(kind, tmp_path, m
     )
     changing.write_bytes(content)
     extra = shutil.copy(changing, place / f"another-{changing.name}")
-    with pytest.raises(RecipeError, match=f"{place} changed after the checkpoints"):
-        training.train(recipe)
+    if kind == "distillation":  # whose files are loaded by their names
+        assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+    else:
+        with pytest.raises(RecipeError, match=f"{place} changed after the checkpoints"):
+            training.train(recipe)
     extra.unlink()
     # A folder of an earlier version says nothing of it.
     changing.write_bytes(changed)
@@ -293,9 +296,40 @@ def test_a_run_does_not_go_on_with_a_folder_that_was_rewritten(kind, tmp_path, m
     assert training.train(recipe)["resumed_from"] == "checkpoint-4"
 
 
+def card(data_files: str) -> str:
+    return f"---\nconfigs: [{{config_name: default, data_files: {data_files}}}]\n---\n"
+
+
+@pytest.mark.parametrize("output", ["out", "inputs"])
+def test_of_a_folder_with_a_card_only_what_it_names_may_not_change(output, tmp_path):
+    values, named = inputs_in_folders("hub", tmp_path)
+    place = named.parent
+    (place / "README.md").write_text(card("train.jsonl"))
+    recipe = load_recipe(write(tmp_path, values | {"output_dir": str(tmp_path / output)}))
+    training.train(recipe)
+    (place / "lengths.csv").write_text("query,length\n1,2\n")
+    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+    (place / "others.jsonl").write_text(named.read_text().replace("number", "letter"))
+    (place / "README.md").write_text(card("others.jsonl"))
+    with pytest.raises(RecipeError, match=f"data.name: {place} changed after the checkpoints"):
+        training.train(recipe)
+
+
+@pytest.mark.parametrize("kind", ["hub", "model"])
+def test_inputs_inside_of_the_output_folder_may_not_change_either(kind, tmp_path):
+    values, changing = inputs_in_folders(kind, tmp_path)
+    recipe = load_recipe(write(tmp_path, values | {"output_dir": str(tmp_path)}))
+    training.train(recipe)
+    changed = bytearray(changing.read_bytes())
+    changed[-2 if kind == "model" else changed.index(b"token")] ^= 1
+    changing.write_bytes(changed)
+    with pytest.raises(RecipeError, match=f"{changing.parent} changed after the checkpoints"):
+        training.train(recipe)
+
+
 def test_what_a_run_writes_into_the_folder_of_its_data_is_no_change_of_it(tmp_path):
     values, changing = inputs_in_folders("hub", tmp_path)
-    (changing.parent / "README.md").write_text("---\nconfigs: [{config_name: default, data_files: train.jsonl}]\n---\n")
+    (changing.parent / "README.md").write_text(card("train.jsonl"))
     file = write(tmp_path, values | {"output_dir": str(changing.parent / "out")})
     training.train(load_recipe(file))
     training.train(load_recipe(file, [f"output_dir={changing.parent / 'other'}"]))

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from transformers import TrainerState
 
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
+from pylate_fastmaxsim.recipes.distillation import COLUMNS
 from pylate_fastmaxsim.recipes.docstrings import source_files
 from pylate_fastmaxsim.recipes.finite_json import write_json
 from pylate_fastmaxsim.recipes.load import REQUIRED_SOURCE_KEY, dump_recipe, with_defaults
 from pylate_fastmaxsim.recipes.mined import mined_digest
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.tables import FOLDER_FILE_TYPES
+from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.tables import subset_files, table_files
 
 logger = logging.getLogger(__name__)
 
@@ -174,24 +177,43 @@ def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str,
     for name in names:
         known, path = earlier.get(name, {}), Path(name)
         if path.is_dir():
-            contents[name] = _folder_content(key, path, known, Path(recipe.output_dir).resolve())
+            path = path.resolve()
+            files = _model_files(path, recipe) if key == MODEL_KEY else _data_files(recipe.data)
+            contents[name] = _folder_content(key, path, files, known)
         else:
             contents[name] = _file_content(key, path, known)
     return contents
 
 
-def _folder_content(key: str, folder: Path, known: dict[str, Any], output: Path) -> dict[str, Any]:
-    """Of the files in a folder that are loaded: none that is hidden, a model's card, or what a run wrote there."""
-    folder, known, files = folder.resolve(), known.get("files", {}), {}
-    outputs = {output, *(record.parent for record in folder.rglob(RECIPE_FILE))} - {folder}
+def _data_files(data: DataSection) -> list[str]:
+    """The files that are loaded of the folder ``data.name``; none where loading fails, which says why itself."""
+    split = data.split or "train"
+    with suppress(Exception):
+        if data.source == "hub":
+            return table_files(data.name, data.config, split)
+        return [file for subset in sorted(COLUMNS) for file in subset_files(data.name, subset, split)]
+    return []
+
+
+def _model_files(folder: Path, recipe: Recipe) -> list[Path]:
+    """The files in the folder of a model: none that is hidden, no card, and none in folders of runs inside of it."""
+    runs = {Path(recipe.output_dir).resolve(), *(record.parent for record in folder.rglob(RECIPE_FILE))}
+    runs = {run for run in runs if folder in run.parents}
+    files = []
     for file in sorted(folder.rglob("*")):
-        inside = file.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        loaded = file.name != "README.md" if key == MODEL_KEY else file.suffix in FOLDER_FILE_TYPES
-        if file.is_file() and loaded and not hidden and outputs.isdisjoint(file.parents):
-            files[str(inside)] = _file_content(key, file, known.get(str(inside), {}))
-    digests = {name: content["digest"] for name, content in files.items()}
-    return {"files": files, "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest()}
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.name != "README.md" and not hidden and runs.isdisjoint(file.parents):
+            files.append(file)
+    return files
+
+
+def _folder_content(key: str, folder: Path, files: Iterable[str | Path], known: dict[str, Any]) -> dict[str, Any]:
+    known, contents = known.get("files", {}), {}
+    for file in filter(os.path.isfile, files):
+        name = os.path.relpath(file, folder)
+        contents[name] = _file_content(key, Path(file), known.get(name, {}))
+    digests = {name: content["digest"] for name, content in contents.items()}
+    return {"files": contents, "digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest()}
 
 
 def _file_content(key: str, file: Path, known: dict[str, Any]) -> dict[str, Any]:

@@ -231,9 +231,26 @@ def _is_utf8(text: pa.Scalar) -> bool:
 
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
-    for suffix, kind in FILE_TYPES.items():
-        if (file := folder / f"{subset}{suffix}").is_file():
-            return load_table(key, kind, data_files=str(file), split="train")
+    if file := _plain_file(folder, subset):
+        return load_table(key, FILE_TYPES[file.suffix], data_files=str(file), split="train")
     _require_files(key, folder)
     names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
     raise RecipeError(f"{key}: the folder {folder} must hold {names}, or a README.md that names its subsets.")
+
+
+def _plain_file(folder: Path, subset: str) -> Path | None:
+    return next(filter(Path.is_file, (folder / f"{subset}{suffix}" for suffix in FILE_TYPES)), None)
+
+
+def table_files(folder: str, subset: str | None, split: str) -> list[str]:
+    """The files that a table in a folder is loaded from; of a part of a split, or of several, those of all splits."""
+    files = _files_of_folder(folder, subset, {})[2]["data_files"]
+    return files.get(split) or _flat(files)
+
+
+def subset_files(folder: str, subset: str, split: str) -> list[str]:
+    """The same of what :func:`load_subset` loads."""
+    if not has_plain_files(folder):
+        return table_files(folder, subset, split)
+    file = _plain_file(Path(folder), subset)
+    return [str(file)] if file else []
