@@ -104,6 +104,45 @@ def test_an_adapter_with_dropout_added_afterwards(encoder, checkpoints):
         assert checkpoints and not any(checkpoints)
 
 
+@pytest.mark.parametrize("checkpoints", ["aot_eager"], indirect=True)
+def test_the_backward_runs_layers_that_were_compiled_in_between_as_the_forward_did(encoder, checkpoints):
+    model = load_model(encoder("bert"))
+    checkpointed(model)
+    batch = batch_of(model)
+    contrastive = losses.Contrastive(model)
+
+    def gradients() -> torch.Tensor:
+        model.zero_grad()
+        others = model({name: batch[1][name] for name in ("input_ids", "attention_mask")})["token_embeddings"]
+        (others.square().mean() + contrastive(batch)).backward()
+        return torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+
+    expected = gradients()
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(2):
+            torch.testing.assert_close(gradients(), expected, atol=1e-5, rtol=1e-4)
+    assert any(checkpoints)
+
+
+@pytest.mark.parametrize("checkpoints", ["aot_eager"], indirect=True)
+def test_the_backward_runs_layers_that_are_not_compiled_any_more_as_the_forward_did(encoder, checkpoints, monkeypatch):
+    model = load_model(encoder("bert"))
+    checkpointed(model)
+    hook(model, monkeypatch)
+    batch = batch_of(model)
+    expected, _ = step(model, batch)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        model.zero_grad()
+        loss = losses.Contrastive(model)(batch)
+        assert checkpoints and not any(checkpoints)
+        query = {name: batch[0][name] for name in ("input_ids", "attention_mask")}
+        model[0].auto_model(**query, output_hidden_states=True)
+        assert all(layer._compiled_call_impl is None for layer in encoder_layers(model))
+        loss.backward()
+    gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+    torch.testing.assert_close(torch.cat(gradients), expected, atol=1e-5, rtol=1e-4)
+
+
 def hidden_dropout(model, patched) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -75,6 +75,16 @@ def test_loss_and_gradients_are_those_of_stock_in_float32(encoder, mode, project
     assert not projected
 
 
+def test_inside_a_compiled_loss_the_head_is_not_fused(encoder, caplog):
+    model = load_model(encoder("bert"))
+    pylate_fastmaxsim.enable()
+    torch.compile(losses.Contrastive(model), backend="eager")(batch_of(model), None)
+    assert (
+        "The head is not fused, Dense and normalisation run one after the other: torch.compile compiles the loss."
+        in (caplog.text)
+    )
+
+
 @pytest.mark.parametrize("options", [{"padding_free": False}, {"compile": True}], ids=str)
 def test_other_options(encoder, projected, options):
     model = load_model(encoder("modernbert", num_hidden_layers=1))

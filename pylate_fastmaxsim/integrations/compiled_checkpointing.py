@@ -42,14 +42,19 @@ def include(layers: Iterable[nn.Module]) -> None:
     """
     if GradientCheckpointingLayer is None:
         return
-    if not _patches.targets:
-        call = _including(GradientCheckpointingLayer.__call__)
-        _patches.apply([Patch(GradientCheckpointingLayer, "__call__", call)])
+    prepare()
     for layer in layers:
         known, probabilities = _dropouts.get(layer, (None, []))
         if known is None or getattr(layer, "gradient_checkpointing", False):
             modules = list(map(id, layer.modules()))
             _dropouts[layer] = modules, probabilities if modules == known else list(_probabilities(layer))
+
+
+def prepare() -> None:
+    """Before the first call of a model whose layers will be compiled: the backward runs a layer as the forward did."""
+    if GradientCheckpointingLayer is not None and not _patches.targets:
+        call = _including(GradientCheckpointingLayer.__call__)
+        _patches.apply([Patch(GradientCheckpointingLayer, "__call__", call)])
 
 
 def release() -> None:
@@ -62,19 +67,36 @@ def _including(stock: Callable) -> Callable:
     compiled = torch.compile(stock, dynamic=True)
 
     def call(self: nn.Module, *args, **kwargs):
-        if not torch.compiler.is_compiling() and _can_be_traced(self):
+        if torch.compiler.is_compiling() or not (self.training and self.gradient_checkpointing):
+            return stock(self, *args, **kwargs)
+        if _can_be_traced(self):
             return compiled(self, *args, **kwargs)
-        return stock(self, *args, **kwargs)
+        function = self._gradient_checkpointing_func
+        self._gradient_checkpointing_func = partial(_checkpoint_alike, function, self)
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            self._gradient_checkpointing_func = function
 
     return call
 
 
+def _checkpoint_alike(function: Callable, layer: nn.Module, run: Callable, *args):
+    """Checkpoint a layer that may be compiled, or not any more, by the time the backward runs it again."""
+    of_forward = layer._compiled_call_impl
+
+    def run_alike(*args):
+        now, layer._compiled_call_impl = layer._compiled_call_impl, of_forward
+        try:
+            return run(*args)
+        finally:
+            layer._compiled_call_impl = now
+
+    return function(run_alike, *args)
+
+
 def _can_be_traced(layer: nn.Module) -> bool:
-    if (
-        not (layer.training and layer.gradient_checkpointing)
-        or layer not in _dropouts
-        or layer._compiled_call_impl is None
-    ):
+    if layer not in _dropouts or layer._compiled_call_impl is None:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.

@@ -124,6 +124,8 @@ def _head(model: nn.Module) -> Dense | None:
 
 
 def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile compiles the loss"
     if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
         return "DataParallel cannot gather what the Dense module answers"
     if is_compiled(model):

@@ -360,4 +360,8 @@ def _switch_to(new: Options | None) -> None:
             forget_what_was_said()
         if new is None:
             _patches.undo()
+        elif new.compile:
+            from pylate_fastmaxsim.integrations import compiled_checkpointing
+
+            compiled_checkpointing.prepare()
         _options = new

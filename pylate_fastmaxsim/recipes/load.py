@@ -54,13 +54,13 @@ LOSS_OPTIONS = {
     **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
     **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
 }
+# The first of each must be given.
 SOURCE_KEYS = {
     "docstrings": ("packages",),
     "hub": ("name", "config", "split"),
     "files": ("files",),
     "distillation": ("name", "split", "n_ways"),
 }
-REQUIRED_SOURCE_KEY = {"docstrings": "packages", "hub": "name", "files": "files", "distillation": "name"}
 FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 _TYPE_NAMES = {
@@ -448,7 +448,7 @@ def _check_data(data: DataSection, section: str) -> None:
             raise RecipeError(
                 f"{section}.{name} does not apply to {section}.source {data.source}, which takes {', '.join(own)}."
             )
-    required = REQUIRED_SOURCE_KEY[data.source]
+    required = own[0]
     if getattr(data, required) is None:
         raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
     for file in data.files or []:

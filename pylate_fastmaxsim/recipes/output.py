@@ -17,12 +17,12 @@ from typing import Any
 import yaml
 from transformers import TrainerState
 
-from pylate_fastmaxsim.recipes.digest import content_digest
+from pylate_fastmaxsim.recipes.digest import content_digest, model_files
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
 from pylate_fastmaxsim.recipes.distillation import COLUMNS
 from pylate_fastmaxsim.recipes.docstrings import source_files
 from pylate_fastmaxsim.recipes.finite_json import write_json
-from pylate_fastmaxsim.recipes.load import REQUIRED_SOURCE_KEY, dump_recipe, with_defaults
+from pylate_fastmaxsim.recipes.load import SOURCE_KEYS, dump_recipe, with_defaults
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import subset_files, table_files
@@ -159,7 +159,7 @@ def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def _data_key(recipe: Recipe) -> str:
-    return f"data.{REQUIRED_SOURCE_KEY[recipe.data.source]}"
+    return f"data.{SOURCE_KEYS[recipe.data.source][0]}"
 
 
 def _model_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -196,15 +196,10 @@ def _data_files(data: DataSection) -> list[str]:
 
 
 def _model_files(folder: Path, recipe: Recipe) -> list[Path]:
-    """The files in the folder of a model: none that is hidden, no card, and none in folders of runs inside of it."""
+    """The files in the folder of a model, and none in folders of runs inside of it."""
     runs = {Path(recipe.output_dir).resolve(), *(record.parent for record in folder.rglob(RECIPE_FILE))}
     runs = {run for run in runs if folder in run.parents}
-    files = []
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.name != "README.md" and not hidden and runs.isdisjoint(file.parents):
-            files.append(file)
-    return files
+    return [file for file in model_files(folder) if runs.isdisjoint(file.parents)]
 
 
 def _folder_content(key: str, folder: Path, files: Iterable[str | Path], known: dict[str, Any]) -> dict[str, Any]:
