@@ -119,17 +119,15 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
 
     With ``backwards`` also because the backward does that each call is to have. ``None`` where each rank may go its way.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     *around, core = layers_of_wrapping(model)
-    waiting = [layer for layer in around if _waits(layer, backwards)]
-    # Also where no more of a model is sharded than its encoder.
-    waiting += [module for module in core.modules() if isinstance(module, (FullyShardedDataParallel, FSDPModule))]
-    if not waiting:
-        return None
-    # Of what is sharded, other groups may hold copies: all ranks.
-    group = waiting[0].process_group if isinstance(waiting[0], DistributedDataParallel) else dist.group.WORLD
-    return group if dist.get_world_size(group) > 1 else None
+    waiting = (layer for layer in around if _waits(layer, backwards))
+    group = next((getattr(layer, "process_group", dist.group.WORLD) for layer in waiting), None)
+    # Also where no more of a model is sharded than its encoder. Of what is sharded other groups may hold copies.
+    if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()):
+        group = dist.group.WORLD
+    return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
 def _waits(layer: nn.Module, backwards: bool) -> bool:
