@@ -145,11 +145,17 @@ class TokenBatch:
                 f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
                 f"got {first} to {end}."
             )
-        if self.gapless and int(self.lengths.sum()) != self.values.shape[0]:
+        if self.gapless and not self._fills_all_rows():
             raise ValueError(
                 f"TokenBatch: with gapless every one of the T = {self.values.shape[0]} rows of values must belong to one "
-                f"sequence, but lengths add up to {int(self.lengths.sum())}."
+                "sequence, but some belong to several or to none."
             )
+
+    def _fills_all_rows(self) -> bool:
+        filled = self.lengths > 0
+        starts, order = self.starts[filled].sort()
+        ends = self.lengths[filled][order].cumsum(0)
+        return [0, *ends.tolist()] == [*starts.tolist(), self.values.shape[0]]
 
     def __len__(self) -> int:
         return self.starts.shape[0]

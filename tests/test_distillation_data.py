@@ -265,8 +265,9 @@ def test_missing_columns_and_files_are_named(tmp_path):
     del subsets["documents"]
     with pytest.raises(RecipeError, match="must hold documents.jsonl or documents.parquet, or a README.md"):
         load(tmp_path, write_files(tmp_path / "missing", subsets))
-    with pytest.raises(RecipeError, match="data.split does not apply to .*, a folder with one file for each subset."):
+    with pytest.raises(RecipeError, match="data.split must be train for .*, a folder with one file for .* got 'dev'."):
         load(tmp_path, write_files(tmp_path / "whole", kd_subsets()), "data.split=dev")
+    assert len(load(tmp_path, tmp_path / "whole", "data.split=train")) == 24
     with pytest.raises(RecipeError, match="loss.name must be distillation with data.source distillation"):
         load(tmp_path, tmp_path, "loss.name=contrastive")
     with pytest.raises(RecipeError, match="data.columns does not apply to data.source distillation"):

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing, trials
+from pylate_fastmaxsim.integrations import attention, decisions, packing, trials
 from pylate_fastmaxsim.integrations.wrappers import group_in_step, unwrap
 
 RANKS = 2
@@ -136,6 +136,37 @@ def _ranks_that_differ(wrap: Callable, queries: tuple[int, int] = (6, 6), **opti
     return run
 
 
+def _looks_into(wrap: Callable) -> Callable[[str], None]:
+    """What is in training behind the encoder is seen through what shards it."""
+
+    def run(folder: str) -> None:
+        core = load_model(f"{folder}/modernbert").train()
+        inner = unwrap(wrap(core))
+        before = decisions._state(inner)
+        core[1].eval()
+        assert decisions._state(inner) != before
+
+    return run
+
+
+class _Around(torch.nn.Module):
+    """A first module of somebody's own, which has no encoder."""
+
+    def __init__(self, first: torch.nn.Module) -> None:
+        super().__init__()
+        self.first, self.forward, self.tokenizer = first, first.forward, first.tokenizer
+
+
+def _static_graph_of_somebodys_own(folder: str) -> None:
+    core = load_model(f"{folder}/modernbert").double()
+    batch = _batch(core, dist.get_rank())
+    core[0] = _Around(core[0])
+    model = DistributedDataParallel(core, static_graph=True, broadcast_buffers=False)
+    stock = losses.Contrastive(model)([dict(column) for column in batch]).item()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert losses.Contrastive(model)([dict(column) for column in batch]).item() == pytest.approx(stock, rel=1e-8)
+
+
 def _static_graph(folder: str) -> None:
     """The ranks have as many documents, but the last batch has fewer, and so fewer groups: gradients are exchanged."""
     rank = dist.get_rank()
@@ -230,6 +261,7 @@ CASES["cached xtr"] = _compare(
 CASES["disagreeing"] = _disagreeing
 CASES["apart"] = _apart
 CASES["static graph"] = _static_graph
+CASES["static graph of somebody's own"] = _static_graph_of_somebodys_own
 CASES["one with scores of its own"] = _ranks_that_differ(
     partial(data_parallel, broadcast_buffers=False),
     score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs),
@@ -238,6 +270,7 @@ CASES["one without the others"] = _without_the_others
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
     CASES[f"one finds a difference {_wrap.__name__}"] = _one_finds_a_difference(_wrap)
+    CASES[f"looks into {_wrap.__name__}"] = _looks_into(_wrap)
 
 
 @pytest.fixture(scope="module")

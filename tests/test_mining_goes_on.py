@@ -127,7 +127,7 @@ def test_what_is_not_loaded_of_a_model_is_no_other_model(encoder, teacher, tmp_p
     model = shutil.copytree(encoder("modernbert"), tmp_path / "model")
     recipe = recipe_for(tmp_path, str(model), teacher)
     mine_but_stop(recipe, "teacher", 2, monkeypatch)
-    for name in ("README.md", ".cache/huggingface/model.safetensors.lock"):
+    for name in ("README.md", ".cache/huggingface/model.safetensors.lock", "run/recipe-of-checkpoints.yaml"):
         Path(model, name).parent.mkdir(parents=True, exist_ok=True)
         Path(model, name).write_text("anything")
     assert parts_written(recipe, monkeypatch) == TEACHER[2:]

@@ -327,6 +327,30 @@ def test_inputs_inside_of_the_output_folder_may_not_change_either(kind, tmp_path
         training.train(recipe)
 
 
+def test_a_link_to_another_copy_of_the_data_goes_on(tmp_path):
+    values, changing = inputs_in_folders("distillation", tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(changing.parent)
+    values["data"]["name"] = str(link)
+    recipe = load_recipe(write(tmp_path, values))
+    training.train(recipe)
+    shutil.copytree(changing.parent, tmp_path / "deeper" / "copy")
+    link.unlink()
+    link.symlink_to(tmp_path / "deeper" / "copy")
+    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+
+
+def test_the_model_that_a_run_replaces_is_no_change_of_its_model(tmp_path, monkeypatch):
+    training.train(load_recipe(without_checkpoints(tmp_path)))
+    model = {"name_or_path": str(tmp_path / "out" / "model")}
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, training={"max_steps": 4}) | {"model": model}))
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "evaluate", ending_with(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            training.train(recipe)
+    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+
+
 def test_what_a_run_writes_into_the_folder_of_its_data_is_no_change_of_it(tmp_path):
     values, changing = inputs_in_folders("hub", tmp_path)
     (changing.parent / "README.md").write_text(card("train.jsonl"))

@@ -220,8 +220,12 @@ def direct(**arguments) -> TokenBatch:
         ),
         (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
         (
+            lambda: TokenBatch(torch.randn(4, 4), torch.tensor([0, 0]), torch.tensor([2, 2]), 2, gapless=True),
+            "with gapless every one of the T = 4 rows of values must belong to one sequence, but some belong to several",
+        ),
+        (
             lambda: TokenBatch(torch.randn(3, 4), torch.tensor([0, 1]), torch.tensor([2, 2]), 2, gapless=True),
-            "with gapless every one of the T = 3 rows of values must belong to one sequence, but lengths add up to 4.",
+            "with gapless every one of the T = 3 rows of values must belong to one sequence, but some belong to several or to none.",
         ),
     ],
 )

@@ -14,10 +14,11 @@ from pylate.models import ColBERT
 from test_losses import assert_equal, run
 from test_packing import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
 from torch import nn
+from torch.nn import functional as F
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations import attention, decisions, packing
 
 
 def test_a_cpu_is_no_reason_to_warn(model, caplog):
@@ -254,6 +255,42 @@ class _Normalised(Behind):
         return features
 
 
+class _Frozen(_Normalised):
+    """Statistics that stay as they are in training."""
+
+    def train(self, training=True):
+        super().train(training)
+        self.norm.eval()
+        return self
+
+
+class _OwnNorm(Behind):
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        normed = F.batch_norm(embeddings.flatten(0, 1), self.mean, self.variance, training=self.training)
+        features["token_embeddings"] = normed.view_as(embeddings)
+        return features
+
+
+class _Noisy(Behind):
+    """Random numbers that torch does not know of."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.generator = torch.Generator()
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.training:
+            features["token_embeddings"] = embeddings + torch.rand(embeddings.shape, generator=self.generator)
+        return features
+
+
 class _Counting(Behind):
     """Keeps how many tokens it has seen, and makes nothing of it."""
 
@@ -308,6 +345,10 @@ def _add_noise(model):
     embeddings.register_forward_hook(neftune_post_forward_hook)
 
 
+def _add_own_norm(model):
+    model[1] = _OwnNorm(model[1]).to(model.dtype)
+
+
 def _add_counter(model):
     model[1] = _Counting(model[1])
 
@@ -337,6 +378,7 @@ def assert_deciding_changes_nothing(model, columns):
         (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
         (_add_noise, "NEFTune scales its noise by the width of a call"),
         (_add_counter, "in training ModernBertModel with _Counting changes its buffers by all texts of a call"),
+        (_add_own_norm, "in training ModernBertModel with _OwnNorm changes its buffers by all texts of a call"),
         (
             partial(_add_centre, dropout=0.5),
             "ModernBertModel with _Centred gives other token embeddings in training without padding",
@@ -353,6 +395,27 @@ def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, c
     model.eval()
     assert assert_deciding_changes_nothing(model, batch[1:]) == mode
     assert_encodes_as_stock(model, batch)
+
+
+@pytest.mark.parametrize("kind", [_Frozen, _Noisy])
+def test_what_depends_on_nothing_else_of_a_call_is_no_reason_to_pad(model, mode, caplog, kind):
+    model[1] = kind(model[1]).to(model.dtype)
+    model.train()
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    assert assert_deciding_changes_nothing(model, batch[1:]) == mode
+    assert "in training" not in caplog.text
+    if kind is _Frozen:
+        assert_encodes_as_stock(model, batch)
+
+
+def test_a_module_at_the_address_of_one_that_is_gone_is_another(model):
+    dense, addresses, states = model[1], [], []
+    while len(set(addresses)) == len(addresses):
+        model[1] = Behind(dense)
+        addresses.append(id(model[1]))
+        states.append(decisions._state(model))
+        assert hash(states[-1]) and states.count(states[-1]) == 1
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the first batch", "after it"])

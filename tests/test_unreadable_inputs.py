@@ -127,6 +127,8 @@ def test_files_with_other_columns_than_the_first(suffix, others, tmp_path):
         files.append(str(tmp_path / "tables" / f"{name}.{suffix}"))
         rows = Dataset.from_list([row] * 9)
         rows.to_json(files[-1]) if suffix == "jsonl" else rows.to_parquet(files[-1])
+    if suffix == "jsonl":
+        (tmp_path / "tables" / "train-0-empty.jsonl").touch()
     with pytest.raises(RecipeError) as error:
         load_data(load_recipe(write(tmp_path, tiny(tmp_path, data={"files": files}))))
     assert str(error.value) == (

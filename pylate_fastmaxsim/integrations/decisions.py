@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoders import encoder_of
-from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, unsharded, unwrap
 
 # Of what this rank found, what all ranks act on.
 Agree = Callable[[bool], bool]
@@ -76,8 +76,12 @@ def decided(
 def counts_checkpoints(model: nn.Module) -> bool:
     """Whether DistributedDataParallel with ``static_graph`` counts the calls of layers that are checkpointed."""
     *around, core = layers_of_wrapping(model)
-    static = any(getattr(layer, "static_graph", False) for layer in around)
-    return static and getattr(encoder_of(core), "is_gradient_checkpointing", False)
+    if not any(getattr(layer, "static_graph", False) for layer in around):
+        return False
+    try:
+        return getattr(encoder_of(core), "is_gradient_checkpointing", False)
+    except AttributeError:  # no encoder that could be packed
+        return False
 
 
 def holds_up_to(width: int) -> int:
@@ -117,7 +121,7 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
     Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which has too many
     modules to look at each in every step, the dtype of its parameters, its attention, and NEFTune's noise.
     """
-    children = list(core.children())
+    children = list(unsharded(core).children())
     flags = [module.training for child in children[1:] for module in child.modules()]
     try:
         encoder = encoder_of(core)
@@ -125,4 +129,5 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
         of_encoder = next(encoder.parameters()).dtype, encoder.config._attn_implementation, noise
     except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
         of_encoder = ()
-    return *map(id, children), *flags, *of_encoder
+    # Not by id, which a module may have after one that is gone.
+    return *map(ref, children), *flags, *of_encoder

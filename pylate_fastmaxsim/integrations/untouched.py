@@ -42,8 +42,9 @@ class Before:
             module._modules.clear()
             module._modules.update(modules)
         for buffer, (value, writes) in self.values.items():
-            # A backward that is still to come may need it as it is, and sees that it was written to.
-            if writes_to(buffer) != writes:
+            # A backward that is still to come may need it as it is, and sees that it was written to. Batch norm writes its
+            # statistics without being seen.
+            if writes_to(buffer) != writes or not torch.equal(buffer, value):
                 buffer.copy_(value)
         for module, attributes in self.attributes:
             vars(module).clear()

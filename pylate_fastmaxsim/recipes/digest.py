@@ -8,6 +8,9 @@ from pathlib import Path
 
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
+# In the folder of a run, the recipe of its checkpoints.
+RECIPE_FILE = "recipe-of-checkpoints.yaml"
+
 
 def content_digest(key: str, files: Iterable[str | Path]) -> str:
     """Of the content of files, one after the other; read in parts, because models and data are large.
@@ -29,10 +32,13 @@ def content_digest(key: str, files: Iterable[str | Path]) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Of a model in a folder all but its card and what is hidden, as git and the client of the Hub keep their records."""
+    """Of a model in a folder all but its card, what is hidden, as by git and the client of the Hub, and folders of runs."""
+    runs = {record.parent for record in folder.rglob(RECIPE_FILE)} - {folder}
     inside = {file: file.relative_to(folder).parts for file in sorted(folder.rglob("*")) if file.is_file()}
     return [
         file
         for file, parts in inside.items()
-        if file.name != "README.md" and not any(part.startswith(".") for part in parts)
+        if file.name != "README.md"
+        and not any(part.startswith(".") for part in parts)
+        and runs.isdisjoint(file.parents)
     ]

@@ -63,8 +63,10 @@ def load_distillation(data: DataSection) -> Dataset:
         A column is missing or holds no texts, a row has too few documents or scores, or an id is not in its table or
         stands for several texts there.
     """
-    if data.split is not None and has_plain_files(data.name):
-        raise RecipeError(f"data.split does not apply to {data.name}, a folder with one file for each subset.")
+    if data.split not in (None, "train") and has_plain_files(data.name):
+        raise RecipeError(
+            f"data.split must be train for {data.name}, a folder with one file for each subset, got {data.split!r}."
+        )
     train, queries, documents = (
         load_subset("data.name", data.name, name, columns, data.split or "train") for name, columns in COLUMNS.items()
     )

@@ -10,14 +10,14 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from transformers import TrainerState
 
-from pylate_fastmaxsim.recipes.digest import content_digest, model_files
+from pylate_fastmaxsim.recipes.digest import RECIPE_FILE, content_digest, model_files
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
 from pylate_fastmaxsim.recipes.distillation import COLUMNS
 from pylate_fastmaxsim.recipes.docstrings import source_files
@@ -29,10 +29,11 @@ from pylate_fastmaxsim.recipes.tables import subset_files, table_files
 
 logger = logging.getLogger(__name__)
 
-RECIPE_FILE = "recipe-of-checkpoints.yaml"
 MINED_FILE = "mined.json"  # beside it, of which mined data the checkpoints are
 FILES_FILE = "files.json"  # likewise, of what content of data and model on this machine
 PROCESSES_FILE = "processes.json"  # likewise, of how many processes, among which rows are divided
+
+MODEL_DIRECTORY = "model"  # also in the folder of a run, what it trained
 
 MODEL_KEY = "model.name_or_path"
 
@@ -163,9 +164,13 @@ def _data_key(recipe: Recipe) -> str:
 
 
 def _model_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """The same of a model in a folder, which may have been trained again since; nothing of one on the Hub."""
+    """The same of a model in a folder, which may have been trained again since; nothing of one on the Hub.
+
+    Nor of the model that this run replaces when it ends.
+    """
     name = recipe.model.name_or_path
-    return _contents(recipe, MODEL_KEY, [name] if name is not None and Path(name).is_dir() else [])
+    is_kept = name is not None and Path(name).resolve() != Path(recipe.output_dir, MODEL_DIRECTORY).resolve()
+    return _contents(recipe, MODEL_KEY, [name] if is_kept and Path(name).is_dir() else [])
 
 
 def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -178,7 +183,9 @@ def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str,
         known, path = earlier.get(name, {}), Path(name)
         if path.is_dir():
             path = path.resolve()
-            files = _model_files(path, recipe) if key == MODEL_KEY else _data_files(recipe.data)
+            files = (
+                _model_files(path, recipe) if key == MODEL_KEY else _data_files(replace(recipe.data, name=str(path)))
+            )
             contents[name] = _folder_content(key, path, files, known)
         else:
             contents[name] = _file_content(key, path, known)
@@ -196,10 +203,9 @@ def _data_files(data: DataSection) -> list[str]:
 
 
 def _model_files(folder: Path, recipe: Recipe) -> list[Path]:
-    """The files in the folder of a model, and none in folders of runs inside of it."""
-    runs = {Path(recipe.output_dir).resolve(), *(record.parent for record in folder.rglob(RECIPE_FILE))}
-    runs = {run for run in runs if folder in run.parents}
-    return [file for file in model_files(folder) if runs.isdisjoint(file.parents)]
+    """The files in the folder of a model, and none in this run's inside of it, which may have no record yet."""
+    output = Path(recipe.output_dir).resolve()
+    return [file for file in model_files(folder) if folder not in output.parents or output not in file.parents]
 
 
 def _folder_content(key: str, folder: Path, files: Iterable[str | Path], known: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,10 @@ def _require_files(key: str, folder: Path) -> None:
 def _file_with(columns: list[str], kind: str, files: Any) -> str | None:
     """The first of the files that begins with a row that has some of these columns."""
     for file in _flat(files):
-        rows = load_dataset(kind, split="train", streaming=True, **_literal({"data_files": file}))
-        if not set(columns).isdisjoint(next(iter(rows), ())):
-            return file
+        with suppress(StopIteration):  # an empty file
+            rows = load_dataset(kind, split="train", streaming=True, **_literal({"data_files": file}))
+            if not set(columns).isdisjoint(next(iter(rows), ())):
+                return file
     return None
 
 

@@ -31,7 +31,7 @@ from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
 from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
-from pylate_fastmaxsim.recipes.output import open_output, trained_state
+from pylate_fastmaxsim.recipes.output import MODEL_DIRECTORY, open_output, trained_state
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError, first_line
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
@@ -48,7 +48,6 @@ LOSSES = {
 }
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 RESULT_FILE = "train.json"
-MODEL_DIRECTORY = "model"
 LOCK_FILE = "train.lock"
 
 
