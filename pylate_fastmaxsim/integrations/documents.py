@@ -75,7 +75,7 @@ class Documents:
 
         Where the collator left the positions of the attended tokens with the column, nothing here
         waits for the device. Where it did not, or where they have not the shape of the column any more, they
-        are computed, which on a CUDA device waits for it once per column.
+        are computed, which on a CUDA device waits for it twice per column.
 
         Raises
         ------
