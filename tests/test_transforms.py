@@ -8,7 +8,7 @@ import torch
 from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
 from pylate_fastmaxsim.ops import maxsim as ops
 
-WEIGHT = torch.randn(5, 5, generator=torch.Generator().manual_seed(4), requires_grad=True)
+WEIGHT = torch.randn(5, 5, generator=torch.Generator().manual_seed(4), dtype=torch.float64, requires_grad=True)
 OF_VECTORS = {
     "maxsim": maxsim,
     "maxsim filtered": lambda q, d: maxsim(q, d, grad_filter="auto"),
@@ -23,7 +23,8 @@ over_operators = pytest.mark.parametrize("function", OPERATORS.values(), ids=OPE
 
 
 def vectors(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, 5, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, 5, generator=generator, dtype=torch.float64, requires_grad=True)
 
 
 def assert_same_gradients(scores, wanted, leaves):
