@@ -8,9 +8,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     names = data.files
     if data.source != "files":
         names = [data.name] if Path(data.name).is_dir() and mined_digest(data) is None else []
-    return _contents(recipe, _data_key(recipe), names)
+    return _contents(recipe, _data_key(recipe), names, partial(_data_files, data))
 
 
 def _data_key(recipe: Recipe) -> str:
@@ -170,10 +171,13 @@ def _model_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """
     name = recipe.model.name_or_path
     is_kept = name is not None and Path(name).resolve() != Path(recipe.output_dir, MODEL_DIRECTORY).resolve()
-    return _contents(recipe, MODEL_KEY, [name] if is_kept and Path(name).is_dir() else [])
+    names = [name] if is_kept and Path(name).is_dir() else []
+    return _contents(recipe, MODEL_KEY, names, partial(_model_files, Path(recipe.output_dir).resolve()))
 
 
-def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str, Any]]:
+def _contents(
+    recipe: Recipe, key: str, names: list[str], files_in: Callable[[Path], Iterable[str | Path]]
+) -> dict[str, dict[str, Any]]:
     try:
         earlier = _read_record(Path(recipe.output_dir, FILES_FILE)) or {}
     except RecipeError:
@@ -183,28 +187,24 @@ def _contents(recipe: Recipe, key: str, names: list[str]) -> dict[str, dict[str,
         known, path = earlier.get(name, {}), Path(name)
         if path.is_dir():
             path = path.resolve()
-            files = (
-                _model_files(path, recipe) if key == MODEL_KEY else _data_files(replace(recipe.data, name=str(path)))
-            )
-            contents[name] = _folder_content(key, path, files, known)
+            contents[name] = _folder_content(key, path, files_in(path), known)
         else:
             contents[name] = _file_content(key, path, known)
     return contents
 
 
-def _data_files(data: DataSection) -> list[str]:
+def _data_files(data: DataSection, folder: Path) -> list[str]:
     """The files that are loaded of the folder ``data.name``; none where loading fails, which says why itself."""
-    split = data.split or "train"
+    name, split = str(folder), data.split or "train"
     with suppress(Exception):
         if data.source == "hub":
-            return table_files(data.name, data.config, split)
-        return [file for subset in sorted(COLUMNS) for file in subset_files(data.name, subset, split)]
+            return table_files(name, data.config, split)
+        return [file for subset in sorted(COLUMNS) for file in subset_files(name, subset, split)]
     return []
 
 
-def _model_files(folder: Path, recipe: Recipe) -> list[Path]:
+def _model_files(output: Path, folder: Path) -> list[Path]:
     """The files in the folder of a model, and none in this run's inside of it, which may have no record yet."""
-    output = Path(recipe.output_dir).resolve()
     return [file for file in model_files(folder) if folder not in output.parents or output not in file.parents]
 
 
