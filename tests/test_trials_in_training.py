@@ -1,0 +1,234 @@
+"""What the trial on the first batch finds out about models in training, and that it leaves them as they were."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from models import Behind, features, load_model
+from pylate import losses
+from pylate.models import ColBERT
+from test_losses import assert_equal, run
+from test_packing import assert_encodes_as_stock, batch_of, mode_of
+from torch import nn
+from torch.nn import functional as F
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import decisions, packing
+
+
+class _Normalised(Behind):
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.norm = nn.BatchNorm1d(16)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        features["token_embeddings"] = self.norm(embeddings.flatten(0, 1)).view_as(embeddings)
+        return features
+
+
+class _Frozen(_Normalised):
+    """Statistics that stay as they are in training."""
+
+    def train(self, training=True):
+        super().train(training)
+        self.norm.eval()
+        return self
+
+
+class _OwnNorm(Behind):
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        normed = F.batch_norm(embeddings.flatten(0, 1), self.mean, self.variance, training=self.training)
+        features["token_embeddings"] = normed.view_as(embeddings)
+        return features
+
+
+class _Noisy(Behind):
+    """Random numbers that torch does not know of."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.generator = torch.Generator()
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.training:
+            features["token_embeddings"] = embeddings + torch.rand(embeddings.shape, generator=self.generator)
+        return features
+
+
+class _Counting(Behind):
+    """Keeps how many tokens it has seen, and makes nothing of it."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def change(self, features):
+        if self.training:
+            self.seen += features["token_embeddings"].shape[:2].numel()
+        return features
+
+
+class _Centred(Behind):
+    """In training, every token without the mean of all, and without what dropout takes."""
+
+    def __init__(self, dense, dropout):
+        super().__init__(dense)
+        self.dropout = nn.Dropout(dropout)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.training:
+            features["token_embeddings"] = self.dropout(embeddings - embeddings.mean(dim=(0, 1)))
+        return features
+
+
+class _CentredWhole(ColBERT):
+    def forward(self, features, **kwargs):
+        features = super().forward(features, **kwargs)
+        if self.training:
+            embeddings = features["token_embeddings"]
+            features["token_embeddings"] = embeddings - embeddings.mean(dim=(0, 1))
+        return features
+
+
+def _add_norm(model):
+    model[1] = _Normalised(model[1]).to(model.dtype)
+
+
+def _add_centre(model, dropout=0.0):
+    model[1] = _Centred(model[1], dropout)
+
+
+def _be_centred(model):
+    model.__class__ = _CentredWhole
+
+
+def _add_noise(model):
+    embeddings = model[0].auto_model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+
+
+def _add_own_norm(model):
+    model[1] = _OwnNorm(model[1]).to(model.dtype)
+
+
+def _add_counter(model):
+    model[1] = _Counting(model[1])
+
+
+def state_of(model):
+    """What a call may change beside gradients: buffers, and what modules keep in plain attributes."""
+    plain = {
+        (name, key): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, type(None)))
+    }
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}, plain
+
+
+def assert_deciding_changes_nothing(model, columns):
+    buffers, plain = state_of(model)
+    mode = packing._mode(model, columns, None)
+    torch.testing.assert_close(state_of(model)[0], buffers, rtol=0, atol=0)
+    assert state_of(model)[1] == plain
+    return mode
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
+        (_add_noise, "NEFTune scales its noise by the width of a call"),
+        (_add_counter, "in training ModernBertModel with _Counting changes its buffers by all texts of a call"),
+        (_add_own_norm, "in training ModernBertModel with _OwnNorm changes its buffers by all texts of a call"),
+        (
+            partial(_add_centre, dropout=0.5),
+            "ModernBertModel with _Centred gives other token embeddings in training without padding",
+        ),
+        (_be_centred, "ModernBertModel with _CentredWhole gives other token embeddings in training without padding"),
+    ],
+)
+def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, change, said):
+    change(model)
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    assert assert_deciding_changes_nothing(model, batch[1:]) == "padded"
+    assert f"with padding, as stock PyLate does: {said}" in caplog.text
+    model.eval()
+    assert assert_deciding_changes_nothing(model, batch[1:]) == mode
+    assert_encodes_as_stock(model, batch)
+
+
+@pytest.mark.parametrize("kind", [_Frozen, _Noisy])
+def test_what_depends_on_nothing_else_of_a_call_is_no_reason_to_pad(model, mode, caplog, kind):
+    model[1] = kind(model[1]).to(model.dtype)
+    model.train()
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    assert assert_deciding_changes_nothing(model, batch[1:]) == mode
+    assert "in training" not in caplog.text
+    if kind is _Frozen:
+        assert_encodes_as_stock(model, batch)
+
+
+def test_a_module_at_the_address_of_one_that_is_gone_is_another(model):
+    dense, addresses, states = model[1], [], []
+    while len(set(addresses)) == len(addresses):
+        model[1] = Behind(dense)
+        addresses.append(id(model[1]))
+        states.append(decisions._state(model))
+        assert hash(states[-1]) and states.count(states[-1]) == 1
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the first batch", "after it"])
+@pytest.mark.parametrize("change", [_add_norm, _add_noise, _add_counter, _add_centre])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=2)])
+def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change, loss_class, first):
+    loss_function = loss_class(model)
+    if not first:
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            run(loss_function, batch_of(model, collate=features))
+            assert mode_of(model) == {mode}
+    change(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def trained():
+        torch.manual_seed(0)
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)
+        result = run(loss_function, batch_of(model, collate=features))
+        return result, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    stock, stock_buffers = trained()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours, our_buffers = trained()
+    assert_equal(ours, stock)
+    torch.testing.assert_close(our_buffers, stock_buffers)
+
+
+def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog):
+    model = load_model(encoder("ibert", quant_mode=True)).double()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+    assert "with padding, as stock PyLate does: in training IBertModel changes its buffers" in caplog.text
+    assert_encodes_as_stock(model.eval(), batch_of(model))
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic rope"])
+def test_rotary_positions_are_as_before_the_trial(encoder, mode, family):
+    model = load_model(encoder(family)).double()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
