@@ -29,6 +29,9 @@ def main() -> None:
             for candidates in (None, torch.randint(0, 9, (5, 3), device="cuda")):
                 queries, documents = ragged(5, 33, d, dtype), ragged(9, 150, d, dtype)
                 maxsim(queries, documents, candidates).sum().backward()
+            queries, documents = ragged(5, 32, d, dtype), ragged(10, 150, d, dtype)
+            for own in (torch.arange(10, device="cuda"), torch.tensor([0, 0, 2, 2, 2, 5, 6, 7, 8, 0], device="cuda")):
+                maxsim(queries, documents, own.view(5, 2)).sum().backward()
     queries, hidden = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 256, torch.bfloat16)
     weight = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     maxsim_from_hidden(queries, hidden, weight).sum().backward()

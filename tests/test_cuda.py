@@ -89,7 +89,9 @@ def test_random_shapes(seed):
 @pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize("longest", [32, 40])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_no_more_pairs_than_documents(repeated, longest, gap):
+@pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
+def test_no_more_pairs_than_documents(monkeypatch, scanned, repeated, longest, gap):
+    monkeypatch.setattr(maxsim, "_SCANNED_PAIRS", scanned)
     generator = torch.Generator().manual_seed(0)
     queries = ragged(generator, 8, longest, 96, torch.bfloat16, gap=gap)
     documents = ragged(generator, 40, 300, 96, torch.bfloat16, gap=gap)
@@ -113,13 +115,29 @@ def test_long_documents():
     check(ragged(generator, 20, 32, 64, torch.bfloat16), documents)
 
 
-@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("shared", [0, 7])
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_own_candidates_of_more_queries_than_are_read_at_once(dtype, gap, shared):
+    generator = torch.Generator().manual_seed(0)
+    queries = ragged(generator, 100, 32, 128, dtype)
+    documents = ragged(generator, 3000, 180, 128, dtype, gap=gap)
+    candidates = torch.randperm(3000, generator=generator).view(100, 30)
+    # Some documents have the candidates of others as well, thousands of places away.
+    candidates.view(-1)[:shared] = candidates.view(-1)[-shared or 3000 :]
+    check(queries, documents, candidates.to(DEVICE))
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates", "own"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_runs_repeat_bit_by_bit(layout, dtype):
     generator = torch.Generator().manual_seed(0)
     queries = ragged(generator, 64, 32, 128, dtype)
-    documents = ragged(generator, 128, 300, 128, dtype)
-    candidates = torch.randint(128, (64, 16), generator=generator).to(DEVICE) if layout == "candidates" else None
+    documents = ragged(generator, 1024 if layout == "own" else 128, 300, 128, dtype, gap=0 if layout == "own" else 1)
+    candidates = None
+    if layout != "all":
+        own = torch.arange(1024).view(64, 16)
+        candidates = (own if layout == "own" else torch.randint(128, own.shape, generator=generator)).to(DEVICE)
     grad = torch.randn(64, 128 if candidates is None else 16, device=DEVICE)
     first = run(queries, documents, candidates, grad=grad)
     for _ in range(20):

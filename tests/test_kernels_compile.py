@@ -214,13 +214,19 @@ def test_document_gradient(arch, operand, dim, tmp_path):
 @pytest.mark.parametrize("arch", launch.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize("write_zeros", [False, True], ids=["zeros-there", "zeros-written"])
-def test_candidate_document_gradient(arch, operand, dim, write_zeros, tmp_path):
+@pytest.mark.parametrize("absent", [(), ("pairs", "pair_offsets")], ids=["ordered", "scanned"])
+def test_candidate_document_gradient(arch, operand, dim, absent, write_zeros, tmp_path):
     tile = launch.candidate_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
         candidate_document_gradient_kernel,
         arch,
         operand,
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        {
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "maxnreg": launch.candidate_gradient_registers(kind(operand)),
+        },
+        absent,
         DIM=dim,
         SHORT_QUERIES=True,
         WRITE_ZEROS=write_zeros,
@@ -228,6 +234,7 @@ def test_candidate_document_gradient(arch, operand, dim, write_zeros, tmp_path):
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
         BLOCK_D=tile.block_d,
+        BLOCK_SCAN=2048,
     )
     check(arch, operand, ptx, shared, tmp_path)
 

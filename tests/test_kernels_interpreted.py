@@ -124,7 +124,10 @@ else:
     @pytest.mark.parametrize(
         "candidates", [[[2, 0], [1, 3], [5, 4]], [[2, 0], [2, 2], [5, 0]]], ids=["once", "repeated"]
     )
-    def test_no_more_pairs_than_documents(generator, candidates, longest, gap):
+    @pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
+    def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
+        monkeypatch.setattr(maxsim, "_SCANNED_PAIRS", scanned)
+        monkeypatch.setattr(maxsim, "_BLOCK_SCAN", 4)
         queries = ragged(generator, [4, longest, 1], 48, gap=gap)
         documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
         check(queries, documents, torch.tensor(candidates))

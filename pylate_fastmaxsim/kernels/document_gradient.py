@@ -87,8 +87,21 @@ def document_gradient_kernel(
                 tl.store(out + column[None, :], total, mask=(token < length)[:, None] & in_dim)
 
 
+@triton.jit
+def _naming(candidates, num_pairs, document, after, BLOCK_SCAN: tl.constexpr):
+    """The first pair behind `after` that names a document, and how many do. Each pair costs 8 bytes from the cache."""
+    first = 2147483647
+    count = 0
+    for begin in range(0, num_pairs, BLOCK_SCAN):
+        pair = begin + tl.arange(0, BLOCK_SCAN)
+        names = (tl.load(candidates + pair, mask=pair < num_pairs, other=-1) == document) & (pair > after)
+        first = tl.minimum(first, tl.min(tl.where(names, pair, 2147483647)))
+        count += tl.sum(names.to(tl.int32))
+    return first.to(tl.int64), count
+
+
 @Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "programs_per_document"])
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_rows", "programs_per_document"])
 def candidate_document_gradient_kernel(
     grad_scores,
     winners,
@@ -97,9 +110,11 @@ def candidate_document_gradient_kernel(
     q_lengths,
     d_starts,
     d_lengths,
+    candidates,
     pairs,
     pair_offsets,
     grad_d,
+    num_pairs,
     num_slots,
     num_rows,
     programs_per_document,
@@ -111,64 +126,78 @@ def candidate_document_gradient_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_SCAN: tl.constexpr,
 ):
     """Gradient of one document from the pairs (query, slot) that name it as a candidate.
 
-    pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Tokens
-    without a gradient are written with WRITE_ZEROS only; otherwise `grad_d` comes filled with zeros.
+    pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Where `pairs`
+    is None, each program looks for them in `candidates`. Tokens without a gradient are written with WRITE_ZEROS only;
+    otherwise `grad_d` comes filled with zeros.
 
     A document has a program for each tile of BLOCK_T tokens, or one for all its tiles. Where one short query names it, as
-    in distillation, its first program does all tiles with the rows at hand, or where zeros are there already sums the rows
-    that share a token straight away; the others have nothing to do.
+    in distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; the
+    others have nothing to do.
     """
     program = tl.program_id(0)
     document = (program // programs_per_document).to(tl.int64)
     first = (program % programs_per_document) * BLOCK_T
     length = tl.load(d_lengths + document).to(tl.int32)
-    first_pair = tl.load(pair_offsets + document)
-    last_pair = tl.load(pair_offsets + document + 1)
+    if pairs is None:
+        first_pair, num_own = _naming(candidates, num_pairs, document, -1, BLOCK_SCAN)
+    else:
+        begin = tl.load(pair_offsets + document)
+        num_own = (tl.load(pair_offsets + document + 1) - begin).to(tl.int32)
+        pairs += begin
+        first_pair = tl.load(pairs, mask=num_own > 0, other=0)
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_dim = column[None, :] < DIM
     grad_d += tl.load(d_starts + document) * DIM
-    if SHORT_QUERIES and last_pair - first_pair == 1:
+    if SHORT_QUERIES and num_own == 1:
         if first == 0:
-            pair = tl.load(pairs + first_pair)
-            query = pair // num_slots
+            query = first_pair // num_slots
             offset = tl.arange(0, BLOCK_R)
             row = tl.load(q_starts + query) + offset
             in_query = offset < tl.load(q_lengths + query)
-            winner = tl.load(winners + (pair % num_slots) * num_rows + row, mask=in_query, other=SENTINEL).to(tl.int32)
+            winner = tl.load(winners + (first_pair % num_slots) * num_rows + row, mask=in_query, other=SENTINEL).to(
+                tl.int32
+            )
             won = winner != SENTINEL
-            weight = tl.where(won, tl.load(grad_scores + pair), 0.0)
+            weight = tl.where(won, tl.load(grad_scores + first_pair), 0.0)
             q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
+            if WRITE_ZEROS:
+                # While the rows are on their way, and just before the sums, so that most of these overwrite zeros that have
+                # not left the cache. Choosing the tokens without a sum takes longer than writing a few of them twice.
+                zeros = tl.zeros([BLOCK_T, BLOCK_D], grad_d.dtype.element_ty)
+                for first_token in range(0, length, BLOCK_T):
+                    token = first_token + tl.arange(0, BLOCK_T)
+                    mask = (token < length)[:, None] & in_dim
+                    tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], zeros, mask=mask)
+                # Other threads write the sums.
+                tl.debug_barrier()
             # A pair of weight 0 adds nothing, not even what is not finite. As a mask of the load it would have to come first.
             won = won & (weight != 0.0)
             q_rows = tl.where(won[:, None], q_rows, 0.0)
-            if WRITE_ZEROS:
-                for first_token in range(0, length, BLOCK_T):
-                    token = first_token + tl.arange(0, BLOCK_T)
-                    here = (token[:, None] == winner[None, :]) & won[None, :]
-                    total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-                    total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
-                    mask = (token < length)[:, None] & in_dim
-                    tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], total, mask=mask)
-            else:
-                same = (winner[:, None] == winner[None, :]) & won[None, :]
-                total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-                total = _add_weighted_rows(total, same, weight, q_rows, PRECISION)
-                earlier = same & (offset[None, :] < offset[:, None])
-                is_first = won & (tl.max(earlier.to(tl.int32), axis=1) == 0)
-                tl.store(
-                    grad_d + winner.to(tl.int64)[:, None] * DIM + column[None, :],
-                    total,
-                    mask=is_first[:, None] & in_dim,
-                )
-    elif WRITE_ZEROS or first_pair < last_pair:
+            same = (winner[:, None] == winner[None, :]) & won[None, :]
+            total = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+            total = _add_weighted_rows(total, same, weight, q_rows, PRECISION)
+            earlier = same & (offset[None, :] < offset[:, None])
+            is_first = won & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+            tl.store(
+                grad_d + winner.to(tl.int64)[:, None] * DIM + column[None, :],
+                total,
+                mask=is_first[:, None] & in_dim,
+            )
+    elif WRITE_ZEROS or num_own > 0:
         end = tl.where(programs_per_document == 1, length, tl.minimum(first + BLOCK_T, length))
         for first_token in range(first, end, BLOCK_T):
             total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-            for i in range(first_pair, last_pair):
-                pair = tl.load(pairs + i)
+            pair = tl.cast(-1, tl.int64)
+            for i in range(num_own):
+                if pairs is None:
+                    # In smaller parts, for which there are registers beside the sums. Few documents come here.
+                    pair, _ = _naming(candidates, num_pairs, document, pair, BLOCK_SCAN // 4)
+                else:
+                    pair = tl.load(pairs + i)
                 query = pair // num_slots
                 start = tl.load(q_starts + query)
                 pair_weight = tl.load(grad_scores + pair)

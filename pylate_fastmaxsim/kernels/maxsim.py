@@ -21,6 +21,9 @@ from pylate_fastmaxsim.winners import no_winner, winner_dtype
 _BUCKET_ENTRIES = 2**22
 # Comparisons that a GPU makes in less time than the launches of a sort take.
 _QUADRATIC_ORDER = 2**26
+# Candidates that the program of a document reads in less time than it takes to put them in order first.
+_SCANNED_PAIRS = 2**13
+_BLOCK_SCAN = 2048
 
 
 def on_device_of(tensor: Tensor):
@@ -278,12 +281,16 @@ def _candidate_document_gradient(
     kind = launch.arithmetic(q_values.dtype, precision)
     tile = tiles.candidate_gradient or launch.candidate_gradient_tiles(launch.architecture(q_values.device), kind, dim)
     num_documents = d_starts.shape[0]
-    pairs, pair_offsets = _candidate_order(candidates.contiguous(), num_documents)
+    candidates = candidates.contiguous()
+    num_pairs = candidates.numel()
     short_queries = max_q_length <= tile.block_r
     # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles, and
     # those for the others would come only to go.
-    alone = short_queries and candidates.numel() <= num_documents
+    alone = short_queries and num_pairs <= num_documents
     programs_per_document = 1 if alone else launch.cdiv(max_d_length, tile.block_t)
+    pairs = pair_offsets = None
+    if not alone or num_pairs > _SCANNED_PAIRS:
+        pairs, pair_offsets = _candidate_order(candidates, num_documents)
     grid = (num_documents * programs_per_document, launch.cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
         grad_scores,
@@ -293,9 +300,11 @@ def _candidate_document_gradient(
         q_lengths,
         d_starts,
         d_lengths,
+        candidates,
         pairs,
         pair_offsets,
         grad_d,
+        num_pairs,
         candidates.shape[1],
         num_rows,
         programs_per_document,
@@ -307,8 +316,10 @@ def _candidate_document_gradient(
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
         BLOCK_D=tile.block_d,
+        BLOCK_SCAN=_BLOCK_SCAN,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=launch.candidate_gradient_registers(kind),
     )
 
 
