@@ -307,6 +307,32 @@ def test_training_does_not_go_on_with_data_mined_anew(encoder, teacher, other_te
     assert train(recipe)["resumed_from"] == "checkpoint-2"
 
 
+def test_training_does_not_go_on_with_mined_data_that_was_edited(encoder, teacher, tmp_path):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, "training.save_steps=1")
+    mining.mine(recipe)
+    train(recipe)
+    file = tmp_path / "mined" / "train.parquet"
+    rows = Dataset.from_parquet(str(file), cache_dir=str(tmp_path / "cache"))
+    rows.map(lambda row: {"scores": row["scores"][::-1]}).to_parquet(str(file))
+    with pytest.raises(RecipeError, match=f"data.name: {tmp_path / 'mined'} changed after the checkpoints"):
+        train(recipe)
+
+
+@pytest.mark.parametrize("place", ["missing", "full", "empty"])
+def test_mining_into_a_folder_on_another_disk(place, encoder, teacher, tmp_path):
+    recipe, elsewhere = recipe_for(tmp_path, encoder("modernbert"), teacher), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if place != "empty":
+        (tmp_path / "mined").symlink_to(elsewhere / "mined")
+    else:
+        (tmp_path / "mined").mkdir()
+    summary = mining.mine(recipe)
+    if place == "full":
+        assert mining.mine(recipe, resume=False) == summary
+    assert sorted(file.name for file in elsewhere.iterdir()) == ([] if place == "empty" else ["mined"])
+    assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
+
+
 def test_the_second_round_that_the_recipe_names_is_a_run_of_its_own():
     lines = [line.removeprefix("#   fastmaxsim ") for line in RECIPE.read_text().splitlines() if "--set model" in line]
     commands = [shlex.split(line) for line in lines]

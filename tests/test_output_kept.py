@@ -205,6 +205,41 @@ def test_copies_of_checkpoints_are_neither_continued_nor_removed(tmp_path):
     assert all((copy / "trainer_state.json").exists() for copy in copies[:2])
 
 
+def test_what_is_left_of_a_checkpoint_is_not_gone_on_from(tmp_path, monkeypatch):
+    recipe, out = load_recipe(write(tmp_path, tiny(tmp_path, training={"max_steps": 8}))), tmp_path / "out"
+    training.train(recipe)
+    with monkeypatch.context() as patch:
+        # Killed while the first file of the first checkpoint goes.
+        patch.setattr(run_folder.shutil, "rmtree", ending_with(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            training.train(recipe, resume=False)
+    assert list(out.glob("checkpoint-*/model.safetensors"))
+    assert training.train(recipe)["resumed_from"] is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_checkpoint_is_not_removed_by_the_run_that_begins_with_it(resume, tmp_path):
+    file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 8})), tmp_path / "out"
+    training.train(load_recipe(file))
+    kept, name = files_of(out), str(out / "checkpoint-8")
+    changed = tiny(tmp_path, training={"max_steps": 8}) | {"model": {"name_or_path": name}}
+    with pytest.raises(RecipeError) as error:
+        training.train(load_recipe(write(tmp_path, changed)), resume=resume)
+    assert str(error.value) == (
+        f"model.name_or_path: {name} is one of the checkpoints in output_dir, which this run replaces; copy it to another "
+        "folder, or choose another output_dir."
+    )
+    assert files_of(out) == kept
+
+
+def test_settings_of_the_model_with_numbers_for_keys_go_on(tmp_path):
+    values = tiny(tmp_path, training={"max_steps": 4})
+    values["model"]["config_kwargs"] = {"id2label": {0: "one", 1: "other"}}
+    recipe = load_recipe(write(tmp_path, values))
+    training.train(recipe)
+    assert training.train(recipe)["resumed_from"] == "checkpoint-4"
+
+
 def test_another_number_of_processes_does_not_go_on(tmp_path):
     file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 6})), tmp_path / "out"
     training.train(load_recipe(file))

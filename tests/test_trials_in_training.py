@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
@@ -93,6 +94,57 @@ class _Centred(Behind):
         return features
 
 
+class _CentredAndNoisy(Behind):
+    """Dropout as a function, and the mean of all tokens."""
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.training:
+            features["token_embeddings"] = F.dropout(embeddings, 0.1) - embeddings.mean(dim=(0, 1))
+        return features
+
+
+class _Gated(Behind):
+    """The mean of all tokens, through a gate that begins at zero."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        features["token_embeddings"] = embeddings + self.gate * embeddings.mean(dim=(0, 1))
+        return features
+
+
+class _Moving(Behind):
+    """A mean of all tokens so far, in a parameter without a gradient as those of codebooks are."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.training:
+            self.mean.data.lerp_(embeddings.detach().mean(dim=(0, 1)), 0.1)
+        features["token_embeddings"] = embeddings - self.mean.detach().clone()
+        return features
+
+
+class _Listing(Behind):
+    """Collects a loss of each call for the script to add."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.losses = []
+
+    def change(self, features):
+        if self.training:
+            self.losses.append(features["token_embeddings"].square().mean())
+        return features
+
+
 class _CentredWhole(ColBERT):
     def forward(self, features, **kwargs):
         features = super().forward(features, **kwargs)
@@ -108,6 +160,18 @@ def _add_norm(model):
 
 def _add_centre(model, dropout=0.0):
     model[1] = _Centred(model[1], dropout)
+
+
+def _add(kind, model):
+    model[1] = kind(model[1]).to(model.dtype)
+
+
+def _add_centring_hook(model):
+    def centre(dense, _args, features):
+        embeddings = features["token_embeddings"]
+        return {**features, "token_embeddings": embeddings - dense.training * embeddings.mean(dim=(0, 1))}
+
+    model[1].register_forward_hook(centre)
 
 
 def _be_centred(model):
@@ -129,14 +193,14 @@ def _add_counter(model):
 
 
 def state_of(model):
-    """What a call may change beside gradients: buffers, and what modules keep in plain attributes."""
+    """What a call may change beside gradients: parameters, buffers, and what modules keep in plain attributes."""
     plain = {
-        (name, key): value
+        (name, key): list(value) if isinstance(value, list) else value
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, type(None)))
+        if isinstance(value, (bool, int, float, str, type(None), list))
     }
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}, plain
+    return {name: value.clone() for name, value in model.state_dict().items()}, plain
 
 
 def assert_deciding_changes_nothing(model, columns):
@@ -152,12 +216,19 @@ def assert_deciding_changes_nothing(model, columns):
     [
         (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
         (_add_noise, "NEFTune scales its noise by the width of a call"),
-        (_add_counter, "in training ModernBertModel with _Counting changes its buffers by all texts of a call"),
-        (_add_own_norm, "in training ModernBertModel with _OwnNorm changes its buffers by all texts of a call"),
+        (_add_counter, "in training ModernBertModel with _Counting remembers something of each call"),
+        (_add_own_norm, "in training ModernBertModel with _OwnNorm remembers something of each call"),
         (
             partial(_add_centre, dropout=0.5),
             "ModernBertModel with _Centred gives other token embeddings in training without padding",
         ),
+        (
+            partial(_add, _CentredAndNoisy),
+            "in training ModernBertModel with _CentredAndNoisy lets the texts of a call see each other",
+        ),
+        (partial(_add, _Moving), "in training ModernBertModel with _Moving remembers something of each call"),
+        (partial(_add, _Listing), "in training ModernBertModel with _Listing remembers something of each call"),
+        (_add_centring_hook, "ModernBertModel gives other token embeddings in training without padding"),
         (_be_centred, "ModernBertModel with _CentredWhole gives other token embeddings in training without padding"),
     ],
 )
@@ -170,6 +241,51 @@ def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, c
     model.eval()
     assert assert_deciding_changes_nothing(model, batch[1:]) == mode
     assert_encodes_as_stock(model, batch)
+
+
+@pytest.mark.parametrize("add", [partial(_add, _Gated), _add_norm], ids=["gate", "norm"])
+def test_a_head_in_training_behind_an_encoder_that_is_not(model, mode, add):
+    add(model)
+    model.eval()
+    model[1].train()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_gate_lets_through_only_after_some_steps(model, mode, caplog, training):
+    _add(_Gated, model)
+    model.train(training)
+    pylate_fastmaxsim.enable()
+    with torch.inference_mode(not training):
+        assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+    assert "ModernBertModel with _Gated gives other token embeddings" in caplog.text
+
+
+def test_a_module_that_answers_in_float32_behind_an_encoder_in_bfloat16(model, mode, caplog):
+    class _Wide(Behind):
+        def change(self, features):
+            features["token_embeddings"] = features["token_embeddings"].float()
+            return features
+
+    model.bfloat16()
+    _add(_Wide, model)
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == mode
+    assert "padding" not in caplog.text or mode == "grouped"
+
+
+def test_another_encoder_is_decided_about_anew_and_what_is_gone_is_forgotten(model, mode, encoder):
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    assert packing._mode(model, batch[1:], None) == mode
+    model[0].auto_model = load_model(encoder("fnet")).to(model.dtype)[0].auto_model
+    assert packing._mode(model, batch[1:], None) == "padded"
+    for _ in range(3):
+        model[1] = _Counting(model[1].dense if isinstance(model[1], Behind) else model[1])
+        packing._mode(model, batch[1:], None)
+        gc.collect()
+    assert len(packing._modes[model]) <= 3
 
 
 @pytest.mark.parametrize("kind", [_Frozen, _Noisy])
@@ -223,7 +339,7 @@ def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog
     model = load_model(encoder("ibert", quant_mode=True)).double()
     pylate_fastmaxsim.enable()
     assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
-    assert "with padding, as stock PyLate does: in training IBertModel changes its buffers" in caplog.text
+    assert "with padding, as stock PyLate does: in training IBertModel remembers something of each call" in caplog.text
     assert_encodes_as_stock(model.eval(), batch_of(model))
 
 

@@ -67,6 +67,8 @@ def decided(
     )
     found = decisions.setdefault(core, {})
     if situation not in found:
+        for gone in [each for each in found if any(isinstance(part, ref) and part() is None for part in each)]:
+            del found[gone]
         # A few calls of odd shapes, not worth compiling for.
         with torch.compiler.set_stance("force_eager"):
             found[situation] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
@@ -119,14 +121,15 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
     """What users change of a model between batches.
 
     Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which has too many
-    modules to look at each in every step, the dtype of its parameters, its attention, and NEFTune's noise.
+    modules to look at each in every step, which it is, the dtype of its parameters, its attention, and NEFTune's noise.
     """
     children = list(unsharded(core).children())
     flags = [module.training for child in children[1:] for module in child.modules()]
     try:
         encoder = encoder_of(core)
         noise = getattr(encoder.get_input_embeddings(), "neftune_noise_alpha", None)
-        of_encoder = next(encoder.parameters()).dtype, encoder.config._attn_implementation, noise
+        dtype = next(encoder.parameters()).dtype
+        of_encoder = ref(encoder), encoder.training, dtype, encoder.config._attn_implementation, noise
     except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
         of_encoder = ()
     # Not by id, which a module may have after one that is gone.

@@ -377,7 +377,7 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
         return "DistributedDataParallel with static_graph counts the calls of checkpointed layers"
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
-    return _reason_in_training(core) if core.training else None
+    return _reason_in_training(core)
 
 
 def _reason_in_training(core: nn.Module) -> str | None:
@@ -385,6 +385,6 @@ def _reason_in_training(core: nn.Module) -> str | None:
     for module in core.modules():
         if isinstance(module, _BatchNorm) and module.training:
             return f"{type(module).__name__} normalises by all tokens of a call"
-        if getattr(module, "neftune_noise_alpha", None):
+        if module.training and getattr(module, "neftune_noise_alpha", None):
             return "NEFTune scales its noise by the width of a call"
     return None

@@ -18,7 +18,7 @@ from pylate_fastmaxsim.integrations.documents import Documents, EncodingPlan, gr
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.untouched import Before, untouched
-from pylate_fastmaxsim.integrations.wrappers import reader, readers, unsharded
+from pylate_fastmaxsim.integrations.wrappers import own_modules, reader, unsharded
 from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.
@@ -34,6 +34,9 @@ _SHORT = 3
 
 # Tokens of a call that have every document encoded in one of its own.
 _ALONE = 1
+
+# Parameters of modules of somebody's own that are all smaller are filled for a trial.
+_NEAR_ZERO = 1e-2
 
 # Farther into a row than any batch reaches.
 _FAR = 2**20
@@ -151,15 +154,17 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     """
     padded = documents.column
     before = masks_of(padded)
-    with untouched(core), _evaluating(core), _recorded_dtype(core) as dtypes:
-        expected, values = _encoded(core, padded, documents, plans)
-        other_masks = changed(padded, before)
-        leaks = counts_places = False
-        if is_packed_mask(plans[0].calls[0]["attention_mask"]):
-            leaks = _leaks(core, documents, *plans[0].calls, *values[0])
-            counts_places = _counts_places(core, *plans[0].calls, *values[0])
-    _try_dropout(core, plans[0].calls)
-    in_training = _encoded_in_training(core, documents, plans)
+    own = own_modules(core, encoder_of(core))
+    with _none_near_zero(core, own):
+        with untouched(core, own), _evaluating(core), _recorded_dtypes(core) as dtypes:
+            expected, values = _encoded(core, padded, documents, plans)
+            other_masks = changed(padded, before)
+            leaks = counts_places = False
+            if is_packed_mask(plans[0].calls[0]["attention_mask"]):
+                leaks = _leaks(core, documents, *plans[0].calls, *values[0])
+                counts_places = _counts_places(core, *plans[0].calls, *values[0])
+        _try_dropout(core, plans[0].calls, own)
+        in_training = _encoded_in_training(core, documents, plans, own)
     # After all calls, so that every rank makes as many, whatever it finds.
     if other_masks:
         raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
@@ -182,25 +187,75 @@ def _encoded(
 
 
 def _encoded_in_training(
-    core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
+    core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], own: Sequence[nn.Module]
 ) -> tuple[Tensor, list[list[Tensor]]] | None:
     """The same with modules of somebody's own as they are in training, where they may look at all tokens of a call.
 
-    The encoder stays without dropout. None where there are no such modules, or where two calls with the same texts differ,
-    as where random numbers are drawn.
+    The encoder stays without dropout. None where there are no such modules, or where they draw random numbers.
+
+    Raises
+    ------
+    PackingUnsupported
+        With the same random numbers a text's embeddings are not the same twice, or not beside other texts.
     """
-    own = readers(core)
-    if not (core.training and own):
+    in_training = [part for part in own if part.training and not isinstance(part, _DropoutNd)]
+    if not in_training:
         return None
-    # What a model with a forward of its own is made of stays as it is.
-    parts = [part for module in own for part in ([module] if module is unsharded(core) else module.modules())]
-    in_training = [part for part in parts if part.training and not isinstance(part, _DropoutNd)]
-    with _as_in_training(core, documents.input_ids.device), _evaluating(core):
+    column = documents.column
+    with _as_in_training(core, column["input_ids"].device, own) as before, _evaluating(core):
         for part in in_training:
             part.training = True
-        expected, values = _encoded(core, documents.column, documents, plans)
-        again = core(documents.column)["token_embeddings"].flatten(0, 1)[documents.token_index]
-    return (expected, values) if _alike(again, expected) else None
+        expected, values = _encoded(core, column, documents, plans)
+        if _alike(core(column)["token_embeddings"].flatten(0, 1)[documents.token_index], expected):
+            return expected, values
+        first, again, beside_others = (
+            _seeded(core, each, before) for each in (column, column, _other_texts(documents))
+        )
+    texts = column["attention_mask"].bool()
+    texts[1::2] = False
+    if not _alike(again[texts], first[texts]):
+        raise PackingUnsupported(f"in training {_name(core)} does not repeat itself with the same random numbers")
+    if not _alike(beside_others[texts], first[texts]):
+        raise PackingUnsupported(f"in training {_name(core)} lets the texts of a call see each other")
+    return None
+
+
+def _seeded(core: nn.Module, column: dict[str, Tensor], before: Before) -> Tensor:
+    before.restore_own()
+    torch.manual_seed(0)
+    return core(column)["token_embeddings"]
+
+
+def _other_texts(documents: Documents) -> dict[str, Tensor]:
+    """The documents as a column, every second of them and all padding with other tokens."""
+    column = documents.column
+    tokens, texts = column["input_ids"], column["attention_mask"].bool()
+    texts[1::2] = False
+    return {**column, "input_ids": torch.where(texts, tokens, tokens.flip(0).roll(1, 1))}
+
+
+@contextmanager
+def _none_near_zero(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this, modules of somebody's own have no parameters near zero.
+
+    What a gate that begins at zero lets through would show only after some steps, when all has been decided.
+    """
+    # Where FSDP divided parameters, they are gathered by its own calls only.
+    divided = unsharded(core) is not core
+    weights = [weight for module in own if not divided for weight in module.parameters(recurse=False)]
+    before = []
+    try:
+        for weight in weights:
+            if weight.is_floating_point() and type(weight) is nn.Parameter and weight.numel():
+                value = weight.detach()
+                if value.abs().max() < _NEAR_ZERO:
+                    before.append((value, value.clone()))
+                    filled = torch.linspace(-0.5, 0.5, value.numel(), device=value.device)
+                    value.data.copy_(filled.view(value.shape))
+        yield
+    finally:
+        for value, kept in before:
+            value.data.copy_(kept)
 
 
 def _compare_plans(
@@ -228,11 +283,12 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     queries["attention_mask"][1, 1:][-1:] = 0
     (of_documents,) = _packed(core, documents).calls
     call = joint_call(core, of_documents, queries)
-    with untouched(core), _evaluating(core), _recorded_dtype(core) as dtypes:
+    own = own_modules(core, encoder_of(core))
+    with untouched(core, own), _evaluating(core), _recorded_dtypes(core) as dtypes:
         apart = [of_documents, queries]
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
-    _try_dropout(core, [call])
+    _try_dropout(core, [call], own)
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
 
@@ -266,31 +322,31 @@ def _alike(ours: Tensor, expected: Tensor) -> bool:
     return torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
-def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> None:
+def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Sequence[nn.Module]) -> None:
     """Make calls as in training: dropout may be what packed attention cannot do.
 
     Raises
     ------
     PackingUnsupported
-        The encoder keeps statistics over the texts of a call, which differ where texts are divided into other calls.
+        The model keeps statistics over the texts of a call, which differ where texts are divided into other calls.
     """
-    if not core.training:
+    if not any(module.training for module in core.modules()):
         return
-    with _as_in_training(core, calls[0]["input_ids"].device) as before:
+    with _as_in_training(core, calls[0]["input_ids"].device, own) as before:
         for call in calls:
             token_embeddings(core, call)
-        keeps_statistics = before.buffers_changed()
+        keeps_statistics = before.state_changed()
     if keeps_statistics:
-        raise PackingUnsupported(f"in training {_name(core)} changes its buffers by all texts of a call")
+        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
 
 
 @contextmanager
-def _as_in_training(core: nn.Module, device: torch.device) -> Iterator[Before]:
+def _as_in_training(core: nn.Module, device: torch.device, own: Sequence[nn.Module]) -> Iterator[Before]:
     """Within this, calls of a model without gradients leave the run as it was: its random numbers, its statistics."""
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
         # Reentrant checkpointing warns of inputs without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-        with untouched(core) as before:
+        with untouched(core, own) as before:
             yield before
 
 
@@ -317,15 +373,20 @@ def _evaluating(core: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _recorded_dtype(core: nn.Module) -> Iterator[set[torch.dtype]]:
-    """The dtypes that the last module computes in; what leaves the model may have been cast back to float32."""
+def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
+    """The dtypes that the modules answer in; what leaves them may have been cast back to float32."""
     dtypes: set[torch.dtype] = set()
-    last = list(core.children())[-1]
-    hook = last.register_forward_hook(lambda _module, _args, output: dtypes.add(output["token_embeddings"].dtype))
+
+    def record(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
+        if isinstance(output, dict) and "token_embeddings" in output:
+            dtypes.add(output["token_embeddings"].dtype)
+
+    hooks = [module.register_forward_hook(record) for module in core.children()]
     try:
         yield dtypes
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _tolerance(dtype: torch.dtype) -> float:

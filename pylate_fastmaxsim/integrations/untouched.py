@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
+from pylate_fastmaxsim.integrations.remembered import Remembered
 
 
 class Before:
-    """Buffers, modules and attributes of a model at one time."""
+    """Buffers, modules and attributes of a model at one time; of modules of somebody's own all that they remember."""
 
-    def __init__(self, core: nn.Module) -> None:
+    def __init__(self, core: nn.Module, own: Iterable[nn.Module]) -> None:
+        self.own = [Remembered(module) for module in own]
         self.modules = [(module, dict(module._buffers), dict(module._modules)) for module in core.modules()]
         self.values = {buffer: (buffer.clone(), writes_to(buffer)) for buffer in core.buffers()}
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
         self.attributes = [(module, dict(vars(module))) for module in core.modules() if _of_transformers(module)]
 
-    def buffers_changed(self) -> bool:
-        """Whether one holds something else than before."""
-        return any(
+    def state_changed(self) -> bool:
+        """Whether a buffer holds something else than before, or a module of somebody's own remembers something else."""
+        return any(remembered.changed() for remembered in self.own) or any(
             module._buffers.keys() != buffers.keys()
             or any(self._holds_else(module._buffers[name], buffer) for name, buffer in buffers.items())
             for module, buffers, _ in self.modules
@@ -49,23 +51,30 @@ class Before:
         for module, attributes in self.attributes:
             vars(module).clear()
             vars(module).update(attributes)
+        self.restore_own()
+
+    def restore_own(self) -> None:
+        for remembered in self.own:
+            remembered.restore()
 
 
 @contextmanager
-def untouched(core: nn.Module) -> Iterator[Before]:
+def untouched(core: nn.Module, own: Iterable[nn.Module] = ()) -> Iterator[Before]:
     """Within this, calls may change buffers and attributes of a model; afterwards it has those from before.
+
+    Of the modules ``own``, whose code is not known, also parameters and what lists and dictionaries hold.
 
     Examples
     --------
     >>> norm = nn.BatchNorm1d(2)
     >>> with untouched(norm) as before:
     ...     _ = norm(torch.ones(3, 2))
-    ...     print(before.buffers_changed())
+    ...     print(before.state_changed())
     True
     >>> norm.num_batches_tracked
     tensor(0)
     """
-    before = Before(core)
+    before = Before(core, own)
     try:
         yield before
     finally:

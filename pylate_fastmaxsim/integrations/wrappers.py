@@ -99,6 +99,19 @@ def reader(core: nn.Module) -> nn.Module | None:
     return next(iter(readers(core)), None)
 
 
+def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
+    """Of a PyLate model the modules of somebody's own and those with hooks of somebody's own, with all in them.
+
+    Not what the encoder is made of, and of a model with a forward of its own no more than itself.
+    """
+    core = unsharded(core)
+    known = set(encoder.modules())
+    found = readers(core)
+    found += [each for each in (core, *map(unsharded, core.children())) if not hooks_change_nothing(each)]
+    parts = [part for each in found for part in ([each] if each is core else each.modules())]
+    return [part for part in dict.fromkeys(parts) if part not in known]
+
+
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
 def written_in(function: Callable, libraries: Iterable[str]) -> bool:

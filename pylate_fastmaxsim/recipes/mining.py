@@ -70,6 +70,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     device = training_arguments(recipe).device
     processes = PartialState()
     output = Path(recipe.data.name)
+    if output.is_symlink():  # the folder that it names is put in place, which no rename does through a link
+        output = output.resolve()
     if output.name in ("", ".."):  # nothing can be written beside it
         raise RecipeError(f"data.name must be a folder for mining to write, got {recipe.data.name!r}.")
     unfinished = output.with_name(output.name + ".unfinished")
@@ -158,7 +160,7 @@ def _finished(
     output: Path, recipe: Recipe, settings: dict[str, Any], processes: PartialState, resume: bool
 ) -> dict[str, Any] | None:
     """The summary where mining is done already, else None."""
-    if not output.exists():
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     if not (output / SUMMARY_FILE).exists():
         raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")

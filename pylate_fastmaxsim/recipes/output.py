@@ -102,6 +102,7 @@ def trained_state(checkpoint: Path | None) -> TrainerState | None:
 def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> Path | None:
     """Ready ``output_dir`` for this run of so many processes and return the checkpoint to go on from."""
     directory = Path(recipe.output_dir)
+    _require_model_elsewhere(recipe)
     checkpoint = last_checkpoint(recipe) if resume else None
 
     def earlier(name: str) -> dict[str, Any]:
@@ -136,7 +137,11 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
     if writes:
         make_directory("output_dir", directory)
         if not resume:
-            for path in _checkpoints(directory):
+            checkpoints = _checkpoints(directory)
+            # First what tells a whole checkpoint: what an interruption leaves of one must not be gone on from.
+            for path in checkpoints:
+                (path / CHECKPOINT_LAST_FILE).unlink(missing_ok=True)
+            for path in checkpoints:
                 shutil.rmtree(path)
         write_whole_text(directory / RECIPE_FILE, dump_recipe(recipe))
         _write_record(directory / MINED_FILE, {"digest": digest} if digest is not None else {})
@@ -145,18 +150,32 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
     return checkpoint
 
 
+def _require_model_elsewhere(recipe: Recipe) -> None:
+    """Raise where the model to begin with is a checkpoint that this run would remove or replace."""
+    name = recipe.model.name_or_path
+    if name is None:
+        return
+    model = Path(name).resolve()
+    for checkpoint in map(Path.resolve, _checkpoints(Path(recipe.output_dir))):
+        if checkpoint == model or checkpoint in model.parents:
+            raise RecipeError(
+                f"{MODEL_KEY}: {name} is one of the checkpoints in output_dir, which this run replaces; copy it to another "
+                "folder, or choose another output_dir."
+            )
+
+
 def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """What tells each of ``data.files`` or ``data.packages``, or the folder ``data.name``, from another of its name.
 
-    A file with the size and time that it had when ``output_dir`` was last written is not read again. Mined data has a
-    digest of its own, and data on the Hub has none.
+    A file with the size and time that it had when ``output_dir`` was last written is not read again. Data on the Hub has
+    no digest.
     """
     data = recipe.data
     if data.source == "docstrings":
         return {name: {"digest": content_digest("data.packages", source_files(name))} for name in data.packages}
     names = data.files
     if data.source != "files":
-        names = [data.name] if Path(data.name).is_dir() and mined_digest(data) is None else []
+        names = [data.name] if Path(data.name).is_dir() else []
     return _contents(recipe, _data_key(recipe), names, partial(_data_files, data))
 
 
@@ -276,5 +295,5 @@ def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value
+            flat[f"{prefix}{name}"] = value
     return flat
