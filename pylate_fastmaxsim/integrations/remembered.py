@@ -33,7 +33,9 @@ class Remembered:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.parameters = [(weight, weight.detach().clone()) for weight in module.parameters(recurse=False)]
+        # Of weights that FSDP 2 divided, every rank would have to compare its part at the same time.
+        weights = [weight for weight in module.parameters(recurse=False) if type(weight) is nn.Parameter]
+        self.parameters = [(weight, weight.detach().clone()) for weight in weights]
         self.attributes = {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
         self.copies = {name: _copied(value) for name, value in self.attributes.items()}
 

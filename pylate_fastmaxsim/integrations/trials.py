@@ -222,7 +222,11 @@ def _encoded_in_training(
 
 def _seeded(core: nn.Module, column: dict[str, Tensor], before: Before) -> Tensor:
     before.restore_own()
-    torch.manual_seed(0)
+    device = column["input_ids"].device
+    # Not torch.manual_seed, which seeds devices whose random numbers are not put back.
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(0)
     return core(column)["token_embeddings"]
 
 
