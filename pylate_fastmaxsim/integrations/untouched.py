@@ -8,27 +8,35 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.attributes import Attributes
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
-from pylate_fastmaxsim.integrations.remembered import Remembered
 
 
 class Before:
-    """Buffers, modules and attributes of a model at one time; of modules of somebody's own all that they remember."""
+    """Buffers, modules and attributes of a model at one time; of modules of somebody's own also parameters."""
 
     def __init__(self, core: nn.Module, own: Iterable[nn.Module]) -> None:
-        self.own = [Remembered(module) for module in own]
+        own = list(own)
+        # Not what FSDP 2 divided, of which every rank would have to compare its part at the same time.
+        self.weights = [weight for part in own for weight in part._parameters.values() if type(weight) is nn.Parameter]
         self.modules = [(module, dict(module._buffers), dict(module._modules)) for module in core.modules()]
-        self.values = {buffer: (buffer.clone(), writes_to(buffer)) for buffer in core.buffers()}
+        tensors = (*core.buffers(), *self.weights)
+        self.values = {tensor: (tensor.detach().clone(), writes_to(tensor)) for tensor in tensors}
+        self.own = [Attributes(module) for module in own]
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
-        self.attributes = [(module, dict(vars(module))) for module in core.modules() if _of_transformers(module)]
+        self.of_transformers = [Attributes(module) for module in core.modules() if _of_transformers(module)]
 
     def state_changed(self) -> bool:
         """Whether a buffer holds something else than before, or a module of somebody's own remembers something else."""
-        return any(remembered.changed() for remembered in self.own) or any(
-            module._buffers.keys() != buffers.keys()
-            or any(self._holds_else(module._buffers[name], buffer) for name, buffer in buffers.items())
-            for module, buffers, _ in self.modules
+        return (
+            any(attributes.changed() for attributes in self.own)
+            or any(self._holds_else(weight, weight) for weight in self.weights)
+            or any(
+                module._buffers.keys() != buffers.keys()
+                or any(self._holds_else(module._buffers[name], buffer) for name, buffer in buffers.items())
+                for module, buffers, _ in self.modules
+            )
         )
 
     def _holds_else(self, now: Tensor | None, buffer: Tensor | None) -> bool:
@@ -43,19 +51,13 @@ class Before:
             module._buffers.update(buffers)
             module._modules.clear()
             module._modules.update(modules)
-        for buffer, (value, writes) in self.values.items():
+        for tensor, (value, writes) in self.values.items():
             # A backward that is still to come may need it as it is, and sees that it was written to. Batch norm writes its
             # statistics without being seen.
-            if writes_to(buffer) != writes or not torch.equal(buffer, value):
-                buffer.copy_(value)
-        for module, attributes in self.attributes:
-            vars(module).clear()
-            vars(module).update(attributes)
-        self.restore_own()
-
-    def restore_own(self) -> None:
-        for remembered in self.own:
-            remembered.restore()
+            if writes_to(tensor) != writes or not torch.equal(tensor, value):
+                tensor.copy_(value)
+        for attributes in (*self.of_transformers, *self.own):
+            attributes.restore()
 
 
 @contextmanager
