@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import decisions, packing
+from pylate_fastmaxsim.integrations import decisions, packing, trials
 
 
 class _Normalised(Behind):
@@ -286,6 +286,16 @@ def test_another_encoder_is_decided_about_anew_and_what_is_gone_is_forgotten(mod
         packing._mode(model, batch[1:], None)
         gc.collect()
     assert len(packing._modes[model]) <= 3
+
+
+def test_masks_of_bools_stay_as_they_are_while_random_modules_are_tried(model, mode, monkeypatch):
+    _add(_Noisy, model)
+    tried, other_texts = [], trials._other_texts
+    monkeypatch.setattr(trials, "_other_texts", lambda documents: tried.append(documents) or other_texts(documents))
+    columns = [{**column, "attention_mask": column["attention_mask"].bool()} for column in batch_of(model)[1:]]
+    pylate_fastmaxsim.enable()
+    packing._mode(model, columns, None)
+    assert tried and all(documents.column["attention_mask"].any(dim=1).all() for documents in tried)
 
 
 @pytest.mark.parametrize("kind", [_Frozen, _Noisy])

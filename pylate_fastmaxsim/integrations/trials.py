@@ -213,7 +213,7 @@ def _encoded_in_training(
         )
     if _alike(once_more, expected):
         return expected, values
-    texts = column["attention_mask"].bool()
+    texts = column["attention_mask"] != 0
     texts[1::2] = False
     if not _alike(again[texts], first[texts]):
         raise PackingUnsupported(f"in training {_name(core)} does not repeat itself with the same random numbers")
@@ -235,7 +235,7 @@ def _seeded(core: nn.Module, column: dict[str, Tensor], before: Before) -> Tenso
 def _other_texts(documents: Documents) -> dict[str, Tensor]:
     """The documents as a column, every second of them and all padding with other tokens."""
     column = documents.column
-    tokens, texts = column["input_ids"], column["attention_mask"].bool()
+    tokens, texts = column["input_ids"], column["attention_mask"] != 0
     texts[1::2] = False
     return {**column, "input_ids": torch.where(texts, tokens, tokens.flip(0).roll(1, 1))}
 
