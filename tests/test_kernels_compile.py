@@ -221,11 +221,7 @@ def test_candidate_document_gradient(arch, operand, dim, absent, write_zeros, tm
         candidate_document_gradient_kernel,
         arch,
         operand,
-        {
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-            "maxnreg": launch.candidate_gradient_registers(kind(operand)),
-        },
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "maxnreg": tile.max_registers},
         absent,
         DIM=dim,
         SHORT_QUERIES=True,

@@ -45,6 +45,7 @@ class CandidateGradientTiles(NamedTuple):
     block_d: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = ALL_REGISTERS
 
 
 class CollectTiles(NamedTuple):
@@ -151,8 +152,8 @@ _DOCUMENT_GRADIENT = {
     ),
 }
 _CANDIDATE_GRADIENT = {
-    (90, "half"): [(None, CandidateGradientTiles(64, 32, 128, 4, 1))],
-    "half": [(None, CandidateGradientTiles(32, 32, 128, 4, 2))],
+    (90, "half"): [(None, CandidateGradientTiles(64, 32, 128, 4, 1, None))],
+    "half": [(None, CandidateGradientTiles(32, 32, 128, 4, 2, None))],
     **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CandidateGradientTiles(32, 32, 64, 4, 2))]),
 }
 
@@ -271,8 +272,3 @@ def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientT
 def candidate_gradient_tiles(arch: int, kind: str, dim: int) -> CandidateGradientTiles:
     tiles = row(_CANDIDATE_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
-
-
-def candidate_gradient_registers(kind: str) -> int | None:
-    """Float32 would spill some values to have another block on a multiprocessor; half fits."""
-    return None if kind == "half" else ALL_REGISTERS

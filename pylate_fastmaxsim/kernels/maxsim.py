@@ -319,7 +319,7 @@ def _candidate_document_gradient(
         BLOCK_SCAN=_BLOCK_SCAN,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        maxnreg=launch.candidate_gradient_registers(kind),
+        maxnreg=tile.max_registers,
     )
 
 

@@ -42,6 +42,7 @@ CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
         "block_d": (32, 64, 128, 256),
         "num_warps": (1, 2, 4, 8),
         "num_stages": (1, 2, 3),
+        "max_registers": (None, 255),
     },
 }
 # Tiles of a token vector: larger ones than the vector only add idle lanes.
