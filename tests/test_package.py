@@ -1,7 +1,8 @@
-"""The package's public names are listed, and loaded when they are first asked for."""
+"""The package's public names are listed, and loaded when they are first asked for; what it needs is declared."""
 
 import subprocess
 import sys
+from importlib.metadata import requires
 
 import pytest
 
@@ -24,3 +25,8 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
         "    assert getattr(pylate_fastmaxsim, name) is not None\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_numpy_comes_with_the_package():
+    # PyTorch is installed without it, and then neither writes a corpus nor hands a tensor over.
+    assert "numpy" in requires("pylate-fastmaxsim")
