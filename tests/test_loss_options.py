@@ -72,6 +72,13 @@ def test_float32_is_stock_to_a_hundred_thousandth(model, packed, loss_class, opt
         assert_equal(run(loss_function, batch, labels), stock, 1e-5)
 
 
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_gradcache_without_a_size_of_mini_batches(model, size):
+    pylate_fastmaxsim.enable()
+    with pytest.raises(ValueError, match=f"mini_batch_size must be an integer of at least 1, got {size}"):
+        losses.CachedContrastive(model, mini_batch_size=size)(batch_of(model))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradcache_in_chunks_of_queries(model, monkeypatch, dtype):
     model = model.to(dtype)

@@ -1,12 +1,14 @@
 """MaxSim as PyTorch compiles, exports and traces it."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_maxsim import CANDIDATES, batches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
 from pylate_fastmaxsim.cpu import maxsim as blocked
 
 
@@ -56,20 +58,30 @@ def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compila
 
 
 class _Scores(torch.nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+
     def forward(self, queries, documents, mask):
-        return maxsim(queries, documents, documents_mask=mask)
+        return self.operator(queries, documents, documents_mask=mask)
 
 
+# Winners of documents of up to 255 tokens have another dtype than those of longer ones; without gradients there are none.
+@pytest.mark.parametrize("length", [6, 300])
+@pytest.mark.parametrize("operator", [maxsim, partial(xtr_scores, k=5)], ids=["maxsim", "xtr_scores"])
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_with_any_number_of_queries_and_documents(strict):
-    def inputs(queries, documents):
-        return torch.randn(queries, 3, 8), torch.randn(documents, 6, 8), torch.rand(documents, 6) < 0.7
+def test_exported_with_any_number_of_queries_documents_and_tokens(strict, operator, length):
+    def inputs(queries, documents, length):
+        return torch.randn(queries, 3, 8), torch.randn(documents, length, 8), torch.rand(documents, length) < 0.7
 
     some, others = torch.export.Dim("some"), torch.export.Dim("others")
-    sizes = {0: some}, {0: others}, {0: others}
-    program = torch.export.export(_Scores(), inputs(2, 5), dynamic_shapes=sizes, strict=strict).module()
-    arguments = inputs(4, 7)
-    torch.testing.assert_close(program(*arguments), _Scores()(*arguments))
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    sizes = {0: some}, {0: others, 1: tokens}, {0: others, 1: tokens}
+    scores = _Scores(operator)
+    program = torch.export.export(scores, inputs(2, 5, length), dynamic_shapes=sizes, strict=strict).module()
+    for other_length in (4, 400):
+        arguments = inputs(4, 7, other_length)
+        torch.testing.assert_close(program(*arguments), scores(*arguments))
 
 
 def test_fake_tensors_are_not_looked_at():

@@ -38,7 +38,9 @@ def _candidates() -> Dataset:
     )
 
 
-def train(model: ColBERT, loss, data: Dataset, folder, **arguments) -> list[float]:
+def train(
+    model: ColBERT, loss, data: Dataset, folder, trainer_class=SentenceTransformerTrainer, **arguments
+) -> list[float]:
     """The loss of each step."""
     options = {
         "output_dir": str(folder),
@@ -53,7 +55,7 @@ def train(model: ColBERT, loss, data: Dataset, folder, **arguments) -> list[floa
         "use_cpu": True,
         "seed": 1,
     }
-    trainer = SentenceTransformerTrainer(
+    trainer = trainer_class(
         model=model,
         args=SentenceTransformerTrainingArguments(**{**options, **arguments}),
         train_dataset=data,
@@ -111,10 +113,32 @@ class PicksRows(losses.Contrastive):
         return super().forward([{key: value[rows] for key, value in column.items()} for column in columns], labels)
 
 
-def test_a_loss_that_picks_and_joins_rows(encoder, mode, tmp_path):
+# The trainer gives a column all keys that begin with its name: `negative` also gets what belongs to `negative_1`.
+@pytest.mark.parametrize("columns", [("positive", "negative"), ("positive", "negative", "negative_1")], ids=len)
+def test_a_loss_that_picks_and_joins_rows(columns, encoder, mode, tmp_path):
     def curve():
         model = load_model(encoder("modernbert"))
-        return train(model, PicksRows(model, temperature=0.1), _pairs(), tmp_path)
+        return train(model, PicksRows(model, temperature=0.1), _pairs(columns=columns), tmp_path)
+
+    stock = curve()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
+
+
+class FromBehind(SentenceTransformerTrainer):
+    """Reorders all rows of a batch before the loss."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        rows = torch.arange(len(inputs["query_input_ids"])).flip(0)
+        inputs = {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_trainer_that_reorders_a_batch(encoder, mode, tmp_path):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        loss = losses.Contrastive(model, temperature=0.1)
+        return train(model, loss, _pairs(), tmp_path, trainer_class=FromBehind, eval_strategy="epoch")
 
     stock = curve()
     pylate_fastmaxsim.enable(stock_masking=True)

@@ -108,7 +108,7 @@ def forward(
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     sums = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
     counts = torch.zeros_like(sums)
-    index_dtype = winner_dtype(max_d_length)
+    index_dtype = winner_dtype(max_d_length if want_winners else 0)
     none = no_winner(index_dtype)
     shape = (columns, len(q_values)) if want_winners else (0, 0)
     winners = torch.full(shape, none, dtype=index_dtype, device=q_values.device)

@@ -312,20 +312,26 @@ def index_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
     return {TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: ends.unsqueeze(0)}
 
 
-def with_index_at_mask(column: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A column without what the collator left, which its mask then carries: for as long as nobody makes another of it.
+def with_index_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch without what the collator left, which the masks then carry: for as long as nobody makes others of them.
 
     Examples
     --------
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> column = with_index_at_mask({"input_ids": mask, "attention_mask": mask, **index_to_leave(mask)})
-    >>> sorted(column), left_index(column)
-    (['attention_mask', 'input_ids'], (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32)))
+    >>> left = {f"query_{part}": value for part, value in index_to_leave(mask).items()}
+    >>> batch = with_index_at_masks({"query_input_ids": mask, "query_attention_mask": mask, **left})
+    >>> sorted(batch), left_index({"input_ids": mask, "attention_mask": batch["query_attention_mask"]})
+    (['query_attention_mask', 'query_input_ids'], (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32)))
     """
-    index, ends, mask = column.get(TOKEN_INDEX), column.get(CU_SEQLENS), column.get("attention_mask")
-    if index is not None and ends is not None and isinstance(mask, Tensor):
-        mask.fastmaxsim_index = index, ends, writes_to(mask)
-    return without_index(column)
+    left = set()
+    for key, mask in batch.items():
+        if key.endswith("_attention_mask"):
+            names = [key.removesuffix("attention_mask") + part for part in (TOKEN_INDEX, CU_SEQLENS)]
+            found = [batch[name] for name in names if name in batch]
+            if len(found) == len(names) and isinstance(mask, Tensor):
+                mask.fastmaxsim_index = *found, writes_to(mask)
+            left.update(names)
+    return {key: value for key, value in batch.items() if key not in left}
 
 
 def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:

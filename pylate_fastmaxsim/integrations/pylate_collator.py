@@ -1,4 +1,4 @@
-"""Where the attended tokens of each text are: found by PyLate's collator, taken out of the columns by the trainer."""
+"""Where the attended tokens of each text are: found by PyLate's collator, taken out of the batch by the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.documents import has_gaps, index_to_leave, with_index_at_mask
+from pylate_fastmaxsim.integrations.documents import has_gaps, index_to_leave, with_index_at_masks
 from pylate_fastmaxsim.integrations.patching import Patch
 
 _MASK = "_attention_mask"
@@ -19,7 +19,7 @@ def patches() -> list[Patch]:
     """What to replace in PyLate and in the trainer of Sentence Transformers."""
     return [
         Patch(ColBERTCollator, "__call__", collate),
-        Patch(SentenceTransformerTrainer, "collect_features", collect_features),
+        Patch(SentenceTransformerTrainer, "_prepare_inputs", prepare_inputs),
     ]
 
 
@@ -42,8 +42,8 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     return batch
 
 
-@wraps(SentenceTransformerTrainer.collect_features)
-def collect_features(self: SentenceTransformerTrainer, inputs: dict) -> tuple[list[dict[str, Tensor]], Tensor | None]:
-    # A loss then sees what stock's collator makes, and may pick, join or reorder its rows.
-    features, labels = collect_features.__wrapped__(self, inputs)
-    return [with_index_at_mask(column) for column in features], labels
+@wraps(SentenceTransformerTrainer._prepare_inputs)
+def prepare_inputs(self: SentenceTransformerTrainer, inputs: dict) -> dict:
+    # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows. The
+    # trainer divides the batch into columns later, where `negative` also gets what belongs to a column `negative_1`.
+    return with_index_at_masks(prepare_inputs.__wrapped__(self, inputs))

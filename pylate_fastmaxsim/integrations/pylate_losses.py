@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -169,6 +170,10 @@ def cached_contrastive(
     self: CachedContrastive, options: Options, features: Features, labels: Tensor | None = None
 ) -> Tensor:
     """GradCache: embed without gradients, differentiate the loss by the embeddings, embed again to go on from there."""
+    if not isinstance(self.mini_batch_size, Integral) or self.mini_batch_size < 1:
+        raise ValueError(
+            f"CachedContrastive: mini_batch_size must be an integer of at least 1, got {self.mini_batch_size!r}."
+        )
     queries_mask = _queries_mask(self.model, features)
     plan = packing.plan_documents(self.model, features[1:], unwrap(self.model).skiplist, self.mini_batch_size)
     query_calls = packing.query_calls(self.model, features[0], plan, self.mini_batch_size)

@@ -67,7 +67,7 @@ def forward(
     num_queries, num_documents = len(q_starts), len(d_starts)
     num_rows, dim = q_values.shape
     num_slots = num_documents if candidates is None else candidates.shape[1]
-    index_dtype = winner_dtype(max_d_length)
+    index_dtype = winner_dtype(max_d_length if want_winners else 0)
     none = no_winner(index_dtype)
     # Rows of no query and dead rows are not written by the kernels.
     shape = (num_slots, num_rows) if want_winners else (0, 0)

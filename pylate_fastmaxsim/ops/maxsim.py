@@ -300,9 +300,8 @@ def _scores_and_winners(q_values, *arguments):
 def _forward(*arguments):
     scores, winners = _scores_and_winners(*arguments)
     if winners is None:
-        # A registered operator returns tensors.
-        *_, max_d_length, _, _, _ = arguments
-        winners = scores.new_empty((0, 0), dtype=winner_dtype(max_d_length))
+        # A registered operator returns tensors; this one's dtype says nothing about lengths.
+        winners = scores.new_empty((0, 0), dtype=winner_dtype(0))
     return scores, winners
 
 
@@ -330,7 +329,8 @@ def _forward_fake(
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
     shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
-    return scores, q_values.new_empty(shape, dtype=winner_dtype(max_d_length))
+    # A program that keeps no winners is not bound to lengths of one dtype.
+    return scores, q_values.new_empty(shape, dtype=winner_dtype(max_d_length if want_winners else 0))
 
 
 @torch.library.register_fake("pylate_fastmaxsim::maxsim_backward")

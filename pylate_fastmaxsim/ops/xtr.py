@@ -158,7 +158,9 @@ def _forward_fake(
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
     shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
-    return scores, torch.empty_like(scores), q_values.new_empty(shape, dtype=winner_dtype(max_d_length))
+    # A program that keeps no winners is not bound to lengths of one dtype.
+    winners = q_values.new_empty(shape, dtype=winner_dtype(max_d_length if want_winners else 0))
+    return scores, torch.empty_like(scores), winners
 
 
 def _save_for_backward(ctx, inputs, output):
