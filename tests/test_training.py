@@ -39,7 +39,13 @@ def _candidates() -> Dataset:
 
 
 def train(
-    model: ColBERT, loss, data: Dataset, folder, trainer_class=SentenceTransformerTrainer, **arguments
+    model: ColBERT,
+    loss,
+    data: Dataset,
+    folder,
+    trainer_class=SentenceTransformerTrainer,
+    collator_class=ColBERTCollator,
+    **arguments,
 ) -> list[float]:
     """The loss of each step."""
     options = {
@@ -61,7 +67,7 @@ def train(
         train_dataset=data,
         eval_dataset=data,
         loss=loss,
-        data_collator=ColBERTCollator(tokenize_fn=model.tokenize),
+        data_collator=collator_class(tokenize_fn=model.tokenize),
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -139,6 +145,29 @@ def test_a_trainer_that_reorders_a_batch(encoder, mode, tmp_path):
         model = load_model(encoder("modernbert"))
         loss = losses.Contrastive(model, temperature=0.1)
         return train(model, loss, _pairs(), tmp_path, trainer_class=FromBehind, eval_strategy="epoch")
+
+    stock = curve()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
+
+
+class ItemsCollator(ColBERTCollator):
+    def __call__(self, features):
+        return [*super().__call__(features).items()]
+
+
+class Items(SentenceTransformerTrainer):
+    """Takes a batch as a list of keys and values."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, dict(inputs), *args, **kwargs)
+
+
+def test_a_batch_of_another_type(encoder, mode, tmp_path):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        loss = losses.Contrastive(model, temperature=0.1)
+        return train(model, loss, _pairs(), tmp_path, Items, ItemsCollator)
 
     stock = curve()
     pylate_fastmaxsim.enable(stock_masking=True)

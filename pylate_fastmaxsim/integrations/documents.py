@@ -327,10 +327,9 @@ def with_index_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     for key, mask in batch.items():
         if key.endswith("_attention_mask"):
             names = [key.removesuffix("attention_mask") + part for part in (TOKEN_INDEX, CU_SEQLENS)]
-            found = [batch[name] for name in names if name in batch]
-            if len(found) == len(names) and isinstance(mask, Tensor):
-                mask.fastmaxsim_index = *found, writes_to(mask)
-            left.update(names)
+            if all(name in batch for name in names):
+                mask.fastmaxsim_index = *(batch[name] for name in names), writes_to(mask)
+                left.update(names)
     return {key: value for key, value in batch.items() if key not in left}
 
 

@@ -43,7 +43,9 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
 
 
 @wraps(SentenceTransformerTrainer._prepare_inputs)
-def prepare_inputs(self: SentenceTransformerTrainer, inputs: dict) -> dict:
+def prepare_inputs(self: SentenceTransformerTrainer, inputs: object) -> object:
+    batch = prepare_inputs.__wrapped__(self, inputs)
     # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows. The
-    # trainer divides the batch into columns later, where `negative` also gets what belongs to a column `negative_1`.
-    return with_index_at_masks(prepare_inputs.__wrapped__(self, inputs))
+    # trainer divides the batch into columns later, where `negative` also gets what belongs to a column `negative_1`. A
+    # collator of somebody's own may make a batch of another type, which their compute_loss takes apart.
+    return with_index_at_masks(batch) if isinstance(batch, dict) else batch
