@@ -234,6 +234,14 @@ def test_a_recipe_reports_it_stock_and_fast(tmp_path):
             {"queries": [{"_id": "q1", "text": 7}]},
             "'text' of the subset queries must hold text, but it holds Value('int64').",
         ),
+        (
+            {"corpus": [*tables()["corpus"], {"_id": "0007", "title": "", "text": "another passage"}]},
+            "evaluation.beir: '_id' of the subset corpus must be another in each row, but 0007 is that of several.",
+        ),
+        (
+            {"queries": [*tables()["queries"], {"_id": "q7", "text": "another text"}]},
+            "evaluation.beir: '_id' of the subset queries must be another in each row, but q7 is that of several.",
+        ),
         ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
     ],
 )

@@ -44,7 +44,7 @@ def by_query(rows) -> list[tuple]:
     return sorted((row["query"], row["documents"], [round(score, 5) for score in row["scores"]]) for row in rows)
 
 
-@pytest.mark.parametrize("form", [".jsonl", ".parquet", "hub", "lists as text", "numbers as ids"])
+@pytest.mark.parametrize("form", [".jsonl", ".parquet", "hub", "lists as text", "numbers as ids", "mined [lr=1e-5]"])
 def test_rows_are_those_of_pylate(form, tmp_path):
     subsets = kd_subsets()
     train, queries, documents = (Dataset.from_list(subsets[name]) for name in ("train", "queries", "documents"))
@@ -58,9 +58,12 @@ def test_rows_are_those_of_pylate(form, tmp_path):
             row["document_id"] = int(row["document_id"][1:])
         for row in subsets["train"]:
             row["document_ids"] = [number[1:] for number in row["document_ids"]]
-    folder = tmp_path / "data"
+    folder = tmp_path / ("mined [lr=1e-5]" if form.startswith("mined") else "data")
     if form == "hub":
         hub_dataset(folder, **subsets)
+    elif form.startswith("mined"):  # datasets cannot be asked for what the README of such a folder names
+        write_files(folder, subsets, ".parquet")
+        (folder / "README.md").write_text("---\nconfigs: []\n---\n")
     else:
         write_files(folder, subsets, form if form == ".parquet" else ".jsonl")
     rows = load(tmp_path, folder, "data.n_ways=4")

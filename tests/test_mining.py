@@ -315,6 +315,10 @@ def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, 
         ("mining.pairs.source=docstrings", "mining.pairs."),
         ("model={build: {}}", "model.build does not apply to fastmaxsim mine, which searches with model.name_or_path."),
         ("mining.pairs.columns=[query, positive]", "mining.pairs.columns: no column 'positive'"),
+        (
+            "mining.pairs.columns=[answer, query]",
+            "mining.pairs.columns must be the query and its positive, in this order, got answer, query.",
+        ),
         ("mining.corpus={source: docstrings, packages: [numpy]}", "mining.corpus.source must be hub or files, got"),
         (
             "mining.corpus={source: hub, name: a, columns: [b, c]}",

@@ -156,6 +156,20 @@ def test_a_folder_written_by_save_to_disk(saved, source, tmp_path):
     )
 
 
+def test_a_folder_that_datasets_takes_for_a_pattern(tmp_path):
+    folder = tmp_path / "runs [1]"
+    folder.mkdir()
+    Dataset.from_list([{"query": f"query {row}", "positive": "a"} for row in range(9)]).to_csv(folder / "rows.csv")
+    values = tiny(tmp_path)
+    values["data"] = {"source": "hub", "name": str(folder)}
+    with pytest.raises(RecipeError) as error:
+        load_data(load_recipe(write(tmp_path, values)))
+    assert str(error.value) == (
+        f"data.name: the path of the folder {folder} must have no [, which datasets takes for the begin of a pattern; "
+        "rename it."
+    )
+
+
 def test_tables_called_as_datasets_calls_its_own(tmp_path):
     for name in ("city", "state"):
         (tmp_path / f"{name}.json").write_text('{"query": "q", "positive": "d"}\n')

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow.compute as pc
 from datasets import Dataset, get_dataset_config_names
 from pylate.models import ColBERT
 from tqdm import tqdm
@@ -63,7 +64,8 @@ def load_collection(section: EvaluationSection) -> Collection:
     Raises
     ------
     RecipeError
-        A table or a column is missing, there are no judgements for any query, or no judged document is in the corpus.
+        A table or a column is missing, an id is that of several rows, there are no judgements for any query, or no
+        judged document is in the corpus.
     """
     corpus = load_subset(KEY, section.beir, "corpus", ("_id", "text"))
     texts = load_subset(KEY, section.beir, "queries", ("_id", "text"))
@@ -74,6 +76,7 @@ def load_collection(section: EvaluationSection) -> Collection:
                 f"{KEY}: the ids of the subset {subset} look like dates, which datasets reads from JSON as {kind} and "
                 "not as they are written; store that subset as .parquet, with ids that are strings."
             )
+        _require_distinct_ids(subset, table)
     require_texts(f"{KEY}: 'text' of the subset queries", texts, "text", gaps=True)
     for subset, table in (("queries", texts), ("corpus", corpus)):
         for column in table.column_names:
@@ -107,6 +110,17 @@ def load_collection(section: EvaluationSection) -> Collection:
             f"{str(corpus[0]['_id'])!r} where a judged one is {next(iter(next(iter(judgements.values()))))!r}."
         )
     return Collection(corpus, queries, judgements)
+
+
+def _require_distinct_ids(subset: str, table: Dataset) -> None:
+    """Refuse passages that have the id of their document: one of their scores, and one text, would stand for all."""
+    counted = pc.value_counts(table.data.column("_id"))
+    repeated = pc.index(pc.greater(counted.field("counts"), 1), True).as_py()
+    if repeated >= 0:
+        raise RecipeError(
+            f"{KEY}: '_id' of the subset {subset} must be another in each row, but {counted.field('values')[repeated]} "
+            "is that of several."
+        )
 
 
 def _load_judgements(section: EvaluationSection) -> Dataset:

@@ -143,7 +143,7 @@ def _is_id(column: str) -> bool:
     return "_id" in column or column == "dataset_name"
 
 
-def _is_query(column: str) -> bool:
+def is_query(column: str) -> bool:
     """Whether PyLate's collator encodes the texts of a column as queries."""
     return "query" in column or "anchor" in column
 
@@ -156,9 +156,9 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
             "in its name; leave it out as well, or rename it if it holds texts."
         )
     query, *others = columns
-    if not _is_query(query):
+    if not is_query(query):
         raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
-    for column in filter(_is_query, others):
+    for column in filter(is_query, others):
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."

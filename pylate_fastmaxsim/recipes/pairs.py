@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 
-from pylate_fastmaxsim.recipes.data import load_columns, require_text
+from pylate_fastmaxsim.recipes.data import is_query, load_columns, require_text
 from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, RecipeError
 
 TEXTS_AT_ONCE = 1000
@@ -71,6 +71,9 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     require_text(table, names, section)
     if len(names) != (2 if section == "mining.pairs" else 1):
         raise RecipeError(f"{section}.columns must be {wanted}, got {', '.join(names)}.")
+    # Columns stand as in the file where none are named, and positives that are searched with give no error.
+    if is_query(names[-1]) and not is_query(names[0]):
+        raise RecipeError(f"{section}.columns must be {wanted}, in this order, got {', '.join(names)}.")
     if data.max_rows is not None:
         table = table.shuffle(seed=data.seed).select(range(min(data.max_rows, len(table))))
     columns = []

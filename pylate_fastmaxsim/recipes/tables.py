@@ -76,12 +76,22 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
 
 
 def _require_files(key: str, folder: Path) -> None:
-    """Refuse what ``datasets`` writes for itself, of which it would load the files of no table."""
+    """Refuse what ``datasets`` writes for itself, of which it would load the files of no table, and brackets."""
     if any(all((folder / name).is_file() for name in names) for names in SAVED_TO_DISK):
         raise RecipeError(
             f"{key}: the folder {folder} was written by save_to_disk of datasets, which is not read here; load it with "
             "load_from_disk and write each table with to_parquet."
         )
+    if _looks_like_a_pattern(folder):
+        raise RecipeError(
+            f"{key}: the path of the folder {folder} must have no [, which datasets takes for the begin of a pattern; "
+            "rename it."
+        )
+
+
+def _looks_like_a_pattern(folder: Path) -> bool:
+    """Whether ``datasets`` finds no file in a folder, whose path it cannot be given with brackets escaped."""
+    return "[" in str(folder.resolve())
 
 
 def _file_with(columns: list[str], kind: str, files: Any) -> str | None:
@@ -177,8 +187,9 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
 
 
 def has_plain_files(name: str) -> bool:
-    """Whether a data set is a folder of files rather than laid out as on the Hub."""
-    return Path(name).is_dir() and not Path(name, "README.md").exists()
+    """Whether a data set is a folder of files rather than laid out as on the Hub, or can only be read as one."""
+    folder = Path(name)
+    return folder.is_dir() and (not (folder / "README.md").exists() or _looks_like_a_pattern(folder))
 
 
 def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, ...]) -> Dataset:
