@@ -231,6 +231,20 @@ def test_release_puts_everything_back(model, packed):
     assert len(packing._modes) == 0
 
 
+def test_release_does_not_wait_for_the_garbage_collector(model, packed):
+    gc.collect()  # masks of other tests
+    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    gc.disable()
+    try:
+        with pylate_fastmaxsim.enabled():
+            cycle = [losses.CachedContrastive(model)(batch_of(model))]
+            cycle.append(cycle)
+            del cycle
+        assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
+    finally:
+        gc.enable()
+
+
 def test_an_attention_that_somebody_registers_later_stays(model, packed):
     gc.collect()  # masks of other tests
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import weakref
 from collections.abc import Callable
@@ -218,6 +219,9 @@ def release() -> None:
     """
     global _released
     _released = True
+    if _masks:
+        # Compiled code leaves masks in cycles. Freed while stock is compiled, they would change what is being traced.
+        gc.collect()
     if not _masks:
         _put_back()
 
