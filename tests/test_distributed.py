@@ -226,6 +226,23 @@ def _apart(folder: str) -> None:
         dist.barrier()
 
 
+def _too_few_to_divide(counts: tuple[int, int], packed: bool) -> Callable[[str], None]:
+    """The last batch of one rank has fewer texts than the other has mini-batches: both say so, and both go on."""
+
+    def run(folder: str) -> None:
+        core = load_model(f"{folder}/modernbert").double()
+        loss_function = losses.CachedContrastive(DistributedDataParallel(core), mini_batch_size=1)
+        pylate_fastmaxsim.enable()
+        if packed:
+            attention.variable_length_attention = attend_to_own_document
+        said = "another has only [0-9]+ texts to divide.*dataloader_drop_last=True, or raise mini_batch_size"
+        with pytest.raises(ValueError, match=said):
+            loss_function(_batch(core, dist.get_rank(), counts[dist.get_rank()]))
+        loss_function(_batch(core, dist.get_rank())).backward()
+
+    return run
+
+
 CASES = {
     f"{loss_class.__name__}-{'ddp' if wrapped else 'bare'}-{'gathered' if gathered else 'local'}-"
     f"{'packed' if packed else 'grouped'}": _compare(
@@ -266,6 +283,8 @@ CASES["one with scores of its own"] = _ranks_that_differ(
     partial(data_parallel, broadcast_buffers=False),
     score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs),
 )
+CASES["too few documents"] = _too_few_to_divide((2, 9), packed=False)
+CASES["too few documents packed"] = _too_few_to_divide((2, 9), packed=True)
 CASES["one without the others"] = _without_the_others
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))

@@ -74,7 +74,7 @@ def test_features_that_only_some_batches_have_are_refused_in_step(model, packed,
     loss_function = losses.Contrastive(model)
     pylate_fastmaxsim.enable()
     monkeypatch.setattr(packing, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(decisions, "_of_all_ranks", lambda count, *_: count)
+    monkeypatch.setattr(decisions, "_most_of_all_ranks", lambda numbers, *_: numbers)
     loss_function(prompted(model))
     with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
         loss_function(prompted(model, "positive"))

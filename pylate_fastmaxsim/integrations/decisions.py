@@ -97,24 +97,41 @@ def holds_up_to(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def most_of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The largest of the numbers that the ranks of a group have. Waits for the device."""
-    return _of_all_ranks(count, device, group, dist.ReduceOp.MAX)
+def calls_of_all_ranks(calls: int, texts: int, device: torch.device, group: dist.ProcessGroup) -> int:
+    """How many mini-batches all ranks make: as many as the one that makes most. Waits for the device.
+
+    Parameters
+    ----------
+    calls, texts
+        Of this rank: the mini-batches that it would make, and the texts that it has for them.
+
+    Raises
+    ------
+    ValueError
+        On all ranks alike: one of them has fewer texts.
+    """
+    most, fewest = _most_of_all_ranks([calls, -texts], device, group)
+    if most > -fewest:
+        raise ValueError(
+            f"One process divides its batch into {most} mini-batches, and another has only {-fewest} texts to divide, "
+            "but all must make equally many: train with dataloader_drop_last=True, or raise mini_batch_size."
+        )
+    return most
 
 
 def least_of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The smallest of them."""
-    return _of_all_ranks(count, device, group, dist.ReduceOp.MIN)
+    """The smallest of the numbers that the ranks of a group have. Waits for the device."""
+    return -_most_of_all_ranks([-count], device, group)[0]
 
 
-def _of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup, which: dist.ReduceOp.RedOpType) -> int:
-    reduced = torch.tensor(count, device=device)
-    dist.all_reduce(reduced, which, group)
-    return int(reduced)
+def _most_of_all_ranks(numbers: list[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    reduced = torch.tensor(numbers, device=device)
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
+    return reduced.tolist()
 
 
 def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
-    return not most_of_all_ranks(int(not here), device, group)
+    return bool(least_of_all_ranks(int(here), device, group))
 
 
 def _state(core: nn.Module) -> tuple[Hashable, ...]:

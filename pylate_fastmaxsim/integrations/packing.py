@@ -18,10 +18,10 @@ from pylate_fastmaxsim.integrations.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.decisions import (
     Agree,
     Decisions,
+    calls_of_all_ranks,
     counts_checkpoints,
     decided,
     least_of_all_ranks,
-    most_of_all_ranks,
 )
 from pylate_fastmaxsim.integrations.documents import (
     CU_SEQLENS,
@@ -183,8 +183,8 @@ def plan_documents(
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:
-        # Without a budget no rank may be asked for more calls than it has documents.
-        of_all_ranks = least_of_all_ranks if budget is None else most_of_all_ranks
+        # Without a budget no rank is asked for more calls than it has documents.
+        of_all_ranks = least_of_all_ranks if budget is None else partial(calls_of_all_ranks, texts=len(documents))
         agree = partial(of_all_ranks, device=documents.input_ids.device, group=group)
     if mode == "grouped":
         plan = grouped_plan(documents, skipped, budget, agree)
@@ -212,7 +212,7 @@ def query_calls(
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
     if group := group_in_step(model, backwards=True):
-        calls = most_of_all_ranks(calls, features["input_ids"].device, group)
+        calls = calls_of_all_ranks(calls, count, features["input_ids"].device, group)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
