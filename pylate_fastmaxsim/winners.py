@@ -14,6 +14,15 @@ def winner_dtype(max_d_length: int) -> torch.dtype:
     return torch.int16 if max_d_length <= 32767 else torch.int32
 
 
+def winner_layout(num_slots: int, num_rows: int, max_d_length: int, want: bool) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of the winners that an operator returns: nothing in them unless wanted.
+
+    The dtype says nothing about lengths then, so that a program that keeps no winners is not bound to lengths of one
+    dtype.
+    """
+    return ((num_slots, num_rows), winner_dtype(max_d_length)) if want else ((0, 0), winner_dtype(0))
+
+
 def no_winner(dtype: torch.dtype) -> int:
     """The value of :func:`winner_dtype` that stands for "none"."""
     return 255 if dtype == torch.uint8 else -1

@@ -19,7 +19,7 @@ from pylate_fastmaxsim.cpu.maxsim import (
     require_candidates,
 )
 from pylate_fastmaxsim.sums import sum_dtype
-from pylate_fastmaxsim.winners import no_winner, winner_dtype
+from pylate_fastmaxsim.winners import no_winner, winner_layout
 
 # Tokens of a block of documents, and at least so many times k, because every block is merged with the k largest so far.
 BLOCK_TOKENS = 4096
@@ -108,9 +108,8 @@ def forward(
     columns = len(d_starts) if candidates is None else candidates.shape[1]
     sums = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
     counts = torch.zeros_like(sums)
-    index_dtype = winner_dtype(max_d_length if want_winners else 0)
+    shape, index_dtype = winner_layout(columns, len(q_values), max_d_length, want_winners)
     none = no_winner(index_dtype)
-    shape = (columns, len(q_values)) if want_winners else (0, 0)
     winners = torch.full(shape, none, dtype=index_dtype, device=q_values.device)
     queries = live_tokens(q_starts, q_lengths, q_keep)
     documents = live_tokens(d_starts, d_lengths, d_keep)

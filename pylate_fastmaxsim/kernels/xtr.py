@@ -11,7 +11,7 @@ from pylate_fastmaxsim.kernels.live_rows import live_rows_kernel
 from pylate_fastmaxsim.kernels.maxsim import as_bytes, contiguous, live_tokens_of, on_device_of
 from pylate_fastmaxsim.kernels.token_maxima import negative_maxima_kernel, token_maxima_kernel
 from pylate_fastmaxsim.kernels.xtr_scores import xtr_scores_kernel
-from pylate_fastmaxsim.winners import no_winner, winner_dtype
+from pylate_fastmaxsim.winners import no_winner, winner_layout
 
 # Groups and collected similarities of as many query rows as fit are held at once.
 _SCRATCH_BYTES = 2**28
@@ -67,10 +67,9 @@ def forward(
     num_queries, num_documents = len(q_starts), len(d_starts)
     num_rows, dim = q_values.shape
     num_slots = num_documents if candidates is None else candidates.shape[1]
-    index_dtype = winner_dtype(max_d_length if want_winners else 0)
+    shape, index_dtype = winner_layout(num_slots, num_rows, max_d_length, want_winners)
     none = no_winner(index_dtype)
     # Rows of no query and dead rows are not written by the kernels.
-    shape = (num_slots, num_rows) if want_winners else (0, 0)
     winners = torch.full(shape, none, dtype=index_dtype, device=device)
     if 0 in (num_queries, num_slots, max_q_length, max_d_length, dim):
         sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)

@@ -17,7 +17,7 @@ from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 from pylate_fastmaxsim.transforms import inside_transform, is_plain
-from pylate_fastmaxsim.winners import winner_dtype
+from pylate_fastmaxsim.winners import winner_layout
 
 logger = logging.getLogger("pylate_fastmaxsim")
 
@@ -300,8 +300,9 @@ def _scores_and_winners(q_values, *arguments):
 def _forward(*arguments):
     scores, winners = _scores_and_winners(*arguments)
     if winners is None:
-        # A registered operator returns tensors; this one's dtype says nothing about lengths.
-        winners = scores.new_empty((0, 0), dtype=winner_dtype(0))
+        # A registered operator returns tensors.
+        shape, dtype = winner_layout(0, 0, 0, want=False)
+        winners = scores.new_empty(shape, dtype=dtype)
     return scores, winners
 
 
@@ -328,9 +329,8 @@ def _forward_fake(
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
-    shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
-    # A program that keeps no winners is not bound to lengths of one dtype.
-    return scores, q_values.new_empty(shape, dtype=winner_dtype(max_d_length if want_winners else 0))
+    shape, dtype = winner_layout(columns, len(q_values), max_d_length, want_winners)
+    return scores, q_values.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("pylate_fastmaxsim::maxsim_backward")

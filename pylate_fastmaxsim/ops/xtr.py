@@ -16,7 +16,7 @@ from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
-from pylate_fastmaxsim.winners import winner_dtype
+from pylate_fastmaxsim.winners import winner_layout
 
 # What a sum is divided by where nothing is larger than 0, as in PyLate.
 _SMALLEST_COUNT = 1e-3
@@ -157,10 +157,8 @@ def _forward_fake(
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
-    shape = (columns, q_values.shape[0]) if want_winners else (0, 0)
-    # A program that keeps no winners is not bound to lengths of one dtype.
-    winners = q_values.new_empty(shape, dtype=winner_dtype(max_d_length if want_winners else 0))
-    return scores, torch.empty_like(scores), winners
+    shape, dtype = winner_layout(columns, len(q_values), max_d_length, want_winners)
+    return scores, torch.empty_like(scores), q_values.new_empty(shape, dtype=dtype)
 
 
 def _save_for_backward(ctx, inputs, output):
