@@ -226,11 +226,11 @@ def _apart(folder: str) -> None:
         dist.barrier()
 
 
-def _too_few_to_divide(counts: tuple[int, int], packed: bool) -> Callable[[str], None]:
+def _too_few_to_divide(counts: tuple[int, int], packed: bool, query_length: int = 12) -> Callable[[str], None]:
     """The last batch of one rank has fewer texts than the other has mini-batches: both say so, and both go on."""
 
     def run(folder: str) -> None:
-        core = load_model(f"{folder}/modernbert").double()
+        core = load_model(f"{folder}/modernbert", query_length=query_length).double()
         loss_function = losses.CachedContrastive(DistributedDataParallel(core), mini_batch_size=1)
         pylate_fastmaxsim.enable()
         if packed:
@@ -285,6 +285,8 @@ CASES["one with scores of its own"] = _ranks_that_differ(
 )
 CASES["too few documents"] = _too_few_to_divide((2, 9), packed=False)
 CASES["too few documents packed"] = _too_few_to_divide((2, 9), packed=True)
+# Queries so long that each is a mini-batch of its own, as documents are not.
+CASES["too few queries"] = _too_few_to_divide((2, 3), packed=True, query_length=32)
 CASES["one without the others"] = _without_the_others
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
