@@ -329,7 +329,7 @@ def _forward_fake(
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
-    shape, dtype = winner_layout(columns, len(q_values), max_d_length, want_winners)
+    shape, dtype = winner_layout(columns, q_values.shape[0], max_d_length, want_winners)
     return scores, q_values.new_empty(shape, dtype=dtype)
 
 
