@@ -76,7 +76,8 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=child_variables())
 
         def limit() -> threading.Timer:
-            timer = threading.Timer(timeout, lambda: (late.set(), process.kill()))
+            # Not killed: a launcher of several ranks passes this on to them.
+            timer = threading.Timer(timeout, lambda: (late.set(), process.terminate()))
             timer.daemon = True
             timer.start()
             return timer

@@ -184,20 +184,21 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
     recorded = environment()
     losses = [loss for loss in options.losses if loss != "distillation"]
     for loss, path in itertools.product(losses, options.paths):
-        for compiled in [False, True] if path == "fast" else [False]:
+        for compiled in [False, True] if path == "fast" and options.chunks is None else [False]:
             layers = options.layers
             group = {"kind": "ceiling", "loss": loss, "layers": layers, "path": path, "compile": compiled}
+            group |= {"chunks": options.chunks} if options.chunks is not None else {}
             while results.left > 0:
                 tried = {
                     cell["cell"]["batch"]: cell
                     for cell in results.content["cells"].values()
                     if cell["cell"] == {**group, "batch": cell["cell"].get("batch")}
                 }
-                batch = next_batch(tried, options.first, capacity)
-                if batch is None or batch > options.largest:
+                batch = next_batch(tried, options.first, capacity, options.largest)
+                if batch is None:
                     break
                 timeout = min(options.timeout, results.left)
-                result = try_batch(loss, path, compiled, batch, layers, timeout)
+                result = try_batch(loss, path, compiled, batch, layers, options.chunks, timeout)
                 if result["status"].startswith("not finished") and timeout < options.timeout:
                     return  # cut short by the budget, which says nothing about the batch
                 results.add({**group, "batch": batch}, {**result, "environment": recorded})
@@ -220,6 +221,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="with --ceiling: fewer encoder layers than ModernBERT-base has")
     parser.add_argument("--first", type=int, choices=GRID, default=128, help="with --ceiling: batch to try first")
     parser.add_argument("--largest", type=int, default=GRID[-1], help="with --ceiling: try no larger batch")
+    parser.add_argument(
+        "--chunks", type=int, help="with --ceiling, of GradCache: only the memory, up to so many chunks of scores"
+    )
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
     parser.add_argument(
         "--timeout", type=float, default=120, help="seconds one cell may take, with --ring all of one number of ranks"

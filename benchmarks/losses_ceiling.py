@@ -15,8 +15,8 @@ TILE = 512
 _SAFE = 0.95
 
 
-def next_batch(tried: dict[int, dict], first: int, capacity_gib: float | None) -> int | None:
-    """The batch size to try next, from the results so far by size; ``None`` where the ceiling is known.
+def next_batch(tried: dict[int, dict], first: int, capacity_gib: float | None, largest: int = LARGEST) -> int | None:
+    """The batch size to try next, from the results so far by size; ``None`` where the ceiling is known, or `largest` went.
 
     Between the largest that went and the smallest that did not, the size that a line through the two largest peaks
     says will just fit, else the middle.
@@ -24,7 +24,7 @@ def next_batch(tried: dict[int, dict], first: int, capacity_gib: float | None) -
     went = sorted(size for size, result in tried.items() if result["status"] == "ok")
     stopped = sorted(size for size, result in tried.items() if result["status"] != "ok")
     below = GRID.index(went[-1]) if went else -1
-    above = GRID.index(stopped[0]) if stopped else len(GRID)
+    above = GRID.index(stopped[0]) if stopped else sum(size <= largest for size in GRID)
     if above - below <= 1:
         return None
     if not tried:
@@ -50,11 +50,17 @@ def _fitting(peaks: dict[int, float | None], capacity_gib: float | None) -> floa
     return larger + (_SAFE * capacity_gib - higher) * (larger - size) / (higher - peak)
 
 
-def try_batch(loss: str, path: str, compiled: bool, batch: int, layers: int | None, timeout: float) -> dict:
-    """A step of training on a batch, after one on a few of its rows that leaves AdamW its state."""
+def try_batch(
+    loss: str, path: str, compiled: bool, batch: int, layers: int | None, chunks: int | None, timeout: float
+) -> dict:
+    """A step of training on a batch, after one on a few of its rows that leaves AdamW its state.
+
+    With ``chunks`` the step ends when it has scored so many chunks of queries.
+    """
     extra = ["--loss", loss, "--mini-batch", str(MINI_BATCH), "--tile", str(TILE)]
     extra += ["--batches", "1", "--warmup", "1", "--warmup-rows", str(SMALLEST), "--steps", "1"]
     extra += ["--layers", str(layers)] if layers is not None else []
+    extra += ["--chunks", str(chunks)] if chunks is not None else []
     cell = {"path": path, "batch": batch, "compile": compiled, "checkpointing": False}
     [(_, result)] = measure([cell], extra, timeout)
     return result

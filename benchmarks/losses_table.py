@@ -96,20 +96,26 @@ def ceiling_table(content: dict) -> str:
     groups: dict[tuple, dict[int, dict]] = {}
     for cell in of_kind(content, "ceiling"):
         key = cell["cell"]
-        group = (key["loss"], key["layers"], key["path"], key["compile"])
+        group = (key["loss"], key["layers"], key["path"], key["compile"], key.get("chunks"))
         groups.setdefault(group, {})[key["batch"]] = cell
     if not groups:
         return ""
     lines = ["| loss | path | largest batch | peak memory | next size tried |", "|---|---|---|---|---|"]
     losses, paths = list(LOSS_TITLES), list(PATHS)
+
     # All layers first.
-    order = {group: (losses.index(group[0]), group[1] or 0, paths.index(group[2]), group[3]) for group in groups}
-    for loss, layers, path, compiled in sorted(groups, key=order.get):
-        tried = groups[loss, layers, path, compiled]
+    def order(group: tuple) -> tuple:
+        loss, layers, path, *options = group
+        return losses.index(loss), layers or 0, paths.index(path), *map(bool, options)
+
+    for group in sorted(groups, key=order):
+        loss, layers, path, compiled, chunks = group
+        tried = groups[group]
         largest, stopped = ceiling(tried)
         peak = "" if largest is None or tried[largest]["peak_gib"] is None else f"{tried[largest]['peak_gib']:.1f} GiB"
         reason = "not tried" if stopped is None else f"{stopped['cell']['batch']}: {stopped['status']}"
         title = LOSS_TITLES[loss] + ("" if layers is None else f", {layers} layers")
+        title += "" if chunks is None else ", by memory"
         lines.append(f"| {title} | {row_title(path, compiled)} | {largest or 'none'} | {peak} | {reason} |")
     return "\n".join(lines)
 

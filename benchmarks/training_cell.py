@@ -8,6 +8,8 @@ lengths of MS MARCO passages are, and they pass through PyLate's own tokenisatio
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 QUERY_LENGTH = 32
@@ -131,13 +132,45 @@ def elapsed(start, end) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
-def wait_for_turn(options: argparse.Namespace) -> float:
+def wait_for_turn(options: argparse.Namespace, rank: int) -> float:
     """Seconds that other processes on this machine took to warm up and to be measured (see cell_processes.py)."""
     began = time.perf_counter()
     if options.wait_for_turn:
-        print("READY", flush=True)
-        sys.stdin.readline()
+        largest_of_ranks(options, [0.0])  # all are warm
+        if rank == 0:
+            print("READY", flush=True)
+            sys.stdin.readline()
+        largest_of_ranks(options, [0.0])
     return time.perf_counter() - began
+
+
+def largest_of_ranks(options: argparse.Namespace, numbers: list[float]) -> list[float]:
+    """Of each number the largest that a rank has. Waits for all ranks on the CPU: a GPU that waits is not idle."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    if options.ranks > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+class _Scored(Exception):
+    """As many chunks of scores were made as were asked for."""
+
+
+def stop_after_chunks(count: int) -> None:
+    """End a step of GradCache in its scoring. By then it holds as much memory as it ever does, if its batch is large."""
+    from pylate_fastmaxsim.integrations import pylate_losses
+
+    sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
+
+    def counted(*arguments):
+        if next(made) == count:
+            raise _Scored
+        return sum_of_losses(*arguments)
+
+    pylate_losses._sum_of_losses = counted
 
 
 def run_cell(options: argparse.Namespace) -> dict:
@@ -145,18 +178,24 @@ def run_cell(options: argparse.Namespace) -> dict:
     import torch
     from accelerate.utils import convert_outputs_to_fp32
     from pylate import losses, utils
+    from torch.nn.parallel import DistributedDataParallel
 
     import pylate_fastmaxsim
 
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
+    rank = int(os.environ["LOCAL_RANK"]) if options.ranks > 1 else 0
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if options.ranks > 1:
+        if cuda:
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     synchronize = torch.cuda.synchronize if cuda else lambda: None
     if options.path == "fast":
         pylate_fastmaxsim.enable(compile=options.compile, fused_head=options.fused_head)
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(Path(directory), options.layers, options.document_length).to(device)
     collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
-    draw = random.Random(0)
+    draw = random.Random(rank)
     batches = [make_batch(collator, options, draw) for _ in range(options.batches)]
     live = [sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask")) for batch in batches]
     documents = [
@@ -171,18 +210,26 @@ def run_cell(options: argparse.Namespace) -> dict:
     if options.checkpointing:
         model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
-    wrapped = torch.compile(model) if options.compile and options.path != "fast" else model
+    wrapped = model
+    if options.ranks > 1:
+        # As the trainer wraps it.
+        wrapped = DistributedDataParallel(model, device_ids=[device] if cuda else None, broadcast_buffers=False)
+    if options.compile and options.path != "fast":
+        wrapped = torch.compile(wrapped)
+    gathered = {"gather_across_devices": True} if options.ranks > 1 else {}
     autocast = torch.autocast(device.type, dtype=torch.bfloat16)
     if options.loss == "cached_contrastive":
         # Stock encodes a second time inside of backward(), out of the reach of a context around the loss. So autocast is
         # around the encoder alone, whose embeddings become float32: as the trainer has it with bf16=True.
         model.forward = convert_outputs_to_fp32(autocast(model.forward))
-        autocast = nullcontext()
-        loss_function = losses.CachedContrastive(wrapped, mini_batch_size=options.mini_batch, temperature=0.02)
+        autocast = contextlib.nullcontext()
+        loss_function = losses.CachedContrastive(
+            wrapped, mini_batch_size=options.mini_batch, temperature=0.02, **gathered
+        )
     elif options.loss == "distillation":
         loss_function = losses.Distillation(wrapped)
     else:
-        loss_function = losses.Contrastive(model=wrapped, temperature=0.02)
+        loss_function = losses.Contrastive(model=wrapped, temperature=0.02, **gathered)
 
     def step(batch: dict) -> torch.Tensor:
         batch = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -199,23 +246,31 @@ def run_cell(options: argparse.Namespace) -> dict:
     for index in range(options.warmup):
         if index == options.warmup - 1:
             synchronize()
-            waited = wait_for_turn(options)  # one step is left, for a GPU that idles until then
+            waited = wait_for_turn(options, rank)  # one step is left, for a GPU that idles until then
         batch = batches[index % len(batches)]
         losses_seen.append(step({k: v[: options.warmup_rows] if hasattr(v, "shape") else v for k, v in batch.items()}))
     synchronize()
     warmup_seconds = time.perf_counter() - began - waited
     if cuda:
         torch.cuda.reset_peak_memory_stats()
+    if options.chunks is not None:
+        stop_after_chunks(options.chunks)
+        with contextlib.suppress(_Scored):
+            step(batches[0])
+            raise ValueError(f"A step has no more than {options.chunks} chunks.")
+        return {"status": "ok", "chunks": options.chunks, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
     # Nothing waits for the GPU between steps, as nothing does in a training run; events divide its time.
     began = time.perf_counter()
     marks = [mark(cuda)]
     for index in range(options.warmup, options.warmup + options.steps):
         losses_seen.append(step(batches[index % len(batches)]))
         marks.append(mark(cuda))
-        if len(marks) > 5 and time.perf_counter() - began > options.seconds:
+        # Several ranks make equally many.
+        if options.ranks == 1 and len(marks) > 5 and time.perf_counter() - began > options.seconds:
             break
     synchronize()
-    times = [elapsed(*pair) for pair in zip(marks, marks[1:], strict=False)]
+    times = largest_of_ranks(options, [elapsed(*pair) for pair in zip(marks, marks[1:], strict=False)])
+    [peak] = largest_of_ranks(options, [torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0])
     return {
         "status": "ok",
         "timing": "CUDA events" if cuda else "host clock",
@@ -224,7 +279,7 @@ def run_cell(options: argparse.Namespace) -> dict:
         "step_ms_max": max(times) * 1e3,
         "steps": len(times),
         "each_ms": [round(seconds * 1e3, 2) for seconds in times],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "peak_gib": peak if cuda else None,
         "warmup_seconds": warmup_seconds,
         "live_tokens": statistics.mean(live),
         "live_document_tokens": statistics.mean(documents),
@@ -254,20 +309,43 @@ def main() -> None:
         "--wait-for-turn", action="store_true", help="print READY when warm, then wait for a line of input"
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
+    parser.add_argument(
+        "--chunks", type=int, help="measure only the memory of a step of GradCache, up to so many chunks of its scores"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="GPUs under DistributedDataParallel with negatives of all, each with a batch of its own; times are the slowest's",
+    )
     options = parser.parse_args()
     if options.warmup is None:
         # Batches of other sizes still make the allocator ask for memory, which a long run leaves behind.
         options.warmup = options.batches
     if options.warmup < 1:
         parser.error("--warmup must be at least 1")
+    if options.ranks > 1 and "LOCAL_RANK" not in os.environ:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(options.ranks),
+        ]
+        os.execv(sys.executable, [*command, *sys.argv])
     import torch
 
     try:
         result = run_cell(options)
     except torch.OutOfMemoryError as error:
         result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
-    print("RESULT " + json.dumps(result))
-    sys.stdout.flush()
+    if result["status"] != "ok" or os.environ.get("LOCAL_RANK", "0") == "0":
+        print("RESULT " + json.dumps(result), flush=True)
+    if options.ranks > 1:
+        if result["status"] != "ok":
+            os._exit(1)  # the other ranks wait for this one, until the launcher ends them
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

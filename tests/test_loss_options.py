@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 from unittest import mock
@@ -164,3 +165,27 @@ def test_packing_is_what_the_matrix_measures(model, packed):
     pylate_fastmaxsim.enable()
     losses.Contrastive(model)(batch_of(model))
     assert set(packing._modes[model].values()) == {"packed"} and set(packing._joint[model].values()) == {True}
+
+
+def test_gradcache_holds_embeddings_and_their_gradient_once(model, packed, monkeypatch):
+    # As large as all documents, so that of large batches nothing else counts.
+    monkeypatch.setattr(winners, "_AT_ONCE_BYTES", 0)
+    size = model(features(model, sentences(1))[0])["token_embeddings"].shape[-1]
+    weights = {id(weight) for weight in model.parameters()}
+    held = []
+
+    def bytes_held(queries, queries_mask, scored, *rest):
+        tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor and id(value) not in weights]
+        storages = {
+            value.data_ptr(): value.untyped_storage().nbytes() for value in tensors if value.shape[-1:] == (size,)
+        }
+        held.append(sum(storages.values()) / scored.documents.values.untyped_storage().nbytes())
+        return score(queries, queries_mask, scored, *rest)
+
+    score = pylate_losses._score
+    monkeypatch.setattr(pylate_losses, "_score", bytes_held)
+    batch = batch_of(model, columns=2, queries=8)
+    pylate_fastmaxsim.enable()
+    losses.CachedContrastive(model, mini_batch_size=2, score_mini_batch_size=2)(batch)
+    assert len(held) == 4
+    assert held[0] < 2 and max(held) < 3, held

@@ -179,8 +179,10 @@ def cached_contrastive(
     query_calls = packing.query_calls(self.model, features[0], plan, self.mini_batch_size)
     passes = [_Pass(self.model, call) for call in query_calls + plan.calls]
     embeddings = [one.first() for one in _progress(self, passes, "Embed mini-batches")]
+    shapes = [part.shape for part in embeddings]
     queries = torch.cat(embeddings[: len(query_calls)])
     documents = plan.batch(embeddings[len(query_calls) :])
+    del embeddings  # of large batches the most memory, now held once more
     scored = _scored(self, options, documents, features)
     if not torch.is_grad_enabled():
         return _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
@@ -188,9 +190,9 @@ def cached_contrastive(
     queries.requires_grad_()
     documents.values.requires_grad_()
     loss = _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
-    gradients = [*queries.grad.split([len(call["input_ids"]) for call in query_calls])]
-    sizes = [part.shape[:-1].numel() for part in embeddings[len(query_calls) :]]
-    gradients += documents.values.grad.split(sizes)
+    of_queries, of_documents = shapes[: len(query_calls)], shapes[len(query_calls) :]
+    gradients = [*queries.grad.split([shape[0] for shape in of_queries])]
+    gradients += documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
     loss = loss.detach().requires_grad_()
     loss.register_hook(partial(_second_passes, passes, gradients))
     return loss
@@ -264,13 +266,18 @@ def _losses_of_chunks(
         if with_backward:
             loss.backward()
             # In 16 bits each chunk's gradient is rounded anyway, but their sum need not be.
+            # Nothing is held longer than needed: each of these is as large as all documents.
             part, leaf.grad = leaf.grad, None
-            gradient = (
-                part if gradient is None else gradient.to(torch.promote_types(part.dtype, torch.float32)).add_(part)
-            )
+            if gradient is None:
+                is_all = chunk.stop >= len(queries)
+                gradient = part if is_all else part.to(torch.promote_types(part.dtype, torch.float32))
+            else:
+                gradient.add_(part)
+            del part
         losses.append(loss.detach())
     if with_backward:
-        gathered.backward(gradient.to(gathered.dtype))
+        gradient = gradient.to(gathered.dtype)
+        gathered.backward(gradient)
     return losses
 
 
