@@ -71,9 +71,39 @@ def _traced_only(case: Callable[[str], None]) -> Callable[[str], None]:
     return run
 
 
+def _layers_share_what_is_compiled(folder: str) -> None:
+    compiled, calls = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return lambda *values: calls.append(graph) or graph(*values)
+
+    def counted(wrap: Callable) -> tuple[int, int]:
+        torch._dynamo.reset()
+        compiled.clear()
+        core = load_model(f"{folder}/modernbert").train()
+        model = wrap(core)
+        batch = features(core, *(sentences(6, longest=8 + 8 * column) for column in range(3)))
+        with pylate_fastmaxsim.enabled(compile=True):
+            for _ in range(2):
+                calls.clear()
+                losses.Contrastive(model)([dict(column) for column in batch]).backward()
+        return len(compiled), len(calls)
+
+    compile_function = torch.compile
+    torch.compile = partial(compile_function, backend=backend)
+    # As large as the layers are, in proportion: by its default all parameters of so small a model are sent as one.
+    bucket, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 1024
+    try:
+        assert counted(partial(data_parallel, bucket_cap_mb=0.002)) == counted(lambda model: model)
+    finally:
+        torch.compile, dist._DEFAULT_FIRST_BUCKET_BYTES = compile_function, bucket
+
+
 CASES = {
     wrap.__name__: _traced_only(_as_without_compiling(wrap)) for wrap in (data_parallel, flat_sharded, fully_sharded)
 }
+CASES["layers share what is compiled"] = _layers_share_what_is_compiled
 
 
 @pytest.fixture(scope="module")
