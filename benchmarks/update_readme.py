@@ -5,6 +5,7 @@ python benchmarks/update_readme.py
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from operator import itemgetter
@@ -16,7 +17,7 @@ from losses_table import markdown as losses_markdown
 from losses_table import ring_table
 from operators_table import readme_table
 from page_step import markdown_table as page_table
-from train_step import PATHS, cell_name, mark_of_runs, markdown_table
+from train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -52,6 +53,24 @@ def summary_table() -> str:
     add("the same, compiled", step, 256, compiled=True)
     add("distillation, 32 queries, 16 documents each", kd, 32)
     add("GradCache, 4,096 queries, one negative each", gradcache, 4096)
+    return "\n".join(lines)
+
+
+def two_gpus_table() -> str:
+    """Steps on one GPU and on two: speed relative to stock on as many, and what of it more GPUs leave."""
+    one, two = (results(f"step_on_{number}_gpu{s}")["cells"] for number, s in (("one", ""), ("two", "s")))
+    lines = ["| path | 1 GPU | 2 GPUs | |", "|---" * 4 + "|"]
+    for compiled, path in itertools.product([False, True], PATHS):
+        name, stock = cell_name(path, 128, compiled, False), cell_name("stock", 128, False, False)
+        if name not in two:
+            continue
+        entries = []
+        for cells in (one, two):
+            text = f"{cells[name]['step_ms']:,.0f} ms, {cells[name]['peak_gib']:.1f} GiB"
+            speed = f" ({cells[stock]['step_ms'] / cells[name]['step_ms']:.2f}x)"
+            entries.append(text + ("" if name == stock else speed))
+        entries.append(f"{one[name]['step_ms'] / two[name]['step_ms']:.0%}")
+        lines.append("| " + " | ".join([row_title(path, compiled), *entries]) + " |")
     return "\n".join(lines)
 
 
@@ -111,7 +130,7 @@ def tables() -> dict[str, dict[str, str]]:
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
         },
-        "docs/across_devices.md": {"ring-table": ring_table(losses)},
+        "docs/across_devices.md": {"ring-table": ring_table(losses), "two-gpus-table": two_gpus_table()},
     }
 
 

@@ -74,3 +74,11 @@ def test_the_search_finds_the_largest_batch_that_fits(limit, known):
     assert largest == max((size for size in GRID if size <= limit), default=None)
     assert (stopped is None) == (limit >= GRID[-1])
     assert len(tried) <= (7 if known else 20)
+
+
+def test_the_search_ends_at_the_largest_batch_that_was_asked_for():
+    from losses_ceiling import next_batch
+
+    went = {"status": "ok", "peak_gib": None}
+    assert next_batch({512: went}, 512, None, largest=768) == 768
+    assert next_batch({512: went, 768: went}, 512, None, largest=768) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -12,6 +14,9 @@ import pytest
 pytest.importorskip("pylate")
 
 from pylate.utils import ColBERTCollator
+
+from pylate_fastmaxsim import winners
+from pylate_fastmaxsim.integrations import pylate_losses
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -47,3 +52,31 @@ def test_a_teacher_scores_every_document(cell, collator):
     options = Namespace(batch=4, negatives=15, loss="distillation", tile=None)
     _, labels = cell.collect_features(cell.make_batch(collator, options, random.Random(0)))
     assert labels.shape == (4, 16)
+
+
+def measured(*options: str) -> list[dict]:
+    command = [sys.executable, str(BENCHMARKS / "training_cell.py"), "--path", "fast", "--layers", "1", "--batches", "1"]
+    done = subprocess.run([*command, "--warmup", "1", *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+
+
+def test_ranks_train_together_and_one_says_how_long_it_took():
+    [result] = measured("--batch", "4", "--ranks", "2", "--steps", "2")
+    assert result["status"] == "ok" and result["steps"] == len(result["each_ms"]) == 2
+    # As PyLate does with negatives of all ranks, each returns its loss times their number.
+    assert result["losses"][0] > measured("--batch", "4", "--steps", "1")[0]["losses"][0]
+
+
+def test_memory_is_measured_up_to_some_chunks(cell, monkeypatch, capsys):
+    scored = []
+    sum_of_losses = pylate_losses._sum_of_losses
+    monkeypatch.setattr(pylate_losses, "_sum_of_losses", lambda *given: scored.append(given) or sum_of_losses(*given))
+    monkeypatch.setattr(winners, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "auto")
+    small = ["--path", "fast", "--layers", "1", "--batches", "1", "--warmup", "1", "--warmup-rows", "2"]
+    loss = ["--loss", "cached_contrastive", "--batch", "8", "--mini-batch", "2", "--document-length", "5"]
+    monkeypatch.setattr(sys, "argv", ["training_cell.py", *small, *loss, "--chunks", "3"])
+    cell.main()
+    assert json.loads(capsys.readouterr().out.removeprefix("RESULT "))["chunks"] == 3
+    assert len(scored) == 1 + 3  # of the step before, which has 2 rows, and of this one
