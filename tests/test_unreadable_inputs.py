@@ -23,7 +23,8 @@ from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.mined import mined_digest
+from pylate_fastmaxsim.recipes.schema import DataSection, ModelSection, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table
 
 LOAD = """
@@ -105,6 +106,18 @@ def test_a_file_of_mined_data(layout, tmp_path):
     assert (done.returncode, done.stderr) == (
         2,
         f"fastmaxsim: data.name: {secret} cannot be read: Permission denied.\n",
+    )
+
+
+@pytest.mark.parametrize(("content", "reason"), [("{", "it is not JSON"), ("[]", "it is not a JSON object")])
+def test_a_damaged_summary_of_mined_data(content, reason, tmp_path):
+    file = tmp_path / "kd" / "mining.json"
+    file.parent.mkdir()
+    file.write_text(content)
+    with pytest.raises(RecipeError) as error:
+        mined_digest(DataSection(source="distillation", name=str(file.parent)))
+    assert str(error.value) == (
+        f"data.name: {file} cannot be read: {reason}; bring it back, or mine again with --no-resume."
     )
 
 

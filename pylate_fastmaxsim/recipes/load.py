@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import os
 import types
@@ -172,6 +173,9 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and not _is_text(node.value):
+            problem = f"{node.value!r} has half of a character"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except (RecipeError, yaml.YAMLError):
@@ -180,6 +184,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             kind = node.tag.rpartition(":")[2]
             problem = f"{node.value!r} is written like a value of the type {kind} but is none; quote it if it is text"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+
+def _is_text(value: str) -> bool:
+    """Whether a string can be written to a file; YAML can name half of a character, as \\ud800."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_yaml(text: str, where: str) -> Any:
@@ -260,13 +273,17 @@ def _reachable(paths: str | list[str] | None, key: str) -> str | list[str] | Non
     Nothing need be there: it may be a name on the Hub, or yet to be made.
     """
     for path in [paths] if isinstance(paths, str) else paths or ():
+        if not path:
+            raise RecipeError(f"{key} must not be empty.")
+        if "::" in path:
+            raise RecipeError(f"{key} must not have :: in it, by which datasets joins file systems, got {path}.")
         try:
             os.stat(os.path.join(path, "."))  # the dot, to enter it if it is a folder
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             raise RecipeError(f"{key}: {path} cannot be reached: {os.strerror(error.errno)}.") from None
-        except ValueError:  # a null byte, half of a character
+        except ValueError:  # a null byte
             raise RecipeError(f"{key} has a character that no path may have, got {path!r}.") from None
     return paths
 
@@ -373,6 +390,13 @@ def _check_model(recipe: Recipe) -> None:
         path = model.name_or_path
         if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
             raise RecipeError(f"model.name_or_path must be a model on the Hub or a directory, but {path} is not there.")
+    try:
+        json.dumps(model.config_kwargs, allow_nan=False)
+    except (TypeError, ValueError):
+        raise RecipeError(
+            "model.config_kwargs must hold what the JSON of a model's configuration can: strings, finite numbers, true, "
+            f"false, null, lists and mappings, got {model.config_kwargs!r}."
+        ) from None
     if model.build is not None and model.build.hidden_size % (2 * model.build.num_attention_heads):
         raise RecipeError(
             "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from pylate_fastmaxsim.recipes.schema import DataSection, Recipe
+from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
 
 # Written by mining into the folder of the data, whose last file it is.
 SUMMARY_FILE = "mining.json"
@@ -15,7 +16,28 @@ def mined_digest(data: DataSection) -> str | None:
     """What tells mined data from what was mined into the same folder before; None of data that was not mined."""
     if data.source != "distillation" or not Path(data.name, SUMMARY_FILE).exists():
         return None
-    return json.loads(Path(data.name, SUMMARY_FILE).read_text(encoding="utf-8")).get("digest")
+    return read_summary(Path(data.name)).get("digest")
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What mining wrote last into a folder of data.
+
+    Raises
+    ------
+    RecipeError
+        The file is damaged, or may not be read.
+    """
+    file = folder / SUMMARY_FILE
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(summary, dict):
+            return summary
+        reason = "it is not a JSON object"
+    except OSError as error:
+        reason = error.strerror
+    except ValueError:
+        reason = "it is not JSON"
+    raise RecipeError(f"data.name: {file} cannot be read: {reason}; bring it back, or mine again with --no-resume.")
 
 
 def is_to_be_mined(recipe: Recipe) -> bool:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from pylate_fastmaxsim.recipes.load import with_defaults
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
-from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE
+from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE, read_summary
 from pylate_fastmaxsim.recipes.mined_data import write_data
 from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.mining_scores import digest_of, files_digest, grade, load_teacher
@@ -166,7 +166,7 @@ def _finished(
         raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")
     if not resume:
         return None
-    earlier = json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
+    earlier = read_summary(output)
     # As JSON, where a tuple is a list.
     if _deciding(earlier["settings"]) != _deciding(json.loads(json.dumps(settings))):
         raise RecipeError(
