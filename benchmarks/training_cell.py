@@ -132,6 +132,13 @@ def elapsed(start, end) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
+def peaks_gib() -> list[float]:
+    """Peak memory that tensors took, and that PyTorch's allocator held for them, which batches of many sizes split up."""
+    import torch
+
+    return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+
+
 def wait_for_turn(options: argparse.Namespace, rank: int) -> float:
     """Seconds that other processes on this machine took to warm up and to be measured (see cell_processes.py)."""
     began = time.perf_counter()
@@ -270,7 +277,7 @@ def run_cell(options: argparse.Namespace) -> dict:
             break
     synchronize()
     times = largest_of_ranks(options, [elapsed(*pair) for pair in zip(marks, marks[1:], strict=False)])
-    [peak] = largest_of_ranks(options, [torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0])
+    peak, reserved = largest_of_ranks(options, peaks_gib() if cuda else [0.0, 0.0])
     return {
         "status": "ok",
         "timing": "CUDA events" if cuda else "host clock",
@@ -280,6 +287,7 @@ def run_cell(options: argparse.Namespace) -> dict:
         "steps": len(times),
         "each_ms": [round(seconds * 1e3, 2) for seconds in times],
         "peak_gib": peak if cuda else None,
+        "peak_reserved_gib": reserved if cuda else None,
         "warmup_seconds": warmup_seconds,
         "live_tokens": statistics.mean(live),
         "live_document_tokens": statistics.mean(documents),
