@@ -119,6 +119,7 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.width > 1000
     assert "median step" in done.stdout and "compare.png" in done.stdout and "compare.html" in done.stdout
+    assert "allocator" not in done.stdout  # of a GPU
     page = Page((tmp_path / "out" / "compare.html").read_text())
     assert page.titles == [
         "Step time and memory",
@@ -272,7 +273,8 @@ def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
 
 
 def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
-    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": 0.5}
+    on_gpu = {"before": 100, "peak": 200, "held": 77 * MEBIBYTE}
+    result = {"status": "finished", "memory": on_gpu, "ndcg@10": 0.5}
     environment = {"device": "some GPU", "device_memory": 80 * 2**30}
     fast = summarize({**result, "environment": environment}, steps([1.0] * 6, encoded=50))
     for stock in (
@@ -287,6 +289,8 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
         page = Page((tmp_path / "compare.html").read_text())
         assert "<script>x" in page.text and "80.0 GiB" in page.text
         table = shown(comparison)
+        assert "held by PyTorch's allocator" in page.text and "held by PyTorch's allocator" in table
+        assert "77 MiB" in page.text and "77 MiB" in table
         if stock["status"] == "finished":
             assert comparison["summary"]["speedup"] == 2.0 and comparison["summary"]["peak_memory"] == 1.0
             assert "2.00x as fast" in table and "+0.1000" in table and "x on some GPU" in table

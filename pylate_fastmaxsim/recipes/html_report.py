@@ -14,7 +14,17 @@ from jinja2 import Environment
 from pylate_fastmaxsim.recipes import figures
 from pylate_fastmaxsim.recipes.measure import FINISHED, NO_BATCH, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, PHASES
-from pylate_fastmaxsim.recipes.report import GIBIBYTE, METRICS, caption, final_loss, form, headline, memory, sweep_rows
+from pylate_fastmaxsim.recipes.report import (
+    GIBIBYTE,
+    METRICS,
+    caption,
+    final_loss,
+    form,
+    headline,
+    holds_more,
+    memory,
+    sweep_rows,
+)
 
 TEMPLATE = "comparison.html.jinja"
 
@@ -100,6 +110,7 @@ def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float] | None) -> R
         _row("median step", [run.get("step_seconds") for run in both], "{:.3f} s"),
         ("peak memory", *(memory(run, "peak") for run in both)),
         ("of it before training", *(memory(run, "before") for run in both)),
+        *([("held by PyTorch's allocator", *(memory(run, "held") for run in both))] if holds_more(both) else []),
         _row("documents per second", [run.get("documents_per_second") for run in both], "{:,.0f}"),
         ("last loss", *(final_loss(run) for run in both)),
         *([_row("whole run, wall clock", [wall_seconds[mode] for mode in runs], "{:.1f} s")] if wall_seconds else []),

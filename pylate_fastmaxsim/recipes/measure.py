@@ -92,7 +92,7 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
         if steps_only and not state.global_step:
             return result | {"status": NO_BATCH}
         require_steps(recipe, state)
-        result["memory"] = {"before": memory.before, "peak": memory.peak()}
+        result["memory"] = memory.figures()
         if steps_only:
             return result
         result |= evaluate(recipe, model, data)

@@ -38,6 +38,14 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self.device)
         return peak_resident()
 
+    def figures(self) -> dict[str, int]:
+        """Bytes ``before`` and at the ``peak``, and on a GPU the most that PyTorch's allocator ``held``.
+
+        It keeps more than is in use where batches differ in size. What it holds is what other programs see.
+        """
+        held = {"held": torch.cuda.max_memory_reserved(self.device)} if self.device.type == "cuda" else {}
+        return {"before": self.before, "peak": self.peak(), **held}
+
 
 def peak_resident() -> int:
     """The high-water mark of this process's resident memory, in bytes."""

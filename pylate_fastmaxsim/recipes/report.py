@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rich.table import Table
@@ -44,6 +45,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
         "peak memory", *(memory(run, "peak") for run in (stock, fast)), form("{:.0%}", summary["peak_memory"])
     )
     table.add_row("  before training", *(memory(run, "before") for run in (stock, fast)), "")
+    if holds_more((stock, fast)):
+        table.add_row("  held by PyTorch's allocator", *(memory(run, "held") for run in (stock, fast)), "")
     seconds = summary.get("wall_seconds", {})
     if seconds:
         table.add_row("whole run, wall clock", *(form("{:.1f} s", seconds[mode]) for mode in ("stock", "fast")), "")
@@ -95,9 +98,14 @@ def _cell(run: dict[str, Any], key: str, pattern: str) -> str:
     return form(pattern, run.get(key))
 
 
+def holds_more(runs: Iterable[dict[str, Any]]) -> bool:
+    """Whether it is known what the allocator held: of runs on a GPU, by this version."""
+    return any("held" in run.get("memory", {}) for run in runs)
+
+
 def memory(run: dict[str, Any], key: str) -> str:
-    """A figure of a run's memory as text; a dash where it did not finish."""
-    if run["status"] != FINISHED:
+    """A figure of a run's memory as text; a dash where it did not finish, or where there is none."""
+    if run["status"] != FINISHED or key not in run["memory"]:
         return "-"
     value = run["memory"][key]
     return f"{value / GIBIBYTE:.1f} GiB" if value >= 10 * GIBIBYTE else f"{value / MEBIBYTE:,.0f} MiB"
