@@ -13,8 +13,8 @@ from datasets import Dataset, Image, Sequence, Value
 from pylate.evaluation import NanoBEIREvaluator
 
 from pylate_fastmaxsim.recipes.beir import Collection, load_collection
+from pylate_fastmaxsim.recipes.checks import FILE_TYPES, LOSSES_WITH_NEGATIVES
 from pylate_fastmaxsim.recipes.distillation import list_lengths, load_distillation
-from pylate_fastmaxsim.recipes.load import FILE_TYPES, LOSSES_WITH_NEGATIVES
 from pylate_fastmaxsim.recipes.mined import is_to_be_mined
 from pylate_fastmaxsim.recipes.nano_beir import load_nano_beir
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError

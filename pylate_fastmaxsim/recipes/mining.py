@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from pylate_fastmaxsim.recipes.load import with_defaults
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE, read_summary
@@ -25,6 +24,7 @@ from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.negatives import hard_negatives, lowest_positive_scores, search_documents
 from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.sections import with_defaults
 from pylate_fastmaxsim.recipes.tables import progress_shown
 from pylate_fastmaxsim.recipes.train import training_arguments
 

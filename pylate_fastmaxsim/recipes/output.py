@@ -18,14 +18,16 @@ from typing import Any
 import yaml
 from transformers import TrainerState
 
+from pylate_fastmaxsim.recipes.checks import SOURCE_KEYS
 from pylate_fastmaxsim.recipes.digest import RECIPE_FILE, content_digest, model_files
 from pylate_fastmaxsim.recipes.disk import make_directory, write_whole_text
 from pylate_fastmaxsim.recipes.distillation import COLUMNS
 from pylate_fastmaxsim.recipes.docstrings import source_files
 from pylate_fastmaxsim.recipes.finite_json import write_json
-from pylate_fastmaxsim.recipes.load import SOURCE_KEYS, dump_recipe, with_defaults
+from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.sections import with_defaults
 from pylate_fastmaxsim.recipes.tables import subset_files, table_files
 
 logger = logging.getLogger(__name__)

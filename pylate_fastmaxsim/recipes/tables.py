@@ -23,8 +23,8 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 
+from pylate_fastmaxsim.recipes.checks import FILE_TYPES
 from pylate_fastmaxsim.recipes.disk import read_failure, write_failure
-from pylate_fastmaxsim.recipes.load import FILE_TYPES
 from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
