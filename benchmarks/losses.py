@@ -184,6 +184,7 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
     recorded = environment()
     losses = [loss for loss in options.losses if loss != "distillation"]
     for loss, path in itertools.product(losses, options.paths):
+        # What scoring holds does not depend on how the encoder runs.
         for compiled in [False, True] if path == "fast" and options.chunks is None else [False]:
             layers = options.layers
             group = {"kind": "ceiling", "loss": loss, "layers": layers, "path": path, "compile": compiled}
@@ -231,6 +232,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
     parser.add_argument("--render-only", action="store_true")
     options = parser.parse_args()
+    if options.chunks is not None and (options.paths, options.losses) != (["fast"], ["cached_contrastive"]):
+        parser.error("--chunks goes with --paths fast and --losses cached_contrastive")
     results = Results(options.results, options.output or options.results, options.budget, options.again)
     if not options.render_only:
         measure = measure_ring if options.ring else measure_ceilings if options.ceiling else measure_embedded

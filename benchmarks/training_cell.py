@@ -265,7 +265,7 @@ def run_cell(options: argparse.Namespace) -> dict:
         with contextlib.suppress(_Scored):
             step(batches[0])
             raise ValueError(f"A step has no more than {options.chunks} chunks.")
-        return {"status": "ok", "chunks": options.chunks, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        return {"status": "ok", "chunks": options.chunks, "peak_gib": peaks_gib()[0]}
     # Nothing waits for the GPU between steps, as nothing does in a training run; events divide its time.
     began = time.perf_counter()
     marks = [mark(cuda)]
@@ -332,16 +332,13 @@ def main() -> None:
         options.warmup = options.batches
     if options.warmup < 1:
         parser.error("--warmup must be at least 1")
+    if options.ranks < 1:
+        parser.error("--ranks must be at least 1")
+    if options.chunks is not None and (options.path, options.loss) != ("fast", "cached_contrastive"):
+        parser.error("--chunks goes with --path fast and --loss cached_contrastive")
     if options.ranks > 1 and "LOCAL_RANK" not in os.environ:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(options.ranks),
-        ]
-        os.execv(sys.executable, [*command, *sys.argv])
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        os.execv(sys.executable, [sys.executable, "-m", *launcher, *sys.argv])
     import torch
 
     try:

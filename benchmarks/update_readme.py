@@ -58,7 +58,7 @@ def summary_table() -> str:
 
 def two_gpus_table() -> str:
     """Steps on one GPU and on two: speed relative to stock on as many, and what of it more GPUs leave."""
-    one, two = (results(f"step_on_{number}_gpu{s}")["cells"] for number, s in (("one", ""), ("two", "s")))
+    one, two = (results(name)["cells"] for name in ("step_on_one_gpu", "step_on_two_gpus"))
     lines = ["| path | 1 GPU | 2 GPUs | |", "|---" * 4 + "|"]
     for compiled, path in itertools.product([False, True], PATHS):
         name, stock = cell_name(path, 128, compiled, False), cell_name("stock", 128, False, False)

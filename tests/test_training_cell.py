@@ -55,17 +55,9 @@ def test_a_teacher_scores_every_document(cell, collator):
 
 
 def measured(*options: str) -> list[dict]:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "training_cell.py"),
-        "--path",
-        "fast",
-        "--layers",
-        "1",
-        "--batches",
-        "1",
-    ]
-    done = subprocess.run([*command, "--warmup", "1", *options], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(BENCHMARKS / "training_cell.py")]
+    small = ["--path", "fast", "--layers", "1", "--batches", "1", "--warmup", "1"]
+    done = subprocess.run([*command, *small, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
 
