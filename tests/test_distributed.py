@@ -14,6 +14,7 @@ from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
 from ranks import run_cases
 from sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -226,6 +227,66 @@ def _apart(folder: str) -> None:
         dist.barrier()
 
 
+class _Scale(torch.nn.Module):
+    """Of queries only: a weight that the last call of the encoder, which is of documents, does without."""
+
+    def __init__(self, query_length: int) -> None:
+        super().__init__()
+        self.query_length, self.weight = query_length, torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        embeddings = features["token_embeddings"]
+        if features["input_ids"].shape[1] == self.query_length:
+            embeddings = torch.cat([embeddings[..., :1] * self.weight, embeddings[..., 1:]], dim=-1)
+        return {**features, "token_embeddings": embeddings}
+
+
+def _sent_once(packed: bool, scaled: bool) -> Callable[[str], None]:
+    """A step of GradCache sends the gradients of all its passes together, and none while its caller accumulates them."""
+
+    def run(folder: str) -> None:
+        core = load_model(f"{folder}/modernbert", query_length=12).double()
+        batch = _batch(core, dist.get_rank())
+        if scaled:
+            core.append(_Scale(query_length=12))
+        if packed:
+            attention.variable_length_attention = attend_to_own_document
+        model = DistributedDataParallel(core, find_unused_parameters=scaled)
+        sent = []
+        # The last bucket is the last of an exchange of all gradients.
+        model.register_comm_hook(
+            None, lambda _state, bucket: (sent.append(bucket.is_last()), allreduce_hook(None, bucket))[1]
+        )
+        loss_function = losses.CachedContrastive(model, mini_batch_size=2)
+
+        def backward() -> int:
+            sent.clear()
+            loss_function([dict(column) for column in batch]).backward()
+            return sum(sent)
+
+        def step() -> tuple[int, list[torch.Tensor]]:
+            core.zero_grad()
+            return backward(), [weight.grad.clone() for weight in core.parameters()]
+
+        exchanges, stock = step()
+        assert exchanges == 9  # of three columns of six
+        assert stock[-1].any()
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            for _ in range(2):
+                exchanges, ours = step()
+                assert exchanges == 1
+                for of_ours, of_stock in zip(ours, stock, strict=True):
+                    torch.testing.assert_close(of_ours, of_stock, rtol=1e-10, atol=1e-10)
+            core.zero_grad()
+            with model.no_sync():
+                assert backward() == 0
+            assert backward() == 1
+            for weight, of_stock in zip(core.parameters(), stock, strict=True):
+                torch.testing.assert_close(weight.grad, 2 * of_stock, rtol=1e-10, atol=1e-10)
+
+    return run
+
+
 def _too_few_to_divide(counts: tuple[int, int], packed: bool, query_length: int = 12) -> Callable[[str], None]:
     """The last batch of one rank has fewer texts than the other has mini-batches: both say so, and both go on."""
 
@@ -287,6 +348,9 @@ CASES["too few documents"] = _too_few_to_divide((2, 9), packed=False)
 CASES["too few documents packed"] = _too_few_to_divide((2, 9), packed=True)
 # Queries so long that each is a mini-batch of its own, as documents are not.
 CASES["too few queries"] = _too_few_to_divide((2, 3), packed=True, query_length=32)
+CASES["sent once packed"] = _sent_once(packed=True, scaled=False)
+CASES["sent once grouped"] = _sent_once(packed=False, scaled=False)
+CASES["sent once scaled"] = _sent_once(packed=False, scaled=True)
 CASES["one without the others"] = _without_the_others
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from numbers import Integral
@@ -18,6 +19,7 @@ from pylate.models import ColBERT
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
@@ -223,6 +225,13 @@ class _Pass:
         with self._random_state, torch.enable_grad(), torch.autocast(**self._autocast):
             return self._embed()
 
+    def unsent(self) -> AbstractContextManager:
+        """Wherein gradients of weights stay on this rank, until those of a backward outside are sent with them."""
+        # A static graph counts on its first backward being sent, and one that is compiled would be compiled twice.
+        if isinstance(self._model, DistributedDataParallel) and not self._model.static_graph:
+            return self._model.no_sync()
+        return nullcontext()
+
     def _embed(self) -> Tensor:
         embeddings = unit_embeddings(self._model, self._features)
         # Their gradient waits in their dtype, and the scale that a GradScaler gives it comes only in backward().
@@ -231,8 +240,10 @@ class _Pass:
 
 def _second_passes(passes: Sequence[_Pass], gradients: Sequence[Tensor], grad_output: Tensor) -> None:
     for one, gradient in zip(passes, gradients, strict=True):
-        embeddings = one.again()
-        embeddings.backward(gradient.view_as(embeddings) * grad_output)
+        # Once a step and not once a pass: it is all weights that ranks send each other.
+        with nullcontext() if one is passes[-1] else one.unsent():
+            embeddings = one.again()
+            embeddings.backward(gradient.view_as(embeddings) * grad_output)
 
 
 def _loss_in_chunks(
