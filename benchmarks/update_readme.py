@@ -74,6 +74,24 @@ def two_gpus_table() -> str:
     return "\n".join(lines)
 
 
+def allocator_table() -> str:
+    """Steps with PyTorch's allocator as it is and with segments that grow: what tensors took, and what was held for them."""
+    trial = results("kernel_trials")["allocator"]
+    lines = ["| queries | | as it is | `expandable_segments:True` |", "|---" * 4 + "|"]
+    rows = {
+        "median step": lambda cell: f"{cell['step_ms']:,.0f} ms",
+        "in use at most": lambda cell: f"{cell['peak_gib']:.1f} GiB",
+        "held at most": lambda cell: f"{cell['peak_reserved_gib']:.1f} GiB",
+    }
+    for batch in trial["as it is"]:
+        cells = [trial[setting][batch] for setting in ("as it is", "expandable_segments")]
+        for title, text in rows.items():
+            first = title == "median step"
+            entries = [text(cell) if cell["status"] == "ok" else cell["status"] * first for cell in cells]
+            lines.append("| " + " | ".join([f"{int(batch):,}" * first, title, *entries]) + " |")
+    return "\n".join(lines)
+
+
 def quickstart_table() -> str:
     result = results("quickstart")
     stock, fast, summary = result["runs"]["stock"], result["runs"]["fast"], result["summary"]
@@ -125,6 +143,7 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/measurements.md": {
             "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
+            "allocator-table": allocator_table(),
             "long-documents-table": long_documents_table(),
             "corpus-search-table": corpus_markdown(results("corpus_search")),
             "quickstart-table": quickstart_table(),

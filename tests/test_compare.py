@@ -302,6 +302,19 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
     assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock)})
 
 
+@pytest.mark.parametrize(("held", "said"), [(125, False), (126, True)])
+def test_an_allocator_that_holds_much_more_than_is_used_is_spoken_of(held, said):
+    runs = {
+        mode: summarize({"status": "finished", "memory": memory, "ndcg@10": 0.5}, steps([1.0] * 6, encoded=50))
+        for mode, memory in (
+            ("stock", {"before": 1, "peak": 100}),
+            ("fast", {"before": 1, "peak": 100, "held": held}),
+        )
+    }
+    comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(*runs.values())}
+    assert ("expandable_segments:True" in shown(comparison)) == said
+
+
 def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_path, monkeypatch):
     result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": None}
     run = summarize({**result}, steps([1.0] * 4, encoded=50))

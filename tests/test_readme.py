@@ -108,7 +108,8 @@ def test_layers_to_wrap_are_those_of_transformers():
 
 def headings(path):
     titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {title.lower().replace(" ", "-") for title in titles}
+    # As GitHub names them: without punctuation.
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 DOCUMENTS = [

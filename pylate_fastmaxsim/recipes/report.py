@@ -23,6 +23,9 @@ METRICS = {
 }
 LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
 
+# What PyTorch's allocator holds, relative to what is in use, from where on its setting is worth a sentence.
+_MUCH_MORE = 1.25
+
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
     """The two runs as columns, what was measured as rows."""
@@ -75,7 +78,21 @@ def caption(comparison: dict[str, Any]) -> str:
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
     seconds = comparison["summary"].get("wall_seconds")
     whole = f" The whole comparison took {seconds['whole']:.0f} s." if seconds else ""
-    return f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}{whole}"
+    return (
+        f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}{whole}"
+        f"{_on_the_allocator(comparison['runs'].values())}"
+    )
+
+
+def _on_the_allocator(runs: Iterable[dict[str, Any]]) -> str:
+    """A sentence on PyTorch's setting for batches of many sizes, where its allocator held much more than was in use."""
+    memories = [run.get("memory", {}) for run in runs]
+    if all(found.get("held", 0) <= _MUCH_MORE * found.get("peak", 0) for found in memories):
+        return ""
+    return (
+        " PyTorch's allocator held much more than was in use, as it does where batches differ in size:"
+        " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment avoids most of that."
+    )
 
 
 def final_loss(run: dict[str, Any]) -> str:
