@@ -477,12 +477,13 @@ def test_gradcache_encodes_again_in_the_precision_of_the_first_pass(encoder):
     assert set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 5e-3), (torch.float16, 5e-4)], ids=str)
-def test_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype, tolerance):
+def test_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype, tolerance, device):
     # Of a model that leaves embeddings in 16 bits; each chunk is one query.
     torch.manual_seed(0)
-    queries = F.normalize(torch.randn(256, 4, 16), dim=-1).to(dtype)
-    documents = F.normalize(torch.randn(8, 3, 16), dim=-1).to(dtype)
+    queries = F.normalize(torch.randn(256, 4, 16), dim=-1).to(device, dtype)
+    documents = F.normalize(torch.randn(8, 3, 16), dim=-1).to(device, dtype)
     loss_function = losses.CachedContrastive(torch.nn.Identity(), score_mini_batch_size=1)
     monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *_: 1)
 
@@ -491,7 +492,7 @@ def test_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype, tole
         batch.values.requires_grad_()
         scored = pylate_losses._Scored(batch, None, None, switch.Options())
         chunks = pylate_losses._losses_of_chunks(
-            loss_function, queries.to(dtype).requires_grad_(), None, scored, torch.arange(256) % 8
+            loss_function, queries.to(dtype).requires_grad_(), None, scored, torch.arange(256, device=device) % 8
         )
         assert len(chunks) == 256 and batch.values.grad.dtype == dtype
         return batch.values.grad.float()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,3 +229,25 @@ pylate_fastmaxsim.enable()
 assert Dense.forward is stock
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_loss_class_replaced_before_the_import_is_accelerated_as_what_it_derives_from(encoder):
+    code = f"""
+import logging
+from unittest.mock import Mock
+from pylate import losses
+class Contrastive(losses.Contrastive):
+    pass
+losses.Contrastive = Contrastive
+import pylate_fastmaxsim
+from models import features, load_model, sentences
+said = Mock()
+logging.getLogger("pylate_fastmaxsim").addFilter(lambda record: said(record.getMessage()) or True)
+model = load_model({str(encoder("modernbert"))!r})
+batch = features(model, *[sentences(3, longest=8, seed=column) for column in range(3)])
+pylate_fastmaxsim.enable()
+losses.Contrastive(model)(batch).backward()
+messages = [call.args[0] for call in said.call_args_list]
+assert not any("as PyLate has it" in message for message in messages), messages
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

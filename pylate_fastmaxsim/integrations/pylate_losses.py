@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import tqdm
 from pylate import scores as stock_scores
-from pylate.losses import CachedContrastive, Contrastive, Distillation
-from pylate.losses.cached_contrastive import RandContext
+from pylate.losses.cached_contrastive import CachedContrastive, RandContext
+from pylate.losses.contrastive import Contrastive
+from pylate.losses.distillation import Distillation
 from pylate.models import ColBERT
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn

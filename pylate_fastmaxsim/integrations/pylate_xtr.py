@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pylate.losses import Distillation
+from pylate.losses.distillation import Distillation
 from pylate.scores import XTRKDScores, XTRScores
 from pylate.utils import convert_to_tensor
 from torch import Tensor, nn

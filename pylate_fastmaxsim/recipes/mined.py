@@ -37,7 +37,20 @@ def read_summary(folder: Path) -> dict[str, Any]:
         reason = error.strerror
     except ValueError:
         reason = "it is not JSON"
-    raise RecipeError(f"data.name: {file} cannot be read: {reason}; bring it back, or mine again with --no-resume.")
+    raise unreadable(file, reason)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """With which settings that was, section by section. Raises as :func:`read_summary`."""
+    settings = read_summary(folder).get("settings")
+    if isinstance(settings, dict) and all(isinstance(settings.get(part), dict) for part in ("mining", "model")):
+        return settings
+    raise unreadable(folder / SUMMARY_FILE, "it does not say with which settings data were mined")
+
+
+def unreadable(file: Path, reason: str | None) -> RecipeError:
+    """What to say of a summary that is no use."""
+    return RecipeError(f"data.name: {file} cannot be read: {reason}; bring it back, or mine again with --no-resume.")
 
 
 def is_to_be_mined(recipe: Recipe) -> bool:
