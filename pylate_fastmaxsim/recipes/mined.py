@@ -37,7 +37,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         reason = error.strerror
     except ValueError:
         reason = "it is not JSON"
-    raise unreadable(file, reason)
+    raise _unreadable(file, reason)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -45,14 +45,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
     settings = read_summary(folder).get("settings")
     if isinstance(settings, dict) and all(isinstance(settings.get(part), dict) for part in ("mining", "model")):
         return settings
-    raise unreadable(folder / SUMMARY_FILE, "it does not say with which settings data were mined")
-
-
-def unreadable(file: Path, reason: str | None) -> RecipeError:
-    """What to say of a summary that is no use."""
-    return RecipeError(f"data.name: {file} cannot be read: {reason}; bring it back, or mine again with --no-resume.")
+    raise _unreadable(folder / SUMMARY_FILE, "it does not say with which settings data were mined")
 
 
 def is_to_be_mined(recipe: Recipe) -> bool:
     """Whether a recipe mines the data it trains on, and there is none yet."""
     return recipe.mining is not None and recipe.data.source == "distillation" and not Path(recipe.data.name).exists()
+
+
+def _unreadable(file: Path, reason: str | None) -> RecipeError:
+    """What to say of a summary that is no use."""
+    return RecipeError(f"data.name: {file} cannot be read: {reason}; bring it back, or mine again with --no-resume.")
