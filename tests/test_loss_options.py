@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import itertools
 from unittest import mock
@@ -165,29 +164,3 @@ def test_packing_is_what_the_matrix_measures(model, packed):
     pylate_fastmaxsim.enable()
     losses.Contrastive(model)(batch_of(model))
     assert set(packing._modes[model].values()) == {"packed"} and set(packing._joint[model].values()) == {True}
-
-
-def test_gradcache_holds_embeddings_and_their_gradient_once(model, packed, monkeypatch):
-    # As large as all documents, so that of large batches nothing else counts.
-    monkeypatch.setattr(winners, "_AT_ONCE_BYTES", 0)
-    size = model(features(model, sentences(1))[0])["token_embeddings"].shape[-1]
-    held = []
-
-    def bytes_held(queries, queries_mask, scored, *rest):
-        tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor and value.shape[-1:] == (size,)]
-        storages = {value.data_ptr(): value.untyped_storage().nbytes() for value in tensors}
-        held.append(sum(storages.values()) / scored.documents.values.untyped_storage().nbytes())
-        return score(queries, queries_mask, scored, *rest)
-
-    score = pylate_losses._score
-    monkeypatch.setattr(pylate_losses, "_score", bytes_held)
-    batch = batch_of(model, columns=2, queries=8)
-    pylate_fastmaxsim.enable()
-    loss_function = losses.CachedContrastive(model, mini_batch_size=2, score_mini_batch_size=2)
-    gc.freeze()  # what is there already, weights too, is not among the objects then
-    try:
-        loss_function(batch)
-    finally:
-        gc.unfreeze()
-    assert len(held) == 4
-    assert 1 < held[0] < 2 and max(held) < 3, held
