@@ -253,10 +253,12 @@ def _sent_once(packed: bool, scaled: bool) -> Callable[[str], None]:
             attention.variable_length_attention = attend_to_own_document
         model = DistributedDataParallel(core, find_unused_parameters=scaled)
         sent = []
-        # The last bucket is the last of an exchange of all gradients.
-        model.register_comm_hook(
-            None, lambda _state, bucket: (sent.append(bucket.is_last()), allreduce_hook(None, bucket))[1]
-        )
+
+        def send(group, bucket):
+            sent.append(bucket.is_last())  # of an exchange of all gradients
+            return allreduce_hook(group, bucket)
+
+        model.register_comm_hook(None, send)
         loss_function = losses.CachedContrastive(model, mini_batch_size=2)
 
         def backward() -> int:
