@@ -23,7 +23,7 @@ from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.mined import mined_digest, read_settings
+from pylate_fastmaxsim.recipes.mined import mined_digest, read_summary, settings_of
 from pylate_fastmaxsim.recipes.schema import DataSection, ModelSection, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table
 
@@ -126,7 +126,7 @@ def test_a_summary_of_mined_data_without_settings(content, tmp_path):
     file = tmp_path / "mining.json"
     file.write_text(content)
     with pytest.raises(RecipeError) as error:
-        read_settings(tmp_path)
+        settings_of(read_summary(tmp_path), tmp_path)
     assert str(error.value) == (
         f"data.name: {file} cannot be read: it does not say with which settings data were mined; bring it back, or mine "
         "again with --no-resume."

@@ -40,9 +40,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
     raise _unreadable(file, reason)
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """With which settings that was, section by section. Raises as :func:`read_summary`."""
-    settings = read_summary(folder).get("settings")
+def settings_of(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With which settings data were mined, section by section. Raises as :func:`read_summary`, which read the summary."""
+    settings = summary.get("settings")
     if isinstance(settings, dict) and all(isinstance(settings.get(part), dict) for part in ("mining", "model")):
         return settings
     raise _unreadable(folder / SUMMARY_FILE, "it does not say with which settings data were mined")

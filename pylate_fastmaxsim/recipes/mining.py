@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
-from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE, read_settings, read_summary
+from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE, read_summary, settings_of
 from pylate_fastmaxsim.recipes.mined_data import write_data
 from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.mining_scores import digest_of, files_digest, grade, load_teacher
@@ -168,7 +168,7 @@ def _finished(
         return None
     earlier = read_summary(output)
     # As JSON, where a tuple is a list.
-    if _deciding(read_settings(output)) != _deciding(json.loads(json.dumps(settings))):
+    if _deciding(settings_of(earlier, output)) != _deciding(json.loads(json.dumps(settings))):
         raise RecipeError(
             f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
         )
