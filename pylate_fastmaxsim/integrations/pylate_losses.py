@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from numbers import Integral
@@ -20,7 +20,6 @@ from pylate.models import ColBERT
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
@@ -31,7 +30,7 @@ from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
 from pylate_fastmaxsim.integrations.stock import asked_backend
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import SCORING, unwrap, written_in
+from pylate_fastmaxsim.integrations.wrappers import SCORING, unsent, unwrap, written_in
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim
@@ -197,7 +196,7 @@ def cached_contrastive(
     gradients = [*queries.grad.split([shape[0] for shape in of_queries])]
     gradients += documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
     loss = loss.detach().requires_grad_()
-    loss.register_hook(partial(_second_passes, passes, gradients))
+    loss.register_hook(partial(_second_passes, self.model, passes, gradients))
     return loss
 
 
@@ -226,23 +225,16 @@ class _Pass:
         with self._random_state, torch.enable_grad(), torch.autocast(**self._autocast):
             return self._embed()
 
-    def unsent(self) -> AbstractContextManager:
-        """Wherein gradients of weights stay on this rank, until those of a backward outside are sent with them."""
-        # A static graph counts on its first backward being sent, and one that is compiled would be compiled twice.
-        if isinstance(self._model, DistributedDataParallel) and not self._model.static_graph:
-            return self._model.no_sync()
-        return nullcontext()
-
     def _embed(self) -> Tensor:
         embeddings = unit_embeddings(self._model, self._features)
         # Their gradient waits in their dtype, and the scale that a GradScaler gives it comes only in backward().
         return embeddings.float() if embeddings.dtype == torch.float16 else embeddings
 
 
-def _second_passes(passes: Sequence[_Pass], gradients: Sequence[Tensor], grad_output: Tensor) -> None:
+def _second_passes(model: nn.Module, passes: Sequence[_Pass], gradients: Sequence[Tensor], grad_output: Tensor) -> None:
     for one, gradient in zip(passes, gradients, strict=True):
-        # Once a step and not once a pass: it is all weights that ranks send each other.
-        with nullcontext() if one is passes[-1] else one.unsent():
+        # Once a step and not once a pass: ranks send each other the gradients of all weights.
+        with nullcontext() if one is passes[-1] else unsent(model):
             embeddings = one.again()
             embeddings.backward(gradient.view_as(embeddings) * grad_output)
 

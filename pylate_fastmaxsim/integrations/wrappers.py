@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,17 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
     if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()):
         group = dist.group.WORLD
     return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def unsent(model: nn.Module) -> AbstractContextManager:
+    """Wherein gradients of weights stay on this rank where they can, until those of a backward outside are sent with them.
+
+    They cannot where somebody else sends them or needs each exchange: FSDP would hold whole gradients, a static graph
+    counts on its first backward being sent, and what is compiled as a whole would be compiled twice.
+    """
+    if isinstance(model, DistributedDataParallel) and not model.static_graph:
+        return model.no_sync()
+    return nullcontext()
 
 
 def _waits(layer: nn.Module, backwards: bool) -> bool:
