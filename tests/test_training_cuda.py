@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,11 +22,17 @@ pytestmark = pytest.mark.cuda
 
 FSDP = ["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 FSDP += ["--fsdp_transformer_layer_cls_to_wrap", "ModernBertEncoderLayer", "--num_machines", "1"]
+DEEPSPEED = ["--use_deepspeed", "--num_machines", "1"]
 LAUNCHERS = {
     "ddp": ["--multi_gpu", "--num_machines", "1"],
     "fsdp 1": [*FSDP, "--fsdp_version", "1"],
     "fsdp 2": [*FSDP, "--fsdp_version", "2"],
+    "zero 2": [*DEEPSPEED, "--zero_stage", "2"],
+    "zero 3": [*DEEPSPEED, "--zero_stage", "3"],
 }
+UNFUSED = (
+    "The head is not fused, Dense and normalisation run one after the other: DeepSpeed divides the weights of the model"
+)
 # Of losses from step to step: the paths round differently, and AdamW carries that on.
 TOLERANCES = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 1e-2}
 HERE = Path(__file__).parent
@@ -54,7 +61,12 @@ def trained(folder: Path, launcher: list[str], precision: str, enabled: bool, **
         environment["PYLATE_SCORES_BACKEND"] = "torch"
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-8000:]
-    assert not fell_back(done.stdout + done.stderr)
+    said = done.stdout + done.stderr
+    if enabled and launcher == LAUNCHERS["zero 3"]:
+        # Of all that falls back this alone.
+        assert UNFUSED in " ".join(said.split())
+        said = " ".join(said.split()).replace(UNFUSED, "")
+    assert not fell_back(said)
     return json.loads((folder / name / "train.json").read_text())
 
 
@@ -92,6 +104,8 @@ def test_tf32_of_the_trainer():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_two_gpus(kind, precision, tmp_path):
+    if kind.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed: pip install deepspeed")
     results = [
         trained(tmp_path, LAUNCHERS[kind], precision, enabled, gather_across_devices=True) for enabled in (False, True)
     ]

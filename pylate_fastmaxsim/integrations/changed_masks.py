@@ -40,7 +40,8 @@ def masks_of(features: Mapping[str, Tensor]) -> Masks:
 def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
     """Whether the column holds other tensors now, even if equal ones, or these were written to.
 
-    That follows what the model does and not what is in its texts, so that all ranks find the same.
+    That follows what the model does and not what is in its texts, so that all ranks find the same. The same memory in
+    another tensor, as DeepSpeed's hooks leave it, is no change.
 
     Examples
     --------
@@ -53,8 +54,15 @@ def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
     True
     """
     return any(
-        features.get(key) is not tensor or writes_to(tensor) != writes for key, (tensor, writes) in before.items()
+        not _same_memory(features.get(key), tensor) or writes_to(tensor) != writes
+        for key, (tensor, writes) in before.items()
     )
+
+
+def _same_memory(now: Tensor | None, tensor: Tensor) -> bool:
+    if now is tensor or now is None:
+        return now is tensor
+    return now.is_set_to(tensor)
 
 
 def writes_to(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel
 from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
 from pylate_fastmaxsim.integrations.redirection import detached
-from pylate_fastmaxsim.integrations.wrappers import is_compiled, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
 
 try:
     from transformers.utils import output_capturing
@@ -48,6 +48,10 @@ def compile_layers(model: nn.Module) -> None:
     if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
         log_once("compile=True does nothing: copies that DataParallel makes would run the layers copied.", about=core)
         _uncompile(_compiled.pop(core, []))
+        return
+    if divided_by_deepspeed(core):
+        # Between any two modules of a layer a hook would end what is compiled.
+        log_once("compile=True does nothing: DeepSpeed divides the weights of the model (ZeRO 3).", about=core)
         return
     if core in _compiled:
         # An adapter may have come since.

@@ -24,6 +24,7 @@ from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import (
     HOSTS,
+    divided_by_deepspeed,
     forward_is_own,
     hooks_change_nothing,
     is_compiled,
@@ -153,6 +154,8 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"the weight of Dense's linear layer is a {_full_name(linear.weight)}"
     if "forward" in vars(linear):
         return "the forward of Dense's linear layer was replaced"
+    if divided_by_deepspeed(linear):
+        return "DeepSpeed divides the weights of the model (ZeRO 3)"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return "the linear layer of Dense has hooks, which would not be called"
     return None

@@ -53,6 +53,11 @@ def unsharded(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
+def divided_by_deepspeed(module: nn.Module) -> bool:
+    """Whether each rank has a part of its weights only (ZeRO 3), which hooks make whole while the module runs."""
+    return any(hasattr(weight, "ds_id") for weight in module.parameters())
+
+
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """What is around a model that may change its output: all but what was written in one of the libraries here."""
     around = layers_of_wrapping(model)[:-1]
@@ -70,9 +75,9 @@ def forward_is_own(module: nn.Module) -> bool:
 
 
 def hooks_change_nothing(module: nn.Module) -> bool:
-    """Whether its forward hooks, and those of all modules, are FSDP's or this package's, which measures by them."""
+    """Whether its forward hooks, and those of all modules, are FSDP's, DeepSpeed's or this package's, which measures by them."""
     hooks = [*module._forward_hooks.values(), *nn.modules.module._global_forward_hooks.values()]
-    return all(written_in(hook, ("torch", "pylate_fastmaxsim")) for hook in hooks)
+    return all(written_in(hook, ("torch", "deepspeed", "pylate_fastmaxsim")) for hook in hooks)
 
 
 def readers(core: nn.Module) -> list[nn.Module]:

@@ -1,33 +1,64 @@
-"""Trainers, with what they lack for a model that FSDP divides among the processes."""
+"""Trainers, with what they lack for a model that FSDP or DeepSpeed divides among the processes."""
 
 from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformerTrainer
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from pylate_fastmaxsim.recipes.epochs import batches_done
 
 
+@contextmanager
+def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
+    """Within this, models are loaded whole. DeepSpeed, which would divide them as they are read, does so in training."""
+    plugin = arguments.deepspeed_plugin
+    if plugin is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(plugin.dschf)
+
+
 class Undivided:
-    """Gives a trainer that it is mixed into ``_whole``: the model from before FSDP divided it, to put gathered weights into.
+    """Gives a trainer that it is mixed into ``_whole``: the model from before it was divided, to put gathered weights into.
 
     The main process has it, and none where nothing is divided. Checkpoints count as complete when all processes have
     written what is theirs.
     """
 
     def __init__(self, model: torch.nn.Module, **kwargs: Any) -> None:
-        wanted = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        self._whole = copy.deepcopy(model).cpu() if wanted and kwargs["args"].should_save else None
+        arguments = kwargs["args"]
+        wanted = (
+            os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or arguments.deepspeed_plugin is not None
+        )
+        self._whole = copy.deepcopy(model).cpu() if wanted and arguments.should_save else None
         super().__init__(model=model, **kwargs)
         if self.is_fsdp_enabled:
             # Parts in files of their own could only be read again by as many processes.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        if self.is_deepspeed_enabled:
+            zero = self.accelerator.state.deepspeed_plugin.deepspeed_config.setdefault("zero_optimization", {})
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
+
+    @property
+    def divided(self) -> bool:
+        """Whether the model that the trainer has is not one to save: its weights are parts, or lie in DeepSpeed's buffers."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+    def _gathered(self) -> dict[str, Any]:
+        return self.accelerator.get_state_dict(self.deepspeed or self.model)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -36,16 +67,17 @@ class Undivided:
 
 
 class RecipeTrainer(Undivided, SentenceTransformerTrainer):
-    """Saves, resumes and hands back whole models, also under FSDP, and goes on with the batch that comes next.
+    """Saves, resumes and hands back whole models, also under FSDP and DeepSpeed, and goes on with the batch that comes next.
 
-    The trainer of Sentence Transformers saves the model as the process sees it, which under FSDP is a part of it.
+    The trainer of Sentence Transformers saves the model as the process sees it: under FSDP and ZeRO 3 a part of it, and
+    under ZeRO 1 and 2 safetensors refuses to, because weights lie in one buffer.
     """
 
     def whole_model(self) -> ColBERT | None:
-        """The model with all of its weights. Every process must ask; under FSDP only the main process is answered."""
-        if not self.is_fsdp_enabled:
+        """The model with all of its weights. Every process must ask; of a divided model only the main process is answered."""
+        if not self.divided:
             return self.model
-        weights = self.accelerator.get_state_dict(self.model)
+        weights = self._gathered()
         return self._filled(weights).to(self.args.device) if self.args.should_save else None
 
     def _filled(self, weights: dict[str, Any]) -> ColBERT:
@@ -54,15 +86,15 @@ class RecipeTrainer(Undivided, SentenceTransformerTrainer):
         return self._whole
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self.is_fsdp_enabled:
+        if not self.divided:
             super()._save(output_dir, state_dict)
             return
-        divided = self.model
+        own = self.model
         self.model = self._filled(state_dict).cpu()
         try:
             super()._save(output_dir)
         finally:
-            self.model = divided
+            self.model = own
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Where training goes on: epochs that are done, and batches of the one begun."""

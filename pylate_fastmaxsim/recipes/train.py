@@ -34,7 +34,7 @@ from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.output import MODEL_DIRECTORY, open_output, trained_state
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError, first_line
-from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.sharded import RecipeTrainer, loaded_whole
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.visual import VisualRetriever
@@ -96,7 +96,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 def _train(
     recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
 ) -> dict[str, Any]:
-    with arguments.main_process_first(local=False):
+    with arguments.main_process_first(local=False), loaded_whole(arguments):
         prepared = prepare(recipe)
         data = load_data(prepared)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
@@ -111,7 +111,8 @@ def _train(
             state = _run_trainer(recipe, trainer, checkpoint)
             model = trainer.whole_model()
         else:
-            model = load_trained(prepared.model, checkpoint, arguments.device)
+            with loaded_whole(arguments):
+                model = load_trained(prepared.model, checkpoint, arguments.device)
         result = {
             "recipe": recipe.name,
             "fast": asdict(recipe.fast) | {"enabled": why_off is None, "why_off": why_off},

@@ -149,17 +149,17 @@ def build_page_trainer(
 
 
 class PageTrainer(Undivided, ContrastiveTrainer):
-    """colpali-engine's trainer, which hands back whole models, also under FSDP."""
+    """colpali-engine's trainer, which hands back whole models, also under FSDP and DeepSpeed."""
 
     def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
         self._retriever = retriever
         super().__init__(model=retriever.model, **kwargs)
 
     def whole_model(self) -> VisualRetriever | None:
-        """The model with all of its weights. Every process must ask; under FSDP only the main process is answered."""
-        if not self.is_fsdp_enabled:
+        """The model with all of its weights. Every process must ask; of a divided model only the main process is answered."""
+        if not self.divided:
             return self._retriever
-        weights = self.accelerator.get_state_dict(self.model)
+        weights = self._gathered()
         if not self.args.should_save:
             return None
         # FSDP unties weights, and trains those that are used: ColPali's output head must not overwrite its embeddings.
