@@ -92,6 +92,22 @@ def allocator_table() -> str:
     return "\n".join(lines)
 
 
+def deepspeed_table() -> str:
+    """Steps on two GPUs under DeepSpeed: speed relative to stock under the same."""
+    trial = results("kernel_trials")["deepspeed"]
+    columns = ["stock", "fast", "fast, compiled"]
+    lines = ["| | PyLate | PyLate + pylate-fastmaxsim | the same, `compile=True` |", "|---" * 4 + "|"]
+    for stage in ("ZeRO 2", "ZeRO 3"):
+        cells = [trial.get(f"{stage}, {column}") for column in columns]
+        entries = [
+            f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" if cell else "does nothing" for cell in cells
+        ]
+        for place, cell in enumerate(cells[1:], 1):
+            entries[place] += f" ({cells[0]['step_ms'] / cell['step_ms']:.2f}x)" if cell else ""
+        lines.append("| " + " | ".join([stage, *entries]) + " |")
+    return "\n".join(lines)
+
+
 def quickstart_table() -> str:
     result = results("quickstart")
     stock, fast, summary = result["runs"]["stock"], result["runs"]["fast"], result["summary"]
@@ -149,7 +165,11 @@ def tables() -> dict[str, dict[str, str]]:
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
         },
-        "docs/across_devices.md": {"ring-table": ring_table(losses), "two-gpus-table": two_gpus_table()},
+        "docs/across_devices.md": {
+            "ring-table": ring_table(losses),
+            "two-gpus-table": two_gpus_table(),
+            "deepspeed-table": deepspeed_table(),
+        },
     }
 
 

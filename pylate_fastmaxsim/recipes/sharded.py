@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from pylate_fastmaxsim.recipes.epochs import batches_done
+from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
 
 @contextmanager
@@ -29,6 +30,22 @@ def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         set_hf_deepspeed_config(plugin.dschf)
+
+
+def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
+    """Refuse a loss with several backwards a step where DeepSpeed would, in the middle of the first step.
+
+    Raises
+    ------
+    RecipeError
+        CachedContrastive is to be trained under ZeRO 2 or 3.
+    """
+    plugin = arguments.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage >= 2 and recipe.loss.name == "cached_contrastive":
+        raise RecipeError(
+            f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which takes gradients "
+            "of one backward a step; use ZeRO 1 or another loss."
+        )
 
 
 class Undivided:

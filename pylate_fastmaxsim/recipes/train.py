@@ -34,7 +34,7 @@ from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.output import MODEL_DIRECTORY, open_output, trained_state
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError, first_line
-from pylate_fastmaxsim.recipes.sharded import RecipeTrainer, loaded_whole
+from pylate_fastmaxsim.recipes.sharded import RecipeTrainer, loaded_whole, require_reduced_once
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.visual import VisualRetriever
@@ -84,6 +84,7 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     why_off = plugin_off(recipe.fast)
     arguments = training_arguments(recipe)
     require_trainable(arguments)
+    require_reduced_once(recipe, arguments)
     directory = Path(recipe.output_dir)
     taken = (
         f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
