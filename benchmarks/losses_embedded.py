@@ -31,10 +31,11 @@ Features = list[dict[str, Tensor]]
 class Embedded(nn.Module):
     """Stands where a loss has its model: hands out stored bfloat16 embeddings of each call, as leaves with gradients.
 
-    To the loss they are float32, as accelerate makes the outputs of a model that trains in bf16.
+    With ``float32`` to the loss they are that, as accelerate makes the outputs of a model that trains in bf16. Otherwise
+    they stay as they are, as this package hands them on where the head is fused.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, float32: bool = True) -> None:
         super().__init__()
         generator = torch.Generator(device).manual_seed(0)
         self.lookup = _Lookup(torch.randn(VOCABULARY, DIM, device=device, generator=generator).bfloat16())
@@ -42,7 +43,8 @@ class Embedded(nn.Module):
         self.skiplist: list[int] = []
         self.do_query_expansion = True
         self.query_length = QUERY_LENGTH
-        self.forward = convert_outputs_to_fp32(self.forward)
+        if float32:
+            self.forward = convert_outputs_to_fp32(self.forward)
 
     def _first_module(self) -> nn.Module:
         return self.lookup
@@ -111,9 +113,17 @@ class Step:
     """From token embeddings to their gradients: one call is forward and backward of one loss on one batch."""
 
     def __init__(
-        self, loss: str, queries: int, columns: int, document_length: int, device: torch.device, seed: int, **options
+        self,
+        loss: str,
+        queries: int,
+        columns: int,
+        document_length: int,
+        device: torch.device,
+        seed: int,
+        float32: bool = True,
+        **options,
     ) -> None:
-        self.model = Embedded(device).train()
+        self.model = Embedded(device, float32).train()
         one_column = loss == "distillation"
         self.features = make_features(self.model, queries, columns, document_length, seed, one_column)
         self.labels = torch.linspace(0, 1, columns, device=device).expand(queries, -1) if one_column else None

@@ -76,6 +76,7 @@ def run_cell(cell: dict, device: torch.device, iterations: int) -> dict:
                 cell["document_length"],
                 device,
                 seed=dist.get_rank(),
+                float32=False,
                 gather_across_devices=cell["path"] != "local",
             )
             return measure(step, device, iterations)
