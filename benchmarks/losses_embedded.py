@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -12,6 +13,7 @@ from operators_shapes import SIGMA
 from pylate import losses
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations import packing, switch
 from pylate_fastmaxsim.integrations.documents import index_to_leave
 
 QUERY_LENGTH = 32
@@ -26,6 +28,9 @@ LOSSES = {
 }
 
 Features = list[dict[str, Tensor]]
+
+# Of each model the embeddings that it has handed out. Not in the model: documents of one that remembers its calls are padded.
+_leaves: WeakKeyDictionary[nn.Module, dict[tuple, Tensor]] = WeakKeyDictionary()
 
 
 class Embedded(nn.Module):
@@ -53,7 +58,7 @@ class Embedded(nn.Module):
         return self.lookup(features)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for leaf in self.lookup.leaves.values():
+        for leaf in _leaves[self.lookup].values():
             leaf.grad = None
 
 
@@ -63,7 +68,7 @@ class _Lookup(nn.Module):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.table = table
-        self.leaves: dict[tuple, Tensor] = {}
+        _leaves[self] = {}
         self.known: set[int] = set()
         self.auto_model = nn.Module()
         self.auto_model.config = SimpleNamespace(_attn_implementation="sdpa")
@@ -76,11 +81,12 @@ class _Lookup(nn.Module):
         memory = ids.untyped_storage()
         made = memory.data_ptr() if memory.data_ptr() in self.known else memory.nbytes()
         key = (made, ids.storage_offset(), ids.shape)
-        if key not in self.leaves:
+        leaves = _leaves[self]
+        if key not in leaves:
             with torch.no_grad():
-                self.leaves[key] = self.table[ids]
-            self.leaves[key].requires_grad_()
-        return {"token_embeddings": self.leaves[key]}
+                leaves[key] = self.table[ids]
+            leaves[key].requires_grad_()
+        return {"token_embeddings": leaves[key]}
 
 
 def make_features(
@@ -138,6 +144,8 @@ class Step:
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.loss_function([dict(column) for column in self.features], self.labels)
         loss.backward()
+        if switch.options() is not None and "padded" in packing._modes[self.model].values():
+            raise RuntimeError("The documents were padded, and so is what would be measured.")
         # Here and not before, so that gradients count to the memory of the step that made them.
         self.model.zero_grad()
         return loss.detach()
