@@ -98,7 +98,7 @@ def test_layers_to_wrap_are_those_of_transformers():
     for module, layer in zip(modules, layers, strict=True):
         assert issubclass(getattr(module, layer), torch.nn.Module)
     lines = re.findall(r"^accelerate launch (.+)$", README, flags=re.MULTILINE)
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         arguments = launch_command_parser().parse_args(shlex.split(line))
         assert arguments.training_script == "pylate_fastmaxsim.cli" and arguments.module
