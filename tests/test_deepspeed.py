@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-# Not imported here: transformers takes some other ways in a process that has imported it.
+# Not imported here: it chooses its device when it is imported, and would do so for the other tests of this process.
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 pytest.importorskip("datasets")
