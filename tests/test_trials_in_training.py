@@ -358,3 +358,22 @@ def test_rotary_positions_are_as_before_the_trial(encoder, mode, family):
     model = load_model(encoder(family)).double()
     pylate_fastmaxsim.enable()
     assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_all_weights_have_gradients_under_autocast(encoder, mode, loss_class, inside):
+    """Up to PyTorch 2.10 autocast keeps weights that were cast without gradients, as a trial does, for who needs some."""
+    model = load_model(encoder("modernbert"))
+    options = {"mini_batch_size": 2} if loss_class is losses.CachedContrastive else {}
+    loss_function, batch = loss_class(model, **options), batch_of(model)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_function([dict(column) for column in batch])
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert [name for name, weight in model.named_parameters() if weight.grad is None] == []

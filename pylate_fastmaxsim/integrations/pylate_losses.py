@@ -215,6 +215,8 @@ class _Pass:
             "device_type": device,
             "dtype": torch.get_autocast_dtype(device),
             "enabled": torch.is_autocast_enabled(device),
+            # Up to PyTorch 2.10 a backward inside of autocast would be given the weights that the first pass has cast.
+            "cache_enabled": False,
         }
         with torch.no_grad():
             return self._embed()

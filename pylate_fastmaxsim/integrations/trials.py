@@ -144,6 +144,9 @@ def _what_fails(trial: Callable[[], None], otherwise: str = "{}") -> str | None:
     except Exception as error:  # whatever somebody's encoder raises at something it does not know
         lines = str(error).strip().splitlines() or ["no message"]
         return otherwise.format(f"{type(error).__name__}: {lines[0].rstrip('.')}")
+    finally:
+        # Up to PyTorch 2.10 autocast hands weights that were cast here, without gradients, to the step that follows.
+        torch.clear_autocast_cache()
     return None
 
 
