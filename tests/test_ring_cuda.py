@@ -18,6 +18,7 @@ from pylate_fastmaxsim import TokenBatch, maxsim, winners
 from pylate_fastmaxsim.ops import ring
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.ring import ring_maxsim
+from pylate_fastmaxsim.ops.shards import describe
 
 DIM = 128
 
@@ -119,6 +120,22 @@ def _memory(folder: str) -> None:
     assert gathered > ranks * int(largest) * 2
 
 
+def _waits_for_no_computation(folder: str) -> None:
+    """Where the documents of other ranks are is known before the device has done what it was given to do."""
+    _, documents, _ = _inputs(torch.bfloat16, queries=8, documents=128, longest=300)
+    expected = describe(documents, None)  # and makes the connections
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(4 * 10**9)  # cycles: some seconds
+    slept = torch.cuda.Event()
+    slept.record()
+    shards = describe(documents, None)
+    assert not slept.query()
+    assert (shards.rows, shards.max_lengths) == (expected.rows, expected.max_lengths)
+    assert torch.equal(shards.starts, expected.starts)
+    assert torch.equal(shards.keep, expected.keep)
+
+
 CASES = {
     "bfloat16": _operator(torch.bfloat16, 1e-2),
     "float32": _operator(torch.float32, 1e-5),
@@ -127,6 +144,7 @@ CASES = {
     "contrastive": _loss(losses.Contrastive),
     "cached": _loss(losses.CachedContrastive, mini_batch_size=4),
     "memory": _memory,
+    "waits for no computation": _waits_for_no_computation,
 }
 
 

@@ -388,7 +388,7 @@ def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device
 
 
 def _gather(scored: _Scored) -> _Scored:
-    """The documents of all ranks, rank after rank, with gradients. Waits for the device once."""
+    """The documents of all ranks, rank after rank, with gradients. Waits for the other ranks once."""
     if not (dist.is_available() and dist.is_initialized()):
         all_gather_with_gradients(scored.documents.values)  # for the warning that PyLate gives
         return scored

@@ -16,7 +16,7 @@ def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) ->
     """The documents of all ranks of the default process group, those of rank 0 first, and their ``zero_floor``.
 
     The gradient of a document is the sum over all ranks, taken in float32 (float64 for float64 vectors). Every rank has
-    to take part, in the backward too. Waits for the device once.
+    to take part, in the backward too. Waits for the other ranks once, not for the device.
 
     Parameters
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def rank_and_ranks() -> tuple[int, int]:
 
 
 def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
-    """Exchange what the ranks have to know of each other's documents. Waits for the device once.
+    """Exchange what the ranks have to know of each other's documents. Waits for the other ranks once.
 
     Raises
     ------
@@ -61,7 +62,7 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
     numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None]
-    sizes = _all_gather(torch.tensor(numbers, device=documents.device)).tolist()
+    sizes = _numbers_of_all(numbers, documents.device)
     all_rows, max_lengths, counts, dims, dtypes, floored = zip(*sizes, strict=True)
     # Every rank finds the same, before anything of a size that another one does not expect is sent.
     for what, of_ranks in (
@@ -88,6 +89,21 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
         keep=_all_gather(F.pad(keep, (0, most - rows))),
         zero_floor=None if zero_floor is None else layouts[:, 2] != 0,
     )
+
+
+def _numbers_of_all(numbers: list[int], device: torch.device) -> list[list[int]]:
+    """The numbers of all ranks. Waits for these, and not for what the device has been given to compute."""
+    if device.type != "cuda":
+        return _all_gather(torch.tensor(numbers, device=device)).tolist()
+    # Or the device would idle at the end of the encoder's forward, until the host has launched what follows.
+    with torch.cuda.stream(_beside(device)):
+        return _all_gather(torch.tensor(numbers, device=device)).tolist()
+
+
+@lru_cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream for what need not wait for the computation."""
+    return torch.cuda.Stream(device)
 
 
 def _all_gather(tensor: Tensor) -> Tensor:
