@@ -52,7 +52,7 @@ def summary_table() -> str:
     add("contrastive, 256 queries, one negative each", step, 256)
     add("the same, compiled", step, 256, compiled=True)
     add("distillation, 32 queries, 16 documents each", kd, 32)
-    add("GradCache, 4,096 queries, one negative each", gradcache, 4096)
+    add("GradCache (`CachedContrastive`), 4,096 queries, one negative each", gradcache, 4096)
     return "\n".join(lines)
 
 

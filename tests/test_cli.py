@@ -70,7 +70,7 @@ def test_train_says_what_was_in_force_and_why(tmp_path):
             app, ["train", str(write(tmp_path, recipe)), "--no-resume"], env={"PYLATE_FASTMAXSIM": value}
         )
         assert done.exit_code == 0, done.output
-        (row,) = [line for line in done.stdout.splitlines() if "plugin" in line]
+        (row,) = [line for line in done.stdout.splitlines() if "pylate-fastmaxsim" in line]
         assert row.strip("│ ").split("│")[1].strip() == shown
         fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
         assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)

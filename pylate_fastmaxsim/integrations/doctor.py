@@ -167,9 +167,12 @@ def _fallbacks() -> list[str]:
             lines.append(f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}: enable() does nothing.")
     except ValueError as error:
         lines.append(f"enable() raises: {error}")
-    for variable, host in (("PYLATE_SCORES_BACKEND", "PyLate"), ("COLPALI_SCORES_BACKEND", "colpali-engine")):
+    for variable, what in (
+        ("PYLATE_SCORES_BACKEND", "PyLate's scores run as they came, and so do its losses, with padding"),
+        ("COLPALI_SCORES_BACKEND", "colpali-engine's scores and losses run as they came"),
+    ):
         if (backend := asked_backend(variable)) is not None:
-            lines.append(f"{variable}={backend}: {host}'s scoring functions run as they came.")
+            lines.append(f"{variable}={backend}: {what}.")
     if not torch.cuda.is_available():
         lines.append(
             "No CUDA device: MaxSim and the projection before it run in blocks of plain PyTorch, and documents are encoded in "

@@ -113,9 +113,10 @@ def enable(
     gets the new behaviour, and models and losses pickle as before, for processes without this package too. Only a
     method that was taken off its class before (``step = Contrastive.forward``) stays as it was.
 
-    Scores keep their meaning, with two visible differences. They are float32 for bfloat16 and float16 input; stock
+    Scores keep their meaning, with three visible differences. They are float32 for bfloat16 and float16 input; stock
     sums in the input's dtype. With PyLate, a masked document token never wins; stock gives it the similarity 0, which
-    wins over negative ones. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
+    wins over negative ones. With XTR scores, all tokens pass whose similarity equals the k-th largest, and every token of a
+    batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ def enable(
         queries in the same forward. PyLate only. PyLate's collator then adds ``token_index`` and ``cu_seqlens`` to every
         column; they say where its tokens are, and are not divided into rows. The trainer takes them out before a loss
         sees the columns. In a loop of your own, code that reorders, picks or joins the rows of a column, or changes its
-        masks, has to leave both keys out, or a later batch raises a ValueError.
+        masks, has to leave both keys out, or on a GPU a later batch raises a ValueError.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.
@@ -136,12 +137,12 @@ def enable(
         to matter. For each query, the skipped pairs hold at most 2**-12 of the sum of its absolute gradients.
     ring
         Losses with ``gather_across_devices=True`` pass the documents of a batch from rank to rank instead of gathering
-        them. Scores and gradients are the same. No rank ever holds the documents of all ranks, so their memory does not
+        them. Scores and gradients are the same up to rounding. No rank ever holds the documents of all ranks, so their memory does not
         grow with the number of ranks. Use it for many ranks and large batches. For a few ranks gathering is faster,
-        because one launch scores everything.
+        because one launch scores everything. XTR scores are gathered all the same. PyLate only.
     fused_head
         If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
-        are computed in float32 on the chip and kept in the dtype that the encoder computes in.
+        are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.
 
     Raises
     ------

@@ -74,6 +74,8 @@ def maxsim_from_hidden(
         and :func:`~pylate_fastmaxsim.maxsim`.
     TypeError
         An argument is of the wrong type.
+    NotImplementedError
+        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
 
     Examples
     --------
@@ -129,6 +131,8 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
         Shapes, dtypes or devices do not fit together.
     TypeError
         An argument is not a tensor.
+    NotImplementedError
+        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
 
     Notes
     -----

@@ -75,7 +75,7 @@ def maxsim(
     TypeError
         An argument is of the wrong type.
     NotImplementedError
-        Vectors carry forward-mode derivatives, or second derivatives are asked for.
+        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
 
     Notes
     -----

@@ -78,6 +78,8 @@ def xtr_scores(
         rows where gradients are wanted (both on a CPU), or ``grad_filter`` is neither ``"auto"`` nor ``None``.
     TypeError
         An argument is of the wrong type.
+    NotImplementedError
+        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
 
     Notes
     -----

@@ -183,11 +183,11 @@ def training_table(result: dict[str, Any]) -> Table:
         "steps", str(result["steps"]) + (f" (resumed from {result['resumed_from']})" if result["resumed_from"] else "")
     )
     if losses:
-        table.add_row("loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}")
+        table.add_row("logged loss, first to last", f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}")
     for key, title in METRICS.items():
         if key in result:
             table.add_row(title, form("{:.4f}", result[key]))
-    table.add_row("plugin", "on" if result["fast"]["enabled"] else f"off ({result['fast']['why_off']})")
+    table.add_row("pylate-fastmaxsim", "on" if result["fast"]["enabled"] else f"off ({result['fast']['why_off']})")
     table.add_row("model", result["model"])
     return table
 
