@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.maxsim import live_tokens
-from pylate_fastmaxsim.tokens import TokenBatch
+from pylate_fastmaxsim.tokens import TokenBatch, require_count, require_integer
 
 # Written last, so that a folder that has it is complete.
 DESCRIPTION_FILE = "corpus.json"
@@ -53,7 +54,8 @@ def write_corpus(
     Raises
     ------
     ValueError
-        The folder is not empty, there is no batch, batches differ in d, or ``dtype`` is another.
+        The folder is not empty, there is no batch, batches differ in d, ``dtype`` is another, or a number is too large
+        for it.
     TypeError
         Documents are one batch and not several, or something in them is no ``TokenBatch``.
     OSError
@@ -78,6 +80,9 @@ def write_corpus(
     if isinstance(batches, (TokenBatch, Tensor)):
         kind = type(batches).__name__
         raise TypeError(f"write_corpus: batches must be batches of documents, as a list of TokenBatch, got one {kind}.")
+    if not isinstance(batches, Iterable):
+        kind = type(batches).__name__
+        raise TypeError(f"write_corpus: batches must be batches of documents, as a list of TokenBatch, got {kind}.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -109,7 +114,11 @@ def _write(folder: Path, batches: Iterable[TokenBatch], dtype: torch.dtype) -> d
             if batch.dim != dim:
                 raise ValueError(f"write_corpus: all batches must have the same d, got {dim} and {batch.dim}.")
             live = live_tokens(batch.starts, batch.lengths, batch.keep)
-            _append(values_file, batch.values.detach()[live.row].to("cpu", dtype))
+            vectors = batch.values.detach()[live.row]
+            rounded = vectors.to(dtype)
+            if bool((rounded.isinf() & vectors.isfinite()).any()):
+                raise ValueError(f"write_corpus: vectors hold numbers that are too large for {dtype}.")
+            _append(values_file, rounded.cpu())
             _append(bounds_file, tokens + live.count.cumsum(0).cpu())
             documents += len(batch)
             tokens += len(live.row)
@@ -193,7 +202,9 @@ class Corpus:
         Raises
         ------
         ValueError
-            ``tokens_per_batch`` is below 1, or ``begin`` and ``end`` do not fit the corpus.
+            ``tokens_per_batch`` is below 1, ``begin`` and ``end`` do not fit the corpus, or its bounds are damaged.
+        TypeError
+            One of these is no integer.
 
         Notes
         -----
@@ -202,8 +213,10 @@ class Corpus:
         On a GPU, use it on the stream that was current when you took it.
         """
         device, end = torch.device(device), len(self) if end is None else end
-        if tokens_per_batch < 1:
-            raise ValueError(f"Corpus.batches: tokens_per_batch must be at least 1, got {tokens_per_batch}.")
+        tokens_per_batch = require_count("Corpus.batches", "tokens_per_batch", tokens_per_batch)
+        begin, end = (
+            require_integer(f"Corpus.batches: {name}", value) for name, value in (("begin", begin), ("end", end))
+        )
         if not 0 <= begin <= end <= len(self):
             raise ValueError(
                 f"Corpus.batches: begin and end must be in order and from 0 to {len(self)}, got {begin} and {end}."
@@ -224,12 +237,14 @@ class Corpus:
                 f"Corpus: {self.folder} holds no complete corpus, since it has no {file.name}, which is written last; "
                 "write it anew with write_corpus."
             ) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             description = None
         if not isinstance(description, dict) or description.get("format") != FORMAT:
             raise ValueError(f"Corpus: {file} must be of the format {FORMAT!r}, as write_corpus writes it.")
         sizes = [description.get(key) for key in ("documents", "tokens", "dim")]
-        if any(type(size) is not int or size < 0 for size in sizes) or description.get("dtype") not in [*DTYPES]:
+        if any(type(size) is not int or not 0 <= size <= sys.maxsize for size in sizes) or description.get(
+            "dtype"
+        ) not in [*DTYPES]:
             raise ValueError(
                 f"Corpus: {file} must hold documents, tokens and dim, integers from 0, and dtype, one of "
                 f"{', '.join(DTYPES)}, as write_corpus writes them."
@@ -257,6 +272,12 @@ class Corpus:
             most = self._bounds[begin] + min(tokens_per_batch, self.tokens)
             fitting = int(torch.searchsorted(self._bounds[: end + 1], most, right=True)) - 1
             last = max(begin + 1, fitting)
+            bounds = self._bounds[begin : last + 1]
+            if bounds[0] < 0 or bounds[-1] > self.tokens or bool((bounds.diff() < 0).any()):
+                raise ValueError(
+                    f"Corpus: {self.folder / BOUNDS_FILE} must rise from 0 to {self.tokens}, but does not at the documents "
+                    f"{begin} to {last}; write the corpus anew with write_corpus."
+                )
             yield begin, last
             begin = last
 

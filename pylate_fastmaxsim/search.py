@@ -64,6 +64,9 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     if isinstance(documents, (TokenBatch, Tensor)):
         kind = type(documents).__name__
         raise TypeError(f"search: documents must be batches of documents, as a list of TokenBatch, got one {kind}.")
+    if not isinstance(documents, Iterable):
+        kind = type(documents).__name__
+        raise TypeError(f"search: documents must be batches of documents, as a list of TokenBatch, got {kind}.")
     scores = torch.empty(len(queries), 0, dtype=sum_dtype(queries.values.dtype), device=queries.device)
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     seen = 0

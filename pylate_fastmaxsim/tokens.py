@@ -15,7 +15,7 @@ from pylate_fastmaxsim.transforms import is_plain
 def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
 
-    A nested one, which has no such shape, is a ValueError.
+    A nested or sparse one is a ValueError.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
@@ -24,6 +24,8 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
             f"{where}: {name} must be a plain tensor {allowed}, got a nested one; token vectors x of the layout "
             "torch.jagged are TokenBatch.from_packed(x.values(), x.offsets())."
         )
+    if value.layout != torch.strided:
+        raise ValueError(f"{where}: {name} must be a dense tensor {allowed}, got one of the layout {value.layout}.")
 
 
 def _has_numbers(*tensors: Tensor) -> bool:
@@ -35,7 +37,7 @@ def require_count(where: str, name: str, value: object) -> int:
     """The argument ``name`` of ``where``, after TypeError or ValueError unless it is an integer of at least 1."""
     count = value
     if not isinstance(value, (int, torch.SymInt)):
-        count = _integer(f"{where}: {name}", value, ", at least 1")
+        count = require_integer(f"{where}: {name}", value, ", at least 1")
     elif isinstance(value, bool):
         raise TypeError(f"{where}: {name} must be an integer, at least 1, got {value!r}.")
     if count < 1:
@@ -99,7 +101,7 @@ class TokenBatch:
         require_tensor("TokenBatch", "lengths", self.lengths, "int64 [N]")
         # NumPy's integers compare and hash like these, but are no numbers to a kernel.
         if not isinstance(self.max_length, (int, torch.SymInt)):
-            object.__setattr__(self, "max_length", _integer("TokenBatch: max_length", self.max_length))
+            object.__setattr__(self, "max_length", require_integer("TokenBatch: max_length", self.max_length))
         if isinstance(self.max_length, int) and self.max_length < 0:
             raise ValueError(f"TokenBatch: max_length must be at least 0, got {self.max_length}.")
         if self.values.dim() != 2:
@@ -130,16 +132,18 @@ class TokenBatch:
                 )
             if self.keep.device != device:
                 raise ValueError(f"TokenBatch: keep must be on {device}, as values, got {self.keep.device}.")
-        if _has_numbers(self.starts, self.lengths) and len(self):
+        if _has_numbers(self.starts, self.lengths):
             self._check_numbers()
 
     def _check_numbers(self) -> None:
-        shortest, longest = map(int, torch.aminmax(self.lengths))
+        shortest, longest = map(int, torch.aminmax(self.lengths)) if len(self) else (0, 0)
         if shortest < 0 or longest > self.max_length:
             raise ValueError(
                 f"TokenBatch: lengths must be from 0 to max_length = {self.max_length}, got {shortest} to {longest}."
             )
-        first, end = int(self.starts.min()), int((self.starts + self.lengths).max())
+        first, last = map(int, torch.aminmax(self.starts)) if len(self) else (0, 0)
+        # Not behind the last row already, where a sum could overflow.
+        end = int((self.starts + self.lengths).max()) if len(self) and last <= self.values.shape[0] else last
         if first < 0 or end > self.values.shape[0]:
             raise ValueError(
                 f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
@@ -220,6 +224,8 @@ class TokenBatch:
             raise ValueError(
                 f"{where}: {mask_name} must be [N, L] = [{count}, {length}], got shape {tuple(mask.shape)}."
             )
+        if mask.is_meta and not values.is_meta:
+            raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
         keep = mask.to(device=device) != 0
         if length == 0:
             lengths = torch.zeros_like(starts)
@@ -273,7 +279,7 @@ class TokenBatch:
             keep = keep if keep.dtype == torch.bool else keep != 0
         # NumPy's integers compare and hash like these, but are no numbers to a kernel.
         if max_length is not None and not isinstance(max_length, (int, torch.SymInt)):
-            max_length = _integer("TokenBatch.from_packed: max_length", max_length)
+            max_length = require_integer("TokenBatch.from_packed: max_length", max_length)
         if max_length is None and torch.compiler.is_compiling():
             # Tiles and integer types depend on it, and a graph has no number for them. Of a graph that may break this
             # call stays outside.
@@ -285,7 +291,8 @@ class TokenBatch:
         if max_length is None or _has_numbers(cu_seqlens):
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length
-        cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64)
+        # A copy, since whoever owns the bounds may fill them again for the next batch.
+        cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64, copy=True)
         return cls(values, cu_seqlens[:-1], cu_seqlens.diff(), max_length, keep)
 
     @classmethod
@@ -390,7 +397,7 @@ class TokenBatch:
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
 
 
-def _integer(name: str, value: object, allowed: str = "") -> int:
+def require_integer(name: str, value: object, allowed: str = "") -> int:
     try:
         return operator.index(value)
     except TypeError:

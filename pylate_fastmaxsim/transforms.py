@@ -25,5 +25,6 @@ def is_plain(*tensors: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
         and not inside_transform()
     )

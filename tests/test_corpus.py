@@ -199,6 +199,36 @@ def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):
         Corpus(tmp_path)
 
 
+@pytest.mark.parametrize("bounds", [[0, 5, 2, 6], [0, 2, 10**9, 6], [0, 10**9, 2, 6], [0, -5, 2, 6]])
+def test_bounds_damaged_inside_are_refused_where_they_are_read(bounds, tmp_path):
+    written = write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
+    (tmp_path / "bounds.bin").write_bytes(torch.tensor(bounds).numpy().tobytes())
+    for tokens in (1, 2, written.tokens):
+        with pytest.raises(
+            ValueError, match=r"^Corpus: .*bounds.bin must rise from 0 to 6, but does not at the documents"
+        ):
+            # Not on a CPU, where a TokenBatch looks for itself.
+            list(Corpus(tmp_path).batches("meta", tokens_per_batch=tokens))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[" * 100_000, "must be of the format"),
+        (
+            '{"documents": 2, "tokens": 0, "dim": 1' + 30 * "0" + "}",
+            "must hold documents, tokens and dim, integers from 0",
+        ),
+    ],
+)
+def test_a_description_that_nobody_wrote_is_refused(text, sentence, tmp_path):
+    write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(0, 4), torch.ones(0, 4)])])
+    described = json.loads((tmp_path / "corpus.json").read_text())
+    (tmp_path / "corpus.json").write_text(text if text[0] == "[" else json.dumps(described | json.loads(text)))
+    with pytest.raises(ValueError, match=f"^Corpus: .*{sentence}"):
+        Corpus(tmp_path)
+
+
 def test_the_description_is_written_once_the_rest_is_on_the_disk(tmp_path, monkeypatch):
     sizes, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
@@ -241,6 +271,12 @@ def test_what_cannot_be_written_gets_one_sentence(batches, options, sentence, tm
         ([torch.ones(1, 1, 2)], TypeError, "each of batches must be a TokenBatch, got Tensor.$"),
         ([TokenBatch.from_list([torch.ones(1, d)]) for d in (2, 3)], ValueError, "all batches must have the same d"),
         ([], ValueError, "there must be at least one batch"),
+        (None, TypeError, "as a list of TokenBatch, got NoneType.$"),
+        (
+            [TokenBatch.from_list([torch.full((1, 2), 1e39, dtype=torch.float64)])],
+            ValueError,
+            "too large for torch.bfloat16.$",
+        ),
     ],
 )
 def test_after_a_wrong_call_the_right_one_writes(wrong, error, sentence, tmp_path):

@@ -222,6 +222,9 @@ def test_what_does_not_fit_gets_one_sentence(arguments, message):
 def test_what_is_not_a_tensor_is_named(arguments, message):
     with pytest.raises(TypeError, match=message):
         maxsim_from_hidden(*arguments)
+    for normalize in (None, "no", 1):
+        with pytest.raises(TypeError, match=f"normalize must be True or False, got {normalize!r}."):
+            maxsim_from_hidden(torch.ones(1, 1, 2), torch.ones(1, 1, 2), torch.eye(2), normalize=normalize)
     with pytest.raises(TypeError, match="hidden states must be a tensor .* got list"):
         project_normalize([[1.0, 2.0]], torch.ones(2, 2))
 

@@ -84,6 +84,62 @@ def test_exported_with_any_number_of_queries_documents_and_tokens(strict, operat
         torch.testing.assert_close(program(*arguments), scores(*arguments))
 
 
+@pytest.mark.parametrize("operator", [maxsim, partial(xtr_scores, k=1)], ids=["maxsim", "xtr_scores"])
+@pytest.mark.parametrize(
+    ("bounds", "sentence"),
+    [
+        ([0, 300], "lengths must be from 0 to max_length = 200, got 300 to 300"),
+        ([0, 3, 2], "lengths must be from 0 to max_length = 200, got -1 to 3"),
+        ([0, 150, 301], "sequences must lie in the rows 0 to T = 300 of values, got 0 to 301"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_where_the_graph_is_run(operator, bounds, sentence):
+    def score(queries, values, bounds):
+        return operator(queries, TokenBatch.from_packed(values, bounds, max_length=200))
+
+    class Module(torch.nn.Module):
+        def forward(self, *arguments):
+            return score(*arguments)
+
+    arguments = torch.ones(1, 1, 1), torch.rand(300, 1, requires_grad=True)
+    compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
+    fitting = torch.arange(0, 60 * len(bounds), 60)
+    exported = torch.export.export(Module(), (*arguments, fitting)).module()
+    for run in (compiled, exported):
+        torch.testing.assert_close(run(*arguments, fitting), score(*arguments, fitting))
+        with pytest.raises(ValueError, match=f"TokenBatch: {sentence}"):
+            run(*arguments, torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("operator", [maxsim, partial(xtr_scores, k=4)], ids=["maxsim", "xtr_scores"])
+def test_queries_that_share_rows_are_refused_where_the_graph_is_run(operator):
+    def score(queries, documents, index):
+        return operator(TokenBatch.from_padded(queries).select(index), documents)
+
+    def mapped(queries, documents, index):
+        return torch.vmap(lambda documents: score(queries, documents, index))(documents[None])
+
+    arguments = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4)
+    compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
+    for run in (compiled, mapped):
+        run(*arguments, torch.tensor([1, 0]))
+        with pytest.raises(ValueError, match="queries must not share rows of values where gradients are wanted"):
+            run(*arguments, torch.tensor([0, 0]))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_program_of_torch_jit_takes_other_masks():
+    queries, documents = torch.randn(2, 3, 4), torch.randn(4, 6, 4)
+
+    def score(mask):
+        return maxsim(queries, documents, documents_mask=mask)
+
+    masks = [torch.arange(6) < torch.tensor(lengths)[:, None] for lengths in ([6, 4, 2, 1], [6, 5, 1, 1], [6, 6, 1, 0])]
+    traced = torch.jit.trace(score, masks[0])
+    for mask in masks:
+        torch.testing.assert_close(traced(mask), score(mask))
+
+
 def test_fake_tensors_are_not_looked_at():
     with FakeTensorMode():
         documents = TokenBatch.from_packed(torch.randn(5, 4), torch.tensor([0, 2, 5]), max_length=3)

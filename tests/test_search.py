@@ -90,6 +90,8 @@ def test_what_are_no_batches_is_refused():
     for one, kind in ((batch, "TokenBatch"), (torch.ones(2, 2, 3), "Tensor")):
         with pytest.raises(TypeError, match=f"as a list of TokenBatch, got one {kind}."):
             search(batch, one, k=1)
+    with pytest.raises(TypeError, match="as a list of TokenBatch, got NoneType."):
+        search(batch, None, k=1)
 
 
 @pytest.mark.parametrize("batch", [torch.ones(1, 2, 3), [torch.ones(2, 3)], 1])

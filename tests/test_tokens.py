@@ -44,6 +44,14 @@ def test_from_packed_shares_memory_and_finds_the_longest():
     assert rows(TokenBatch.from_packed(values, torch.tensor([0, 6]), keep)) == [values[keep].tolist()]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_from_packed_keeps_bounds_that_their_owner_fills_again(dtype):
+    bounds = torch.tensor([0, 4, 6], dtype=dtype)
+    batch = TokenBatch.from_packed(torch.randn(6, 2), bounds)
+    bounds.copy_(torch.tensor([0, 2, 6]))
+    assert (batch.starts.tolist(), batch.lengths.tolist()) == ([0, 4], [4, 2])
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16])
 def test_from_packed_takes_any_keep(dtype):
     values, keep = torch.randn(6, 2), torch.tensor([True, False, True, True, False, True])
@@ -192,6 +200,20 @@ def direct(**arguments) -> TokenBatch:
         (lambda: direct(lengths=-ONE), "lengths must be from 0"),
         (lambda: direct(starts=-ONE), "must lie in the rows 0 to T = 2 of values, got -1 to 0"),
         (lambda: direct(starts=2 * ONE), "got 2 to 3"),
+        (lambda: direct(starts=(2**63 - 1) * ONE), f"rows 0 to T = 2 of values, got {2**63 - 1} to {2**63 - 1}"),
+        (lambda: direct(starts=ONE[:0], lengths=ONE[:0], gapless=True), "every one of the T = 2 rows"),
+        (
+            lambda: direct(values=torch.ones(2, 3).to_sparse()),
+            r"values must be a dense tensor \[T, d\], got .*sparse_coo",
+        ),
+        (
+            lambda: TokenBatch.from_packed(torch.ones(2, 3).to_sparse_csr(), BOUNDS),
+            "from_packed: values must be a dense tensor .* torch.sparse_csr",
+        ),
+        (
+            lambda: TokenBatch.from_padded(torch.ones(1, 2, 3), torch.ones(1, 2, device="meta")),
+            "from_padded: mask is on the meta device",
+        ),
         (lambda: direct(keep=torch.ones(2, dtype=torch.int64)), r"keep must be bool \[T\] .* got torch.int64"),
         (
             lambda: direct(keep=torch.ones(2, dtype=torch.bool, device="meta")),

@@ -213,6 +213,11 @@ def test_k_may_be_an_integer_of_numpy(k):
     scores.sum().backward()
 
 
+def test_k_may_be_more_than_a_kernel_can_count():
+    queries, documents = embeddings(2, 3, 8), embeddings(4, 5, 8)
+    assert torch.equal(xtr_scores(queries, documents, 2**63), xtr_scores(queries, documents, 20))
+
+
 def test_errors():
     queries, documents = embeddings(2, 3, 8), embeddings(4, 5, 8)
     with pytest.raises(ValueError, match="xtr_scores: k must be at least 1, got 0"):

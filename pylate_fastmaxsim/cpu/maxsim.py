@@ -244,6 +244,11 @@ def forward(
     documents = live_tokens(d_starts, d_lengths, d_keep)
     if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return scores, winners
+    most = int(2 / torch.finfo(dtype).eps)  # numbers from 0 on that _block_maxima can hold without a gap
+    if want_winners and max_d_length > most and (longest := int(documents.position.max()) + 1) > most:
+        raise ValueError(
+            f"maxsim: for gradients on a CPU documents may have up to {most} tokens, got one of {longest}."
+        )
     floor_is_zero = documents.count == 0
     if zero_floor is not None:
         floor_is_zero = floor_is_zero | zero_floor

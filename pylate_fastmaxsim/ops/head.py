@@ -130,7 +130,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     ValueError
         Shapes, dtypes or devices do not fit together.
     TypeError
-        An argument is not a tensor.
+        An argument is of the wrong type.
     NotImplementedError
         Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
 
@@ -148,6 +148,8 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     require_tensor("project_normalize", "weight", weight, "[d, d_model]")
     if bias is not None:
         require_tensor("project_normalize", "bias", bias, "[d]")
+    if not isinstance(normalize, bool):
+        raise TypeError(f"project_normalize: normalize must be True or False, got {normalize!r}.")
     device = hidden.device.type
     if device == "meta":
         raise ValueError("project_normalize: hidden states are on the meta device, which holds no numbers to project.")

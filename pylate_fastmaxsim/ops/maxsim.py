@@ -297,7 +297,20 @@ def _scores_and_winners(q_values, *arguments):
     return path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
 
 
+def require_numbers(operator: str, q_values, q_starts, q_lengths, q_keep, *arguments) -> None:
+    """Raise ValueError where numbers on the host do not fit: in a graph or torch.vmap they are not known before."""
+    d_values, d_starts, d_lengths, d_keep, _, _, max_q_length, max_d_length, *gapless, want_winners = arguments
+    if not q_values.is_cpu:
+        return
+    q_gapless, d_gapless = gapless or (False, False)
+    queries = TokenBatch(q_values, q_starts, q_lengths, max_q_length, q_keep, q_gapless)
+    TokenBatch(d_values, d_starts, d_lengths, max_d_length, d_keep, d_gapless)
+    if want_winners:
+        _refuse_shared_rows(operator, queries, None)
+
+
 def _forward(*arguments):
+    require_numbers("maxsim", *arguments)
     scores, winners = _scores_and_winners(*arguments)
     if winners is None:
         # A registered operator returns tensors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 
 import torch
@@ -97,6 +98,8 @@ def xtr_scores(
     tensor([[2.5000, 1.0000]])
     """
     k = require_count("xtr_scores", "k", k)
+    if isinstance(k, int):
+        k = min(k, sys.maxsize)  # more tokens there cannot be
     grad_filters.check(grad_filter, "xtr_scores")
     queries, documents, q_values, d_values = maxsim_ops.prepared(
         "xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor
@@ -147,6 +150,8 @@ torch.library.define(
 @torch.library.impl("pylate_fastmaxsim::xtr_forward", "CompositeExplicitAutograd")
 def _forward(q_values, *arguments):
     """Scores, what their sums were divided by, and winners."""
+    *tensors, _, max_q_length, max_d_length, want_winners = arguments
+    maxsim_ops.require_numbers("xtr_scores", q_values, *tensors, max_q_length, max_d_length, want_winners)
     sums, counts, winners = _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
