@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -399,6 +400,8 @@ class TokenBatch:
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:
     try:
+        if isinstance(value, np.bool_):  # an index in NumPy before 2.3
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer{allowed}, got {value!r}.") from None

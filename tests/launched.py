@@ -23,7 +23,7 @@ def note_writing(event: str, arguments: tuple) -> None:
         path = arguments[0]
     elif event in ("os.rename", "shutil.move", "shutil.copyfile"):
         path = arguments[1]
-    elif event in ("os.remove", "shutil.rmtree"):
+    elif event == "shutil.rmtree" or (event == "os.remove" and arguments[1] == -1):  # else of a folder being removed
         path = arguments[0]
     if isinstance(path, (str, os.PathLike)):
         written.add(os.path.abspath(path))

@@ -145,6 +145,20 @@ def _activate(model):
     model[-1].activation_function = nn.Tanh()
 
 
+class _Squashing(nn.Identity):
+    def forward(self, embeddings):
+        return embeddings.tanh()
+
+
+def _squash(model):
+    model[-1].activation_function = _Squashing()
+
+
+def _hook_on_activation(model):
+    model[-1].activation_function = nn.Identity()  # else that of all models
+    model[-1].activation_function.register_forward_hook(lambda _module, _args, output: output.tanh())
+
+
 def _residual(model):
     model[-1] = Dense(32, 16, bias=False, use_residual=True).double()
 
@@ -193,6 +207,45 @@ def _forgets(model):
     model.insert(1, _Forgetful())
 
 
+def _moved(features):
+    return {name: feature.to("cpu") for name, feature in features.items()}
+
+
+class _Moving(nn.Module):
+    """Takes all features for tensors."""
+
+    def forward(self, features):
+        return _moved(features)
+
+
+def _move_features(model):
+    model.insert(1, _Moving())
+
+
+def _pre_hook_on_model(model):
+    model.register_forward_pre_hook(lambda _module, args: (_moved(args[0]),))
+
+
+def _pre_hook_on_encoder(model):
+    model[0].register_forward_pre_hook(lambda _module, args: (_moved(args[0]),))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_full_backward_hook],
+)
+def test_hooks_of_all_modules_are_called(encoder, register):
+    model, called = load_model(encoder("bert")).double(), []
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    pylate_fastmaxsim.enable()
+    handle = register(lambda module, *_: called.append(module) if isinstance(module, nn.Linear) else None)
+    try:
+        run(loss_function, batch)
+    finally:
+        handle.remove()
+    assert model[-1].linear in called
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -211,7 +264,12 @@ def _forgets(model):
         (_adapter, "ends with Identity"),
         (_subclass, "forward of Doubled is not PyLate's own"),
         (_parametrized, "linear layer of Dense is a torch.nn.utils.parametrize.ParametrizedLinear"),
-        (_forgets, "does not see what its first is given"),
+        (_forgets, "_Forgetful may look at anything that the model is given"),
+        (_move_features, "_Moving may look at anything that the model is given"),
+        (_pre_hook_on_model, "ColBERT has forward hooks, which may change what it takes or returns"),
+        (_pre_hook_on_encoder, "Transformer has forward hooks, which may change what it takes or returns"),
+        (_squash, "activation _Squashing"),
+        (_hook_on_activation, "the activation of Dense has hooks"),
     ],
 )
 def test_what_cannot_be_fused_runs_as_stock_and_says_why_once(encoder, projected, caplog, change, reason):

@@ -7,6 +7,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from models import FAMILIES, attend_to_own_document, collated, features, load_mo
 from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -400,3 +402,34 @@ def test_documents_of_columns_of_different_width():
     joined = Documents.from_columns(columns)
     assert joined.input_ids.reshape(-1)[joined.token_index].tolist() == list(range(1, 10))
     assert joined.cu_seqlens.tolist() == [0, 2, 3, 5, 9] and joined.cu_seqlens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("skiplist", [[], [3], [-1, 2, 5, 6], list(range(40))], ids=str)
+def test_which_tokens_are_skipped(skiplist):
+    column = {"input_ids": torch.arange(24).view(2, 12).int(), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
+    counts = packing.counting_tokens(column, skiplist)
+    assert counts.tolist() == [[token not in skiplist for token in row] for row in column["input_ids"].tolist()]
+
+
+def test_a_dry_run_with_fake_tensors_leaves_nothing_for_steps(model):
+    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
+    stock = loss_function([dict(column) for column in batch])
+    pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        loss_function([{key: fake.from_tensor(value) for key, value in column.items()} for column in batch])
+    torch.testing.assert_close(loss_function([dict(column) for column in batch]), stock)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_bounded_inner_products_are_not_packed_unless_stock_leaves_them_unbounded(packed, implementation):
+    module = nn.Module()
+    module.config = SimpleNamespace(_attn_implementation=implementation)
+    states = torch.randn(1, 2, 5, 4)
+    mask = attention.packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
+    attend = partial(attention._packed_attention, module, states, states, states, mask, is_causal=False)
+    assert attend().shape == (1, 5, 2, 4)
+    if implementation == "sdpa":
+        assert torch.equal(attend(softcap=50.0), attend())
+    else:
+        with pytest.raises(attention.PackingUnsupported, match="does not bound its inner products"):
+            attend(softcap=50.0)

@@ -142,6 +142,22 @@ def test_half_precision_scores_are_float32(name):
 
 
 @pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "ColBERTScores"])
+@pytest.mark.parametrize("start", [0.0, 0.5])
+def test_weights_of_query_tokens_that_are_learned(name, start):
+    queries, documents = embeddings(name)
+    weights = torch.full(queries.shape[:2], start, requires_grad=True)
+
+    def gradient():
+        (of_weights,) = torch.autograd.grad(scorer(name)(queries, documents, queries_mask=weights).sum(), weights)
+        return of_weights
+
+    expected = gradient()
+    assert expected.abs().max() > 0
+    with pylate_fastmaxsim.enabled():
+        torch.testing.assert_close(gradient(), expected)
+
+
+@pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "ColBERTScores"])
 def test_empty_input_gives_empty_scores(name):
     queries, documents = embeddings(name)
     with pylate_fastmaxsim.enabled():

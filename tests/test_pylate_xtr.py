@@ -104,6 +104,19 @@ def test_stock_is_back_afterwards():
     assert (XTRScores.__call__, XTRKDScores.__call__) == originals
 
 
+def test_weights_of_query_tokens_that_are_learned_leave_the_choice_of_tokens_alone(calls):
+    weights = torch.zeros(COUNT, QUERY_LENGTH, requires_grad=True)
+
+    def gradient():
+        return torch.autograd.grad(XTRScores(k=5)(*embeddings(), queries_mask=weights).sum(), weights)[0]
+
+    expected = gradient()
+    assert expected.abs().max() > 0
+    with pylate_fastmaxsim.enabled():
+        torch.testing.assert_close(gradient(), expected)
+    assert not calls
+
+
 def test_a_subclass_with_scores_of_its_own_keeps_them(calls, caplog):
     class Doubled(XTRScores):
         def _score(self, *args):

@@ -12,6 +12,7 @@ from pylate import losses
 from pylate.models import ColBERT
 from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers import Trainer
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import documents, packing
@@ -172,6 +173,49 @@ def test_a_batch_of_another_type(encoder, mode, tmp_path):
     stock = curve()
     pylate_fastmaxsim.enable(stock_masking=True)
     assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
+
+
+class Batch(dict):
+    """Knows how many tokens its columns have."""
+
+    @property
+    def lengths(self):
+        return [int(mask.sum()) for key, mask in self.items() if key.endswith("_attention_mask")]
+
+
+class BatchCollator(ColBERTCollator):
+    def __call__(self, features):
+        return Batch(super().__call__(features))
+
+
+class ReadsLengths(SentenceTransformerTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        assert len(inputs.lengths) == 3 and len(inputs) > 6
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_batch_keeps_its_type(encoder, tmp_path):
+    def curve():
+        model = load_model(encoder("modernbert"))
+        loss = losses.Contrastive(model, temperature=0.1)
+        return train(model, loss, _pairs(), tmp_path, ReadsLengths, BatchCollator)
+
+    stock = curve()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
+
+
+def test_what_replaces_the_preparation_of_all_trainers_is_called(encoder, tmp_path, monkeypatch):
+    model, prepare, called = load_model(encoder("modernbert")), Trainer._prepare_inputs, []
+
+    def counted(self, inputs):
+        called.append(None)
+        return prepare(self, inputs)
+
+    pylate_fastmaxsim.enable()
+    monkeypatch.setattr(Trainer, "_prepare_inputs", counted)
+    curve = train(model, losses.Contrastive(model, temperature=0.1), _pairs(), tmp_path)
+    assert len(called) == len(curve)
 
 
 def test_several_datasets_with_a_loss_each(encoder, tmp_path):

@@ -255,9 +255,13 @@ def _packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **_: object,
 ) -> Tensor:
     """The call of transformers, ``[1, heads, T, head_dim]``, as a call of :func:`variable_length_attention`."""
+    # Where stock attends through torch's own function, it leaves them unbounded as well.
+    if softcap is not None and module.config._attn_implementation != "sdpa":
+        raise PackingUnsupported("variable-length attention does not bound its inner products (softcap)")
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -330,7 +331,12 @@ def with_index_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
             if all(name in batch for name in names):
                 mask.fastmaxsim_index = *(batch[name] for name in names), writes_to(mask)
                 left.update(names)
-    return {key: value for key, value in batch.items() if key not in left}
+    if left:
+        # Of the type that it has, which somebody's own compute_loss may know.
+        batch = copy(batch)
+        for key in left:
+            del batch[key]
+    return batch
 
 
 def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from pylate_fastmaxsim.integrations.wrappers import (
     hooks_change_nothing,
     is_compiled,
     layers_of_wrapping,
+    reader,
     unknown_wrapper,
     unsharded,
     unwrap,
@@ -39,6 +40,10 @@ from pylate_fastmaxsim.ops.head import project_normalize
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
 _ASKED = "unit_embeddings_asked"
 _UNIT = "unit_embeddings"
+
+
+# Of all modules; forward hooks are looked at with those of each.
+_GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -100,14 +105,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
     if masks_stay and changed(given, before):
         raise MasksChanged
     made = output.get(_UNIT)
-    if made is not None:
-        return made.values
-    if head is not None and switch.options() is not None:
-        log_once(
-            "The head is not fused: the last Dense module of the model does not see what its first is given.",
-            about=unwrap(model),
-        )
-    return unit(output["token_embeddings"])
+    return unit(output["token_embeddings"]) if made is None else made.values
 
 
 def _head(model: nn.Module) -> Dense | None:
@@ -135,16 +133,19 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"the model ends with {type(last).__name__}, not with PyLate's Dense"
     if type(last).forward is not project:
         return f"the forward of {type(last).__name__} is not PyLate's own"
-    if not isinstance(last.activation_function, nn.Identity):
-        return f"Dense has the activation {type(last.activation_function).__name__}"
+    activation = last.activation_function
+    if type(activation) is not nn.Identity or "forward" in vars(activation):
+        return f"Dense has the activation {type(activation).__name__}"
     if last.use_residual:
         return "Dense adds a residual"
     if (wrapper := unknown_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model, which may change what it returns"
     *around, core = layers_of_wrapping(model)
-    for module in (*around, unsharded(core), last):
+    for module in (*around, unsharded(core), *map(unsharded, unsharded(core).children())):
         if reason := _reason_to_expect_changes(module):
             return reason
+    if (module := reader(core)) is not None:
+        return f"{type(module).__name__} may look at anything that the model is given"
     linear = last.linear
     # FSDP 2 has made the weight whole by the time the module runs.
     whole = (nn.Parameter, Tensor, DTensor) if isinstance(unwrap(model), FSDPModule) else (nn.Parameter, Tensor)
@@ -156,8 +157,11 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return "the forward of Dense's linear layer was replaced"
     if divided_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-        return "the linear layer of Dense has hooks, which would not be called"
+    for what, part in (("linear layer", linear), ("activation", activation)):
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            return f"the {what} of Dense has hooks, which would not be called"
+    if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
+        return "hooks of all modules would not be called for the linear layer of Dense"
     return None
 
 
@@ -173,5 +177,5 @@ def _reason_to_expect_changes(module: nn.Module) -> str | None:
     if not forward_is_own(module):
         return f"the forward of {name} was replaced"
     if not hooks_change_nothing(module):
-        return f"{name} has forward hooks, which may change what it returns"
+        return f"{name} has forward hooks, which may change what it takes or returns"
     return None

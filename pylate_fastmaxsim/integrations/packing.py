@@ -235,15 +235,23 @@ def release() -> None:
     _joint.clear()
 
 
-@lru_cache(maxsize=16)
-def _token_ids(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    # Kept on the device: to copy it there in every step would wait for the device.
-    return torch.tensor(ids, dtype=torch.long, device=device)
+def _is_skipped(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each token id up to the largest of ``ids``, and of one behind it, whether it is among them."""
+    table = torch.zeros(max(-1, *ids, -1) + 2, dtype=torch.bool, device="cpu")
+    table[[each for each in ids if each >= 0]] = True
+    return table.to(device)
+
+
+# Kept on the device: to copy it there in every step would wait for the device.
+_kept_table = lru_cache(maxsize=16)(_is_skipped)
 
 
 def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
-    # Not torch.isin, which for some sizes sorts and waits for the device.
-    return (input_ids.unsqueeze(-1) == _token_ids(skiplist, input_ids.device)).any(dim=-1)
+    # Not torch.isin, which for some sizes sorts and waits for the device, nor a comparison with each id, which would take
+    # as many times the memory. What a dry run with fake tensors makes is not kept.
+    is_real = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0
+    table = (_kept_table if is_real else _is_skipped)(skiplist, input_ids.device)
+    return table[input_ids.clamp(-1, len(table) - 1).long()]
 
 
 def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> str:

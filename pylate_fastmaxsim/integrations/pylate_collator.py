@@ -14,6 +14,9 @@ from pylate_fastmaxsim.integrations.patching import Patch
 
 _MASK = "_attention_mask"
 
+# What it inherits may be replaced there later.
+_INHERITED = "_prepare_inputs" not in vars(SentenceTransformerTrainer)
+
 
 def patches() -> list[Patch]:
     """What to replace in PyLate and in the trainer of Sentence Transformers."""
@@ -44,7 +47,11 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
 
 @wraps(SentenceTransformerTrainer._prepare_inputs)
 def prepare_inputs(self: SentenceTransformerTrainer, inputs: object) -> object:
-    batch = prepare_inputs.__wrapped__(self, inputs)
+    batch = (
+        super(SentenceTransformerTrainer, self)._prepare_inputs(inputs)
+        if _INHERITED
+        else prepare_inputs.__wrapped__(self, inputs)
+    )
     # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows. The
     # trainer divides the batch into columns later, where `negative` also gets what belongs to a column `negative_1`. A
     # collator of somebody's own may make a batch of another type, which their compute_loss takes apart.

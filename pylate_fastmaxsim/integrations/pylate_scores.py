@@ -178,6 +178,8 @@ def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
     if mask is not None and mask.dtype != torch.bool:
         # Stock multiplies similarities by the mask, so any number is allowed: it weighs a token.
         values = values * mask.unsqueeze(-1).to(values.dtype)
+        if mask.requires_grad:
+            mask = None  # a weight of 0 has a gradient as well
     return TokenBatch.from_padded(values, mask)
 
 

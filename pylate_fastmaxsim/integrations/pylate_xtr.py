@@ -76,6 +76,9 @@ def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, 
         zero_floor = ~documents_mask.all(dim=1)
     if queries_mask is not None:
         queries_mask = broadcast(queries_mask, queries)
+        if queries_mask.requires_grad:
+            # Which tokens pass does not depend on it in stock, where it comes after their choice.
+            raise LeftToStock("queries_mask requires a gradient")
     batch = masked_batch(queries, queries_mask)
     documents = TokenBatch.from_padded(documents.flatten(0, 1), documents_mask)
     return xtr_scores(batch, documents, metric.k, candidates, zero_floor=zero_floor).float()

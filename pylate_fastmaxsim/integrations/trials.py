@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,7 +60,11 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
     if table is not None and width > table.num_embeddings - table.padding_idx - 1:
         # The token that PyLate pads with may have a position, and there is none left.
         longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
-    lengths = [max(1, length) for length in (min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest)]
+    lengths = [min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest]
+    if reader(core) is not None:
+        # It may know queries by their width.
+        lengths.append(min(core.query_length, longest))
+    lengths = [max(1, length) for length in lengths]
     mask = torch.arange(width, device=tokens.device) < torch.tensor(lengths, device=tokens.device)[:, None]
     rows = {
         "input_ids": torch.where(mask, tokens.repeat(-(-width // len(tokens)))[:width], padding),
@@ -89,7 +95,7 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
         # every rank makes as many calls.
         _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)])
 
-    return _what_fails(trial, f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})")
+    return _what_fails(trial, samples, f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})")
 
 
 def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
@@ -112,12 +118,12 @@ def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
                 return
         _verify(core, samples, alone)
 
-    return _what_fails(trial)
+    return _what_fails(trial, samples)
 
 
 def why_not_joint(core: nn.Module, samples: Documents, queries: dict[str, Tensor]) -> str | None:
     """Why queries cannot be encoded with packed documents; None if they can."""
-    return _what_fails(lambda: _verify_joint(core, samples, queries))
+    return _what_fails(lambda: _verify_joint(core, samples, queries), samples)
 
 
 def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None) -> EncodingPlan:
@@ -133,10 +139,11 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
     return Documents.from_columns([documents.column] * times)
 
 
-def _what_fails(trial: Callable[[], None], otherwise: str = "{}") -> str | None:
+def _what_fails(trial: Callable[[], None], samples: Documents, otherwise: str = "{}") -> str | None:
     """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
-        trial()
+        with _same_random_numbers_afterwards(samples.input_ids.device):
+            trial()
     except torch.OutOfMemoryError:
         raise
     except PackingUnsupported as error:
@@ -148,6 +155,18 @@ def _what_fails(trial: Callable[[], None], otherwise: str = "{}") -> str | None:
         # Up to PyTorch 2.10 autocast hands weights that were cast here, without gradients, to the step that follows.
         torch.clear_autocast_cache()
     return None
+
+
+@contextmanager
+def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
+    """Within this, calls may draw random numbers, also of Python and NumPy; afterwards those come that would have come."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
@@ -205,7 +224,7 @@ def _encoded_in_training(
     if not in_training:
         return None
     column = documents.column
-    with _as_in_training(core, column["input_ids"].device, own) as before, _evaluating(core):
+    with _as_in_training(core, own) as before, _evaluating(core):
         for part in in_training:
             part.training = True
         expected, values = _encoded(core, column, documents, plans)
@@ -341,7 +360,7 @@ def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Seque
     """
     if not any(module.training for module in core.modules()):
         return
-    with _as_in_training(core, calls[0]["input_ids"].device, own) as before:
+    with _as_in_training(core, own) as before:
         for call in calls:
             token_embeddings(core, call)
         keeps_statistics = before.state_changed()
@@ -350,9 +369,9 @@ def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Seque
 
 
 @contextmanager
-def _as_in_training(core: nn.Module, device: torch.device, own: Sequence[nn.Module]) -> Iterator[Before]:
-    """Within this, calls of a model without gradients leave the run as it was: its random numbers, its statistics."""
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+def _as_in_training(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[Before]:
+    """Within this, calls of a model without gradients leave its statistics as they were."""
+    with torch.no_grad(), warnings.catch_warnings():
         # Reentrant checkpointing warns of inputs without gradients.
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         with untouched(core, own) as before:
@@ -372,7 +391,9 @@ def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.
 @contextmanager
 def _evaluating(core: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in core.modules()}
-    core.eval()
+    # Not core.eval(): what somebody's own train() does besides, as to merge adapters, is nothing to do for a trial.
+    for module in training:
+        module.training = False
     try:
         with torch.no_grad():
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,17 @@ _LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 
 # Whose code is as they came: the libraries that are patched, and this package, whose replacements stand in for theirs.
 HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
+
+# Whose hooks leave embeddings as they are.
+_WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "pylate_fastmaxsim")
+
+# Whose layers make of a text what they make of it alone, or else are caught outside of training.
+_WRITERS_OF_LAYERS = (
+    *_LIBRARIES,
+    *HOSTS,
+    "transformers_modules",
+    *("bitsandbytes", "torchao", "liger_kernel", "flash_attn", "kernels"),
+)
 
 # Who writes scoring functions that give PyLate's scores: itself, this package, and those that PyLate scores through.
 SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_maxsim")
@@ -74,10 +86,16 @@ def forward_is_own(module: nn.Module) -> bool:
     return True
 
 
-def hooks_change_nothing(module: nn.Module) -> bool:
-    """Whether its forward hooks, and those of all modules, are FSDP's, DeepSpeed's or this package's, which measures by them."""
-    hooks = [*module._forward_hooks.values(), *nn.modules.module._global_forward_hooks.values()]
-    return all(written_in(hook, ("torch", "deepspeed", "pylate_fastmaxsim")) for hook in hooks)
+def hooks_change_nothing(module: nn.Module, of_all: bool = True) -> bool:
+    """Whether its forward hooks are FSDP's, DeepSpeed's or this package's, which measures by them.
+
+    With ``of_all`` also those that all modules have.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if of_all:
+        everywhere = nn.modules.module
+        hooks += [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
+    return all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks)
 
 
 def readers(core: nn.Module) -> list[nn.Module]:
@@ -108,19 +126,30 @@ def reader(core: nn.Module) -> nn.Module | None:
 def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
     """Of a PyLate model the modules of somebody's own and those with hooks of somebody's own, with all in them.
 
-    Not what the encoder is made of, and of a model with a forward of its own no more than itself.
+    In the encoder these modules alone, and none if the encoder itself is somebody's own. Of a model with a forward of its
+    own no more than itself.
     """
     core = unsharded(core)
     known = set(encoder.modules())
     found = readers(core)
     found += [each for each in (core, *map(unsharded, core.children())) if not hooks_change_nothing(each)]
     parts = [part for each in found for part in ([each] if each is core else each.modules())]
-    return [part for part in dict.fromkeys(parts) if part not in known]
+    parts = [part for part in parts if part not in known]
+    parts += [each for each in core.modules() if each not in known and _hooked(each)]
+    if written_in(type(encoder).forward, _WRITERS_OF_LAYERS):
+        parts += [each for each in known if _hooked(each) or not written_in(type(each).forward, _WRITERS_OF_LAYERS)]
+    return list(dict.fromkeys(parts))
+
+
+def _hooked(module: nn.Module) -> bool:
+    return not hooks_change_nothing(module, of_all=False)
 
 
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
 def written_in(function: Callable, libraries: Iterable[str]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
     # Not of a decorator's result, which often says the module of what it decorates.
     written = getattr(getattr(function, "__func__", function), "__globals__", {})
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
