@@ -18,6 +18,7 @@ pytest.importorskip("pylate")
 import torch
 import yaml
 from datasets import Dataset
+from models import load_model as load_colbert
 from safetensors.torch import load_file, save_file
 from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401  (a fixture)
 from transformers import AutoConfig, BertForSequenceClassification
@@ -196,7 +197,20 @@ def test_the_way_out_that_an_error_names_keeps_the_search(encoder, teacher, tmp_
     assert parts_written(loosened, monkeypatch) == TEACHER
 
 
-@pytest.mark.parametrize("kind", ["missing", "missing colbert", "no tokenizer", "three scores"])
+# By what is given as a teacher: what it is taken for, what its checkpoint lacks, and what to do.
+NO_HEAD = (
+    "must have a scoring head, as a cross-encoder has, but its checkpoint holds no classifier.bias, so that its scores"
+)
+NO_PROJECTION = "must have a projection, as a ColBERT has, but its checkpoint holds none, so that its scores"
+HEADLESS = {
+    "a ColBERT": ("cross_encoder", NO_HEAD, "set mining.teacher_type to colbert."),
+    "an encoder": ("cross_encoder", NO_HEAD, "name a cross-encoder."),
+    "an encoder as a colbert": ("colbert", NO_PROJECTION, "name a trained ColBERT."),
+    "a cross-encoder": ("colbert", NO_PROJECTION, "set mining.teacher_type to cross_encoder."),
+}
+
+
+@pytest.mark.parametrize("kind", ["missing", "missing colbert", "no tokenizer", "three scores", *HEADLESS])
 def test_a_teacher_that_cannot_teach_is_found_before_the_search(
     kind,
     encoder,
@@ -216,10 +230,28 @@ def test_a_teacher_that_cannot_teach_is_found_before_the_search(
         shutil.copytree(teacher, folder)
         BertForSequenceClassification(AutoConfig.from_pretrained(teacher, num_labels=3)).save_pretrained(folder)
         sentence = f"mining.teacher {folder} must give one score a pair, but it gives 3."
+    elif kind == "a ColBERT":
+        load_colbert(encoder("bert")).save_pretrained(str(folder))
+    elif kind in HEADLESS:
+        shutil.copytree(teacher if kind == "a cross-encoder" else encoder("bert"), folder)
+    if kind in HEADLESS:
+        taken_for, lack, way_out = HEADLESS[kind]
+        overrides.append(f"mining.teacher_type={taken_for}")
+        sentence = f"mining.teacher {folder} {lack} would be random; {way_out}"
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides)
     done = CliRunner().invoke(app, ["mine", str(written_to(tmp_path, recipe))])
     assert done.exit_code == 2 and done.stderr.startswith(f"fastmaxsim: {sentence}") and done.stderr.count("\n") == 1
     assert "Searching" not in done.stderr and not (tmp_path / "mined.unfinished").exists()
+
+
+def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(encoder, tmp_path):
+    folder = shutil.copytree(encoder("bert"), tmp_path / "stanford")
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    linear = torch.randn(8, json.loads(config.read_text())["hidden_size"])
+    save_file(load_file(weights) | {"linear.weight": linear}, weights, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["HF_ColBERT"]}))
+    recipe = recipe_for(tmp_path, encoder("bert"), str(folder), "mining.teacher_type=colbert")
+    assert callable(mining.load_teacher(recipe.mining, torch.device("cpu")))
 
 
 def test_the_same_command_twice_at_the_same_time(encoder, teacher, tmp_path, monkeypatch):

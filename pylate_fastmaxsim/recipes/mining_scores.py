@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import numpy as np
 import torch
 from pylate.models import ColBERT
 from sentence_transformers import CrossEncoder
+from sentence_transformers.models import Dense
+from sentence_transformers.util import import_from_string, load_file_path
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
@@ -51,6 +55,7 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
     name = section.teacher
     if section.teacher_type == "colbert":
         model = load_model(ModelSection(name_or_path=name), "cpu", seed=0, key="mining.teacher")
+        _require_projection(name, model[0].auto_model.config)
 
         def by_colbert(pairs: Pairs, candidates: Candidates) -> np.ndarray:
             scores = colbert_scores(model.to(device), pairs, candidates, section.batch_size)
@@ -60,10 +65,19 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
         return by_colbert
     try:
         encoder = CrossEncoder(name, device="cpu")
+        drawn = _drawn_at_random(encoder, name)
     except (OSError, ValueError, ImportError) as error:
         raise loading_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
     if is_empty(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
+    if drawn:
+        other = (
+            "set mining.teacher_type to colbert" if _has_projection(name, encoder.config) else "name a cross-encoder"
+        )
+        raise RecipeError(
+            f"mining.teacher {name} must have a scoring head, as a cross-encoder has, but its checkpoint holds no "
+            f"{drawn[0]}, so that its scores would be random; {other}."
+        )
     if encoder.config.num_labels != 1:
         raise RecipeError(
             f"mining.teacher {name} must give one score a pair, but it gives {encoder.config.num_labels}."
@@ -77,6 +91,36 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
         return scores.reshape(len(candidates), -1)
 
     return by_cross_encoder
+
+
+def _drawn_at_random(encoder: CrossEncoder, name: str) -> list[str]:
+    """The weights of the head that the checkpoint lacks: transformers makes them up, and says so in its log at most."""
+    model = encoder.model
+    # On no device: which weights there are is all that is asked, so that they are not read once more.
+    _, loading = type(model).from_pretrained(name, config=model.config, output_loading_info=True, device_map="meta")
+    inside = f"{model.base_model_prefix}."  # the encoder, of which a pooler may be missing that no head uses
+    return sorted(key for key in loading["missing_keys"] if not key.startswith(inside))
+
+
+def _require_projection(name: str, config: PretrainedConfig) -> None:
+    """Refuse what PyLate would give a projection with random weights, as it does to begin a training."""
+    if _has_projection(name, config):
+        return
+    is_classifier = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    other = "set mining.teacher_type to cross_encoder" if is_classifier else "name a trained ColBERT"
+    raise RecipeError(
+        f"mining.teacher {name} must have a projection, as a ColBERT has, but its checkpoint holds none, so that its "
+        f"scores would be random; {other}."
+    )
+
+
+def _has_projection(name: str, config: PretrainedConfig) -> bool:
+    """Whether a checkpoint holds the projection of a ColBERT, by the test by which PyLate adds a new one."""
+    if (config.architectures or [None])[0] == "HF_ColBERT":  # of Stanford, whose linear.weight PyLate reads
+        return True
+    file = load_file_path(name, "modules.json")
+    modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else []
+    return any(issubclass(import_from_string(module["type"]), Dense) for module in modules)
 
 
 def grade(
