@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401
 from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import mining, mining_parts, negatives
+from pylate_fastmaxsim.recipes import mined_data, mining, mining_parts, negatives
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import RecipeError
@@ -348,6 +349,49 @@ def test_training_does_not_go_on_with_mined_data_that_was_edited(encoder, teache
     rows.map(lambda row: {"scores": row["scores"][::-1]}).to_parquet(str(file))
     with pytest.raises(RecipeError, match=f"data.name: {tmp_path / 'mined'} changed after the checkpoints"):
         train(recipe)
+
+
+@pytest.mark.parametrize("stopped", ["nowhere", "in the search", "train.parquet", "mining.json"])
+def test_starting_over_replaces_what_mining_wrote_and_nothing_else(stopped, encoder, teacher, tmp_path, monkeypatch):
+    mined = tmp_path / "mined"
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, f"output_dir={mined / 'run'}")
+    mining.mine(recipe)
+    train(recipe)
+    (mined / "notes.txt").write_text("of the user")
+    (mined / "README.md").write_text((mined / "README.md").read_text() + "# A card of the user\n")
+    own = {
+        path: path.stat().st_mtime_ns for path in (mined / "README.md", mined / "notes.txt", *mined.glob("run/**/*"))
+    }
+    before = {path.name: path.read_bytes() for path in mined.iterdir() if path.is_file()}
+    changed = recipe_for(tmp_path, encoder("modernbert"), teacher, f"output_dir={mined / 'run'}", "mining.range_min=0")
+    replace = mined_data.os.replace
+
+    def interrupting(source, target):
+        if Path(target) == mined / stopped:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(mined_data.os, "replace", interrupting)
+        if stopped == "in the search":
+            patch.setattr(mining, "lowest_positive_scores", lambda *args: interrupting(None, mined / stopped))
+        mining.mine(changed, resume=False)
+    assert (mined / "mining.json").exists() == (stopped in ("nowhere", "in the search"))
+    if stopped == "in the search":  # the earlier data are still whole
+        assert before == {path.name: path.read_bytes() for path in mined.iterdir() if path.is_file()}
+    if stopped != "nowhere":
+        assert "search" not in parts_written(changed, monkeypatch)  # it goes on
+    assert own == {path: path.stat().st_mtime_ns for path in own} and len(own) > 8
+    assert sorted(path.name for path in mined.iterdir()) == sorted([*before, "run"])
+    assert not (tmp_path / "mined.unfinished").exists()
+    whole = recipe_for(
+        tmp_path, encoder("modernbert"), teacher, "mining.range_min=0", f"data.name={tmp_path / 'whole'}"
+    )
+    mining.mine(whole)
+    for name in ("train", "queries", "documents"):
+        ours, expected = (folder / f"{name}.parquet" for folder in (mined, tmp_path / "whole"))
+        assert ours.read_bytes() == expected.read_bytes()
+    assert parts_written(changed, monkeypatch) == []  # and is done
 
 
 @pytest.mark.parametrize("place", ["missing", "full", "empty"])

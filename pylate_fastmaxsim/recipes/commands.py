@@ -186,7 +186,7 @@ def mine(
     recipe: RecipePath,
     set_: Overrides = None,
     resume: Annotated[
-        bool, typer.Option(help="Go on from where mining stopped; --no-resume deletes its results and starts over.")
+        bool, typer.Option(help="Go on from where mining stopped; --no-resume starts over and replaces its results.")
     ] = True,
 ) -> None:
     """Find hard negatives for a recipe's pairs, score them with its teacher, and write the data for train."""
@@ -197,7 +197,8 @@ def mine(
         from pylate_fastmaxsim.recipes.mining import mine as run
         from pylate_fastmaxsim.recipes.report import mining_table
 
-        kept = "what is done is kept, and the same command goes on from there"
+        again = "the same command" if resume else "the same command without --no-resume"
+        kept = f"what is done is kept, and {again} goes on from there"
         _quiet_libraries()
         try:
             with _one_sentence_for_a_full_disk(lambda: kept):

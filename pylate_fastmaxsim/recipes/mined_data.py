@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,12 @@ from datasets import Dataset
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE
 from pylate_fastmaxsim.recipes.mining_scores import Candidates
 from pylate_fastmaxsim.recipes.pairs import Pairs
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+# The summary of data that are being replaced, in the folder of what is unfinished.
+OLD_SUMMARY = "replaced.json"
 
 
 def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.ndarray, summary: dict[str, Any]) -> None:
@@ -33,8 +41,32 @@ def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.nd
     for name, table in tables.items():
         table.to_parquet(folder / f"{name}.parquet")
     configs = [{"config_name": name, "data_files": [{"split": "train", "path": f"{name}.parquet"}]} for name in tables]
-    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
+    (folder / CARD).write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n", encoding="utf-8")
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def put_into_place(data: Path, output: Path, unfinished: Path) -> None:
+    """Make the folder ``data`` the folder ``output``; of data mined there before only mining's own files are replaced.
+
+    Interrupted, it leaves the earlier data, the new ones, or ``OLD_SUMMARY`` in ``unfinished`` and none in ``output``.
+    """
+    summary, old_summary = output / SUMMARY_FILE, unfinished / OLD_SUMMARY
+    if not summary.exists() and not old_summary.exists():
+        os.replace(data, output)  # which fails where another folder holds something
+        return
+    output.mkdir(exist_ok=True)
+    if summary.exists():
+        os.replace(summary, old_summary)
+    # Rows without their texts cannot be trained on, nor texts without rows, but old rows with new texts can.
+    (output / "train.parquet").unlink(missing_ok=True)
+    card = output / CARD
+    if card.exists():  # it says where the tables are, which does not change, and perhaps more in the user's own words
+        if card.read_bytes() != (data / CARD).read_bytes():
+            logger.warning("%s was edited since mining wrote it, and stays as it is.", card)
+        (data / CARD).unlink()
+    for name in ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE):
+        if (data / name).exists():
+            os.replace(data / name, output / name)
 
 
 def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:

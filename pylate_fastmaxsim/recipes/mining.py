@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from accelerate import PartialState
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE, read_summary, settings_of
-from pylate_fastmaxsim.recipes.mined_data import write_data
+from pylate_fastmaxsim.recipes.mined_data import OLD_SUMMARY, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.mining_scores import digest_of, files_digest, grade, load_teacher
 from pylate_fastmaxsim.recipes.model import load_model
@@ -29,6 +28,8 @@ from pylate_fastmaxsim.recipes.tables import progress_shown
 from pylate_fastmaxsim.recipes.train import training_arguments
 
 LOCK_FILE = "lock"
+# In the folder of what is unfinished: data that are there already are to be replaced by it.
+STARTED_OVER = "started-over"
 PAIRS = "mining.pairs or mining.corpus"
 
 
@@ -50,7 +51,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     recipe
         With a ``mining`` section, and ``data.source: distillation``.
     resume
-        Otherwise earlier results are removed and mining starts over.
+        Otherwise mining starts over, and its files take the place of earlier ones when all are there; whatever else is in
+        ``data.name`` stays.
 
     Returns
     -------
@@ -94,7 +96,7 @@ def _mine(
 ) -> dict[str, Any]:
     section = recipe.mining
     settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
-    finished = _finished(output, recipe, settings, processes, resume)
+    finished = _finished(output, unfinished, recipe, settings, processes, resume)
     if finished is not None:
         return finished
     # All that a recipe can have wrong is found before hours of search, and before anything is removed.
@@ -103,12 +105,13 @@ def _mine(
     model = load_model(recipe.model, device, recipe.training.seed)
     teacher = load_teacher(section, device)
     if processes.is_main_process and not resume:
-        shutil.rmtree(output, ignore_errors=True)
         for path in unfinished.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != LOCK_FILE:
+            elif path.name not in (LOCK_FILE, OLD_SUMMARY):
                 path.unlink()
+        # Earlier data stay until there are others, which may be several commands later.
+        (unfinished / STARTED_OVER).touch()
     work = Work(unfinished, processes)
     inputs = _inputs(recipe, pairs)
     common = {
@@ -141,7 +144,9 @@ def _mine(
         with progress_shown():
             record = summary | {"digest": digest, "settings": settings, "inputs": inputs}
             write_data(unfinished / "data", pairs, candidates, graded, record)
-        os.replace(unfinished / "data", output)
+        put_into_place(unfinished / "data", output, unfinished)
+        # First: without the parts this would have the next command start over once more.
+        (unfinished / STARTED_OVER).unlink(missing_ok=True)
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()
     return summary
@@ -157,14 +162,16 @@ def _inputs(recipe: Recipe, pairs: Pairs) -> dict[str, str | None]:
 
 
 def _finished(
-    output: Path, recipe: Recipe, settings: dict[str, Any], processes: PartialState, resume: bool
+    output: Path, unfinished: Path, recipe: Recipe, settings: dict[str, Any], processes: PartialState, resume: bool
 ) -> dict[str, Any] | None:
     """The summary where mining is done already, else None."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     if not (output / SUMMARY_FILE).exists():
+        if (unfinished / OLD_SUMMARY).exists():  # interrupted while earlier data were replaced
+            return None
         raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")
-    if not resume:
+    if not resume or (unfinished / STARTED_OVER).exists():
         return None
     earlier = read_summary(output)
     # As JSON, where a tuple is a list.
