@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ pytest.importorskip("pylate")
 pytest.importorskip("matplotlib")
 
 import datasets
+import torch
 from datasets import Dataset
 from pylate import evaluation
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
 from pylate.models import ColBERT
 from rich.console import Console
+from test_beir import write_folder
 from tiny_recipe import hub_dataset, text, tiny, write
 
 from pylate_fastmaxsim.recipes import held_out
@@ -149,6 +152,56 @@ def test_texts_that_occur_in_several_held_out_rows_count_once(kind, tmp_path):
     expected = held_out.evaluate_held_out(recipe, model, once)
     assert 0 < expected["ndcg@10"] < 1 and len(expected) == 2
     assert held_out.evaluate_held_out(recipe, model, thrice) == pytest.approx(expected, rel=1e-5)
+
+
+def lost(model: ColBERT) -> ColBERT:
+    """The same after a training that diverged."""
+    with torch.no_grad():
+        model[-1].linear.weight[0, 0] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize("kind", ["pairs", "triplets", "distillation", "beir", "nano_beir"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_model_of_nan_has_no_metrics(fast, kind, tmp_path, nano_beir, caplog):
+    rows = taught() if kind == "distillation" else triplets()
+    rows = [{key: row[key] for key in ("query", "positive")} for row in rows] if kind == "pairs" else rows
+    sections = {
+        "distillation": {"loss": {"name": "distillation"}},
+        "beir": {"evaluation": {"rows": 0, "beir": str(write_folder(tmp_path / "beir"))}},
+        "nano_beir": {"evaluation": {"rows": 0, "nano_beir": list(SETS)}},
+    }
+    recipe = recipe_of(tmp_path, rows, **sections.get(kind, {}))
+    recipe = replace(recipe, fast=replace(recipe.fast, enabled=fast))
+    data, model = load_data(prepare(recipe)), model_of(recipe)
+    with switched(recipe.fast):
+        sound = evaluate(recipe, model, data)
+        model.model_card_data.eval_results_dict.clear()
+        caplog.clear()
+        metrics = evaluate(recipe, lost(model), data)
+    assert None not in sound.values() and metrics == dict.fromkeys(sound)
+    assert caplog.messages[-1:] == [
+        "The evaluation has no metrics: embeddings of the model are NaN or infinite, as after a training that diverged."
+    ]
+    assert not model.model_card_data.eval_results_dict and "encode" not in vars(model)
+
+
+def test_a_comparison_in_which_one_run_diverged_shows_what_there_is(tmp_path):
+    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "warnings": ["said twice"]}
+    step = {"seconds": 1.0, "loss": 0.5, "documents": 8, "live": 40, "encoded": 50, "query_tokens": 5}
+    stock, fast = (summarize({**result, "ndcg@10": quality}, [step] * 3) for quality in (None, 0.25))
+    fast["untrained"] = {"ndcg@10": 0.125}
+    stock["warnings"] = [*stock["warnings"], "no metrics"]
+    for runs in ({"stock": stock, "fast": fast}, {"stock": stock, "fast": fast | {"ndcg@10": None}}):
+        assert contrast(runs["stock"], runs["fast"])["ndcg@10_difference"] is None
+        comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(runs["stock"], runs["fast"])}
+        out = io.StringIO()
+        Console(file=out, width=200).print(comparison_table(comparison))
+        write_html(comparison, tmp_path / "compare.html")
+        page = (tmp_path / "compare.html").read_text()
+        assert "0.1250" in page and "0.1250" in out.getvalue() and "nDCG@10" in page
+        assert ("0.2500" in page) == (runs["fast"]["ndcg@10"] is not None)
+        assert "both runs: said twice" in page and "stock run: no metrics" in page
 
 
 def test_a_held_out_query_has_the_relevant_documents_of_all_its_rows(tmp_path):

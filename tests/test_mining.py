@@ -181,7 +181,8 @@ def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp
     monkeypatch.setattr(negatives, "search", search)
     rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}
     section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
-    found = negatives.search_documents(None, pairs, section, mining_parts.Work(tmp_path, PartialState()), {})
+    common = {"model": {"name_or_path": "c"}}
+    found = negatives.search_documents(None, pairs, section, mining_parts.Work(tmp_path, PartialState()), common)
     assert negatives.hard_negatives(pairs, section, *found, [0.0, 0.0]) == {0: [4, 5], 1: [7, 6]}
 
 

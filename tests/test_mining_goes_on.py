@@ -255,6 +255,33 @@ def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(encoder
     assert callable(mining.load_teacher(recipe.mining, torch.device("cpu")))
 
 
+@pytest.mark.parametrize("kind", ["model", "positives", "cross_encoder", "colbert"])
+def test_scores_that_are_not_finite_are_refused_before_they_are_used(kind, encoder, teacher, tmp_path, monkeypatch):
+    folder = tmp_path / "lost"
+    if kind == "cross_encoder":
+        shutil.copytree(teacher, folder)
+        name, file, overrides = "mining.teacher", folder / "model.safetensors", [f"mining.teacher={folder}"]
+    else:
+        load_colbert(encoder("bert")).save_pretrained(str(folder))
+        name, file, overrides = "model.name_or_path", folder / "1_Dense" / "model.safetensors", []
+        if kind == "colbert":
+            name, overrides = "mining.teacher", [f"mining.teacher={folder}", "mining.teacher_type=colbert"]
+    save_file({key: value * torch.nan for key, value in load_file(file).items()}, file, {"format": "pt"})
+    model = str(folder) if name == "model.name_or_path" else encoder("modernbert")
+    recipe = recipe_for(tmp_path, model, teacher, "model.embedding_size=null", *overrides)
+    if kind == "positives":  # as on a GPU, where another batch may overflow
+        monkeypatch.setattr(
+            negatives, "search", lambda *args: (torch.ones(len(args[0]), 9), torch.arange(9).repeat(len(args[0]), 1))
+        )
+    with pytest.raises(RecipeError) as error:
+        mining.mine(recipe)
+    assert str(error.value) == (
+        f"{name} {folder} must give scores that are finite numbers, but some of them are NaN or infinite."
+    )
+    stage = {"model": "search", "positives": "positives"}.get(kind, "teacher")
+    assert not list((tmp_path / "mined.unfinished").glob(f"{stage}-*")) and not (tmp_path / "mined").exists()
+
+
 def test_the_same_command_twice_at_the_same_time(encoder, teacher, tmp_path, monkeypatch):
     file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
     write, refused = mining_parts.write_whole, []

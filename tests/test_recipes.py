@@ -57,10 +57,15 @@ def test_every_option_of_the_fast_section_reaches_the_flag():
 
 def test_the_result_of_a_run_that_diverged_is_json(tmp_path):
     values = tiny(tmp_path, training={"learning_rate": 1e30, "max_grad_norm": 0, "max_steps": 5})
-    losses = training.train(load_recipe(write(tmp_path, values)))["losses"]
+    result = training.train(load_recipe(write(tmp_path, values)))
+    losses = result["losses"]
     assert not all(math.isfinite(loss) for _, loss in losses)
     written = json.loads((tmp_path / "out/train.json").read_text(), parse_constant=pytest.fail)
     assert [loss for _, loss in written["losses"]] == [loss if math.isfinite(loss) else None for _, loss in losses]
+    # NaN has an order as well, of which a metric could be made.
+    assert result["ndcg@10"] is None and written["ndcg@10"] is None
+    assert "ndcg" not in (tmp_path / "out/model/README.md").read_text().lower()
+    assert (tmp_path / "out/model/model.safetensors").exists()
 
 
 def test_an_override_changes_one_place_of_those_that_an_alias_makes_equal(tmp_path):

@@ -326,6 +326,15 @@ def test_equal_pages_and_equal_queries_count_as_one(recipe, visual_model, querie
     assert evaluate_pages(retriever, held_out, 2) == {"ndcg@10": 1.0}
 
 
+def test_a_model_of_nan_has_no_metrics(recipe, caplog):
+    loaded = recipe("colqwen2")
+    retriever = load_model(loaded.model, "cpu", 0)
+    with torch.no_grad():
+        retriever.model.custom_text_proj.weight.fill_(torch.nan)
+    assert evaluate(loaded, retriever, load_data(loaded)) == {"ndcg@10": None}
+    assert "embeddings of the model are NaN or infinite" in caplog.messages[-1]
+
+
 LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
 
 

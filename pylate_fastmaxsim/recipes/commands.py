@@ -257,14 +257,14 @@ def compare(
 
 def _show_comparison(comparison: dict[str, Any]) -> None:
     from pylate_fastmaxsim.recipes.html_report import sweep_sentence
-    from pylate_fastmaxsim.recipes.report import comparison_table, sweep_table
+    from pylate_fastmaxsim.recipes.report import comparison_table, sweep_table, warnings_of
 
     plain.print(comparison_table(comparison))
     if points := comparison.get("sweep"):
         plain.print(sweep_table(points))
         plain.print(sweep_sentence(points), highlight=False, soft_wrap=True)
-    for warning in comparison["runs"]["fast"].get("warnings", ()):
-        errors.print(f"fast run: {warning}", style="yellow", markup=False, highlight=False)
+    for warning in warnings_of(comparison):
+        errors.print(warning, style="yellow", markup=False, highlight=False)
 
 
 class _Rate(ProgressColumn):

@@ -317,11 +317,13 @@ def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
     both = stock["status"] == fast["status"] == FINISHED
     differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]
     # Not max(), which passes over NaN.
+    qualities = [run["ndcg@10"] for run in (stock, fast)] if both else [None, None]
     nan_from = next((step for step, gap in enumerate(differences, start=1) if not math.isfinite(gap)), None)
     return {
         "speedup": stock["step_seconds"] / fast["step_seconds"] if both else None,
         "peak_memory": fast["memory"]["peak"] / stock["memory"]["peak"] if both else None,
         "largest_loss_difference": max(differences, default=None) if nan_from is None else math.nan,
         "loss_difference_nan_from": nan_from,
-        "ndcg@10_difference": fast["ndcg@10"] - stock["ndcg@10"] if both and stock["ndcg@10"] is not None else None,
+        # A run that diverged has none.
+        "ndcg@10_difference": None if None in qualities else qualities[1] - qualities[0],
     }

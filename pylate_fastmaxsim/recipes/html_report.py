@@ -24,6 +24,7 @@ from pylate_fastmaxsim.recipes.report import (
     holds_more,
     memory,
     sweep_rows,
+    warnings_of,
 )
 
 TEMPLATE = "comparison.html.jinja"
@@ -40,7 +41,7 @@ def write_html(comparison: dict[str, Any], file: Path) -> None:
     html = page.render(
         name=comparison["recipe"]["name"],
         headline=headline(comparison),
-        warnings=[f"fast run: {warning}" for warning in runs["fast"].get("warnings", ())],
+        warnings=warnings_of(comparison),
         sections=_sections(comparison),
         environment=_readable(environments[0]) if environments else {},
         recipe=yaml.safe_dump(comparison["recipe"], sort_keys=False, allow_unicode=True),
@@ -137,7 +138,7 @@ def _quality_rows(runs: dict[str, Any]) -> Rows:
     rows = [
         _row(title, [untrained.get(key), *(run.get(key) for run in runs.values())], "{:.4f}")
         for key, title in METRICS.items()
-        if any(run.get(key) is not None for run in runs.values())
+        if any(measured.get(key) is not None for measured in (untrained, *runs.values()))
     ]
     return [("", "before", *(f"after, {mode}" for mode in runs)), *rows] if rows else []
 

@@ -98,7 +98,8 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
         result |= evaluate(recipe, model, data)
         few = training_arguments(recipe, **quiet, max_steps=WARM_UP_STEPS + MEASURED_STEPS)
         result["phases"] = _phases(recipe, model, data.train, few)
-        if untrained and result["ndcg@10"] is not None:
+        # Also of a model whose own metrics are None, because it diverged.
+        if untrained and any(each is not None for each in (data.held_out, data.collection, data.nano_beir)):
             del model
             model = load_model(recipe.model, arguments.device, recipe.training.seed)
             result["untrained"] = evaluate(recipe, model, data)

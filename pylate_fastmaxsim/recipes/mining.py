@@ -62,7 +62,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     ------
     RecipeError
         The recipe does not mine, its pairs or models cannot be loaded, the data set is complete and of other settings,
-        pairs, documents or models, another command mines it at this moment, or memory has run out.
+        pairs, documents or models, another command mines it at this moment, a model gives scores that are not finite, or
+        memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":

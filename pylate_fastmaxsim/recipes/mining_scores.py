@@ -30,14 +30,23 @@ Candidates = list[tuple[int, list[int]]]
 Scorer = Callable[[Pairs, Candidates], np.ndarray]
 
 
-def scored(score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm) -> np.ndarray:
-    """The scores of a part of the candidates, ``at_once`` rows of which are scored together."""
+def scored(
+    source: str, score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm
+) -> np.ndarray:
+    """The scores of a part of the candidates, ``at_once`` rows of which are scored together; ``source`` gives them."""
     scores = []
     for first in range(part.start, part.stop, at_once):
         rows = candidates[first : min(first + at_once, part.stop)]
         scores.append(score(pairs, rows).astype(np.float32))
+        require_finite_scores(source, scores[-1])
         bar.update(len(rows))
     return np.concatenate(scores)
+
+
+def require_finite_scores(source: str, scores: np.ndarray) -> None:
+    """Refuse scores of which no comparison says anything, before they decide about negatives or are written."""
+    if not np.isfinite(scores).all():
+        raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
 
 
 def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
@@ -128,7 +137,7 @@ def grade(
 ) -> np.ndarray:
     """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``; ``digest`` is of its files."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
-    compute = functools.partial(scored, teacher, pairs, candidates, at_once)
+    compute = functools.partial(scored, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
     settings = {
         "mining.teacher": [section.teacher, digest],
         "mining.teacher_type": section.teacher_type,

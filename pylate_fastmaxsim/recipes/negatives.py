@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.mining_parts import Work
-from pylate_fastmaxsim.recipes.mining_scores import Candidates, colbert_scores, scored
+from pylate_fastmaxsim.recipes.mining_scores import Candidates, colbert_scores, require_finite_scores, scored
 from pylate_fastmaxsim.recipes.pairs import Pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection
 from pylate_fastmaxsim.search import search
@@ -36,7 +36,9 @@ def search_documents(
     def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
         documents = pairs.documents.select(range(part.start, part.stop))
         scores, found = search(queries(), _encoded(model, documents, section.batch_size, bar), k)
-        return {"scores": scores.cpu().numpy(), "found": found.cpu().numpy() + part.start}
+        scores = scores.cpu().numpy()
+        require_finite_scores(_named(common), scores)  # NaN is in any case among the best
+        return {"scores": scores, "found": found.cpu().numpy() + part.start}
 
     best = None
     step = section.documents_per_part
@@ -49,6 +51,11 @@ def search_documents(
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         best = scores[:, :k], found.gather(1, order[:, :k])
     return best
+
+
+def _named(common: dict[str, Any]) -> str:
+    """The model that searches, as the recipe names it."""
+    return f"model.name_or_path {common['model']['name_or_path']}"
 
 
 def _encoded(model: ColBERT, documents: Dataset, batch_size: int, bar: tqdm) -> Iterator[TokenBatch]:
@@ -96,7 +103,7 @@ def lowest_positive_scores(
         return colbert_scores(model, pairs, candidates, section.batch_size)
 
     candidates = [(query, [document]) for query, document in pairs.rows]
-    compute = functools.partial(scored, score, pairs, candidates, BATCHES_AT_ONCE * section.batch_size)
+    compute = functools.partial(scored, _named(common), score, pairs, candidates, BATCHES_AT_ONCE * section.batch_size)
     lowest = [float("inf")] * len(pairs.queries)
     step = section.rows_per_part
     settings = common | {"mining.rows_per_part": step}

@@ -95,6 +95,13 @@ def _on_the_allocator(runs: Iterable[dict[str, Any]]) -> str:
     )
 
 
+def warnings_of(comparison: dict[str, Any]) -> list[str]:
+    """What was said in the runs, and in which of them."""
+    stock, fast = (comparison["runs"][mode].get("warnings", []) for mode in ("stock", "fast"))
+    said = [f"{'both runs' if warning in stock else 'fast run'}: {warning}" for warning in fast]
+    return said + [f"stock run: {warning}" for warning in stock if warning not in fast]
+
+
 def final_loss(run: dict[str, Any]) -> str:
     """As text: a dash without a step, and NaN for what is not finite, which is null in ``compare.json``."""
     if not run["losses"]:

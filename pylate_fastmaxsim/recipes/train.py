@@ -19,13 +19,14 @@ from transformers.integrations import is_tensorboard_available, is_wandb_availab
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.recipes.beir import evaluate_collection
+from pylate_fastmaxsim.recipes.beir import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
 from pylate_fastmaxsim.recipes.disk import write_whole_folder
 from pylate_fastmaxsim.recipes.epochs import FinishByEpochs, RefuseUnevenEpochs
+from pylate_fastmaxsim.recipes.finite_embeddings import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
-from pylate_fastmaxsim.recipes.held_out import evaluate_held_out
+from pylate_fastmaxsim.recipes.held_out import evaluate_held_out, names_of_metrics
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
@@ -342,7 +343,24 @@ def switched(fast: FastSection) -> AbstractContextManager:
 
 
 def evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData) -> dict[str, float | None]:
-    """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none."""
+    """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none.
+
+    All are None where the model's embeddings are not finite: an order of such scores is arbitrary, and the metrics of it
+    look like any others.
+    """
+    try:
+        with nullcontext() if recipe.model.visual else only_finite(model):
+            return _evaluate(recipe, model, data)
+    except NotFiniteError:
+        logger.warning(
+            "The evaluation has no metrics: embeddings of the model are NaN or infinite, as after a training that diverged."
+        )
+    if recipe.model.visual:
+        return {"ndcg@10": None}
+    return dict.fromkeys(METRICS if data.held_out is None else names_of_metrics(recipe, data.held_out))
+
+
+def _evaluate(recipe: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData) -> dict[str, float | None]:
     if data.collection is not None:
         return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)
     if data.nano_beir is not None:

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainingArguments
 
 from pylate_fastmaxsim.recipes.counted import Counted
+from pylate_fastmaxsim.recipes.finite_embeddings import require_finite
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16
 from pylate_fastmaxsim.recipes.phases import Phases
 from pylate_fastmaxsim.recipes.schema import LoraSection, ModelSection
@@ -236,6 +237,7 @@ def _encode(
     embeddings: list[Tensor] = []
     for batch in _batches(items, batch_size, description):
         embeddings += model(**process(batch).to(model.device)).cpu().unbind()
+    require_finite(embeddings)
     return embeddings
 
 
