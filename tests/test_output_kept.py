@@ -336,13 +336,52 @@ def test_a_record_that_cannot_be_read_is_one_sentence(name, tmp_path):
     training.train(load_recipe(file))
     record.write_text('{"cut')
     done = command("train", file)
+    is_recipe = name == run_folder.RECIPE_FILE
+    go_on = "move it away to go on without it"
+    if is_recipe:
+        go_on = "write into it the recipe that stands in their README.md to go on"
     assert (done.exit_code, done.stderr) == (
         2,
-        f"fastmaxsim: output_dir: {record} says what the checkpoints beside it were made of, but cannot be read; move it "
-        "away to go on without it, choose another output_dir, or start over with --no-resume.\n",
+        f"fastmaxsim: output_dir: {record} says what the checkpoints beside it were made of, but cannot be read; {go_on}, "
+        "choose another output_dir, or start over with --no-resume.\n",
     )
+    if is_recipe:
+        record.write_text(recipe_in_card(tmp_path / "out" / "checkpoint-4"))
+    else:
+        record.unlink()
+    assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
+    record.write_text('{"cut')
     assert training.train(load_recipe(file), resume=False)["resumed_from"] is None
     assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
+
+
+def recipe_in_card(folder) -> str:
+    return (folder / "README.md").read_text().partition("## Training recipe")[2].split("```")[1].removeprefix("yaml\n")
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_checkpoints_of_no_recipe_are_neither_adopted_nor_removed(resume, whole, tmp_path):
+    file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4, "save_total_limit": 1})), tmp_path / "out"
+    training.train(load_recipe(file))
+    foreign = out / "checkpoint-4"
+    if not whole:
+        (foreign / "trainer_state.json").unlink()
+    for path in [*out.glob("*.json"), out / run_folder.RECIPE_FILE]:
+        path.unlink()
+    before = files_of(out)
+    with pytest.raises(RecipeError) as error:
+        training.train(load_recipe(file, ["training.learning_rate=1"]), resume=resume)
+    assert str(error.value) == (
+        f"output_dir: {out} holds checkpoint-4, but no recipe-of-checkpoints.yaml that says of which recipe its checkpoints "
+        "are; choose another output_dir, move them away, or, if a recipe made them, copy it from their README.md into that "
+        "file."
+    )
+    assert files_of(out) == before
+    # What the sentence offers.
+    (out / run_folder.RECIPE_FILE).write_text(recipe_in_card(foreign))
+    resumed = training.train(load_recipe(file), resume=resume)["resumed_from"]
+    assert resumed == ("checkpoint-4" if resume and whole else None)
 
 
 def test_a_record_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):

@@ -105,6 +105,7 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
     """Ready ``output_dir`` for this run of so many processes and return the checkpoint to go on from."""
     directory = Path(recipe.output_dir)
     _require_model_elsewhere(recipe)
+    _require_recorded(directory)
     checkpoint = last_checkpoint(recipe) if resume else None
 
     def earlier(name: str) -> dict[str, Any]:
@@ -164,6 +165,18 @@ def _require_model_elsewhere(recipe: Recipe) -> None:
                 f"{MODEL_KEY}: {name} is one of the checkpoints in output_dir, which this run replaces; copy it to another "
                 "folder, or choose another output_dir."
             )
+
+
+def _require_recorded(directory: Path) -> None:
+    """Raise where checkpoints are not known to be a recipe's: they would be gone on from, replaced or removed."""
+    checkpoints = _checkpoints(directory)
+    if checkpoints and not (directory / RECIPE_FILE).exists():
+        newest = max(checkpoints, key=checkpoints.get)
+        raise RecipeError(
+            f"output_dir: {directory} holds {newest.name}, but no {RECIPE_FILE} that says of which recipe its checkpoints "
+            "are; choose another output_dir, move them away, or, if a recipe made them, copy it from their README.md into "
+            "that file."
+        )
 
 
 def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -264,9 +277,13 @@ def _read_record(file: Path) -> dict[str, Any] | None:
     except (ValueError, yaml.YAMLError):
         values = None
     if not isinstance(values, dict):
+        # Without the recipe nobody knows whose the checkpoints are; each has it in its card.
+        go_on = "move it away to go on without it"
+        if file.name == RECIPE_FILE:
+            go_on = "write into it the recipe that stands in their README.md to go on"
         raise RecipeError(
-            f"output_dir: {file} says what the checkpoints beside it were made of, but cannot be read; move it away to go "
-            "on without it, choose another output_dir, or start over with --no-resume."
+            f"output_dir: {file} says what the checkpoints beside it were made of, but cannot be read; {go_on}, choose "
+            "another output_dir, or start over with --no-resume."
         )
     return values
 

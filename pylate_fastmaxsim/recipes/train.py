@@ -75,9 +75,9 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe, of other
-        content of its data or model or of another number of processes, or is written by another command at this moment,
-        or its last checkpoint is another one on another machine, no batch could be made, or the evaluation ran out of
+        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or of none, of
+        other content of its data or model or of another number of processes, or is written by another command at this
+        moment, or its last checkpoint is another one on another machine, no batch could be made, or the evaluation ran out of
         memory.
     KeyboardInterrupt
         The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
