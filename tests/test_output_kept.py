@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -298,12 +299,12 @@ def test_checkpoints_of_an_earlier_version_go_on_where_its_keys_had_the_defaults
 
 
 def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(tmp_path, caplog, monkeypatch):
-    values = tiny(tmp_path, training={"max_steps": 4}, evaluation={"rows": 0})
+    values = tiny(tmp_path, training={"max_steps": 4, "save_steps": 2}, evaluation={"rows": 0})
     values["fast"]["stock_masking"] = True
 
-    def warned(file, *overrides) -> list[str]:
+    def warned(file, *overrides, resumed="checkpoint-4") -> list[str]:
         caplog.clear()
-        assert training.train(load_recipe(file, overrides))["resumed_from"] == "checkpoint-4"
+        assert training.train(load_recipe(file, overrides))["resumed_from"] == resumed
         return [message for message in caplog.messages if "masked" in message]
 
     file = write(tmp_path, values)
@@ -312,10 +313,14 @@ def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(t
     assert not warned(file, "fast.enabled=true")
     file = write(tmp_path, values | {"fast": {"enabled": False}}, "other")
     training.train(load_recipe(file), resume=False)
-    assert warned(file, "fast.enabled=true") == [
-        f"pylate-fastmaxsim is on, but the checkpoints in {tmp_path}/out were made with it off: stock PyLate lets masked "
-        "document tokens win and this package does not, so that scores differ from here on."
-    ]
+    # Evaluated another way than trained, each time; the last steps trained another way than the first, once.
+    for last in ("checkpoint-4", "checkpoint-4", "checkpoint-2"):
+        if last == "checkpoint-2":
+            shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+        assert warned(file, "fast.enabled=true", resumed=last) == [
+            f"pylate-fastmaxsim is on, but the checkpoints in {tmp_path}/out were made with it off: stock PyLate lets "
+            "masked document tokens win and this package does not, so that scores differ from here on."
+        ]
     assert not warned(file, "fast.enabled=true", "fast.fused_head=false")
     with monkeypatch.context() as patch:
         patch.setenv("PYLATE_FASTMAXSIM", "0")
@@ -323,9 +328,29 @@ def test_what_changes_rounding_and_memory_may_change_and_other_masking_is_said(t
         assert warning.startswith(
             f"pylate-fastmaxsim is off, but the checkpoints in {tmp_path}/out were made with it on: "
         )
-        assert not warned(file, "fast.enabled=true")
-    assert len(warned(file, "fast.enabled=true")) == 1
     assert len(warned(file)) == 1
+
+
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(by_folder, tmp_path, monkeypatch):
+    # As where the model that a training began with is on the Hub, under its name or the end of its path.
+    def on_the_hub(name):
+        assert not by_folder or name.count("/") == 1
+        return SimpleNamespace(id=name, sha="1")
+
+    monkeypatch.setattr("sentence_transformers.model_card.get_model_info", on_the_hub)
+    file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out"
+    first = training.train(load_recipe(file))
+    card = (out / "model" / "README.md").read_text()
+    assert card.count("## Evaluation") == card.count("## Training recipe") == 1 and "base_model: " in card
+    assert first == training.train(load_recipe(file)) | {"resumed_from": None}
+    assert (out / "model" / "README.md").read_text() == card
+    for _ in range(2):
+        changed = training.train(load_recipe(file, ["name=other", "fast.enabled=true", "evaluation.batch_size=8"]))
+        assert (changed["recipe"], changed["losses"]) == ("other", first["losses"])
+        assert changed["fast"] == first["fast"] | {"why_off": "the model was trained without it before"}
+    expected = card.replace("recipe `tiny`", "recipe `other`").replace("name: tiny", "name: other")
+    assert (out / "model" / "README.md").read_text() == expected.replace("  batch_size: 32\n", "  batch_size: 8\n")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.finite_json import write_json
 from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.sections import with_defaults
+from pylate_fastmaxsim.recipes.sections import build, with_defaults
 from pylate_fastmaxsim.recipes.tables import subset_files, table_files
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,13 @@ def trained_state(checkpoint: Path | None) -> TrainerState | None:
     return state if state.global_step >= state.max_steps else None
 
 
-def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> Path | None:
-    """Ready ``output_dir`` for this run of so many processes and return the checkpoint to go on from."""
+def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> tuple[Path | None, Recipe]:
+    """Ready ``output_dir`` for this run of so many processes.
+
+    Returns
+    -------
+    The checkpoint to go on from, and the recipe that the model is trained with: where no step is left, as it was trained.
+    """
     directory = Path(recipe.output_dir)
     _require_model_elsewhere(recipe)
     _require_recorded(directory)
@@ -131,8 +136,10 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
                 "earlier content back, choose another output_dir, or start over with --no-resume."
             )
     launched = {"processes": processes} | earlier(PROCESSES_FILE)
+    is_trained = trained_state(checkpoint) is not None
+    trained_with = _as_it_was_trained(recipe, before) if is_trained else recipe
     # What has only to be evaluated takes no more steps, which depend on how the rows are divided.
-    if launched["processes"] != processes and trained_state(checkpoint) is None:
+    if launched["processes"] != processes and not is_trained:
         raise RecipeError(
             f"the number of processes is {processes}, but the checkpoints in {recipe.output_dir} were made with "
             f"{launched['processes']}; keep it, choose another output_dir, or start over with --no-resume."
@@ -146,11 +153,11 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> P
                 (path / CHECKPOINT_LAST_FILE).unlink(missing_ok=True)
             for path in checkpoints:
                 shutil.rmtree(path)
-        write_whole_text(directory / RECIPE_FILE, dump_recipe(recipe))
+        write_whole_text(directory / RECIPE_FILE, dump_recipe(trained_with))
         _write_record(directory / MINED_FILE, {"digest": digest} if digest is not None else {})
         _write_record(directory / FILES_FILE, data | model)
         _write_record(directory / PROCESSES_FILE, launched)
-    return checkpoint
+    return checkpoint, trained_with
 
 
 def _require_model_elsewhere(recipe: Recipe) -> None:
@@ -296,6 +303,12 @@ def _require_same_run(recipe: Recipe, earlier: dict[str, Any]) -> None:
                 f"{key} is {now.get(key)!r}, but the checkpoints in {recipe.output_dir} were made with "
                 f"{before.get(key)!r}; keep it, choose another output_dir, or start over with --no-resume."
             )
+
+
+def _as_it_was_trained(recipe: Recipe, earlier: dict[str, Any]) -> Recipe:
+    """The recipe of a training that is over, under the name and with the evaluation of now."""
+    trained = build(Recipe, with_defaults(earlier, Recipe), "")
+    return replace(trained, name=recipe.name, output_dir=recipe.output_dir, evaluation=recipe.evaluation)
 
 
 def _say_what_masking_changes(recipe: Recipe, earlier: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from pylate import losses, models, utils
-from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
@@ -30,7 +30,7 @@ from pylate_fastmaxsim.recipes.held_out import evaluate_held_out, names_of_metri
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
-from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe
+from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe, retell_training
 from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.output import MODEL_DIRECTORY, open_output, trained_state
 from pylate_fastmaxsim.recipes.prepare import prepare
@@ -70,7 +70,8 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Returns
     -------
     The content of ``train.json``, which has null for a number that is NaN or infinite: steps, losses, metrics of the
-    evaluation, where the model is. Its ``fast`` says what was in force, and ``why_off`` in it why the plugin was not.
+    evaluation, where the model is. Its ``fast`` says what was in force in the training, and ``why_off`` in it why
+    the plugin was not.
 
     Raises
     ------
@@ -104,20 +105,24 @@ def _train(
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         # What is in force, which the environment may have a say in.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
-        checkpoint = open_output(in_force, resume, arguments.should_save, arguments.world_size)
+        checkpoint, trained_with = open_output(in_force, resume, arguments.should_save, arguments.world_size)
     require_same_checkpoint(recipe, checkpoint)
     with switched(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
             trainer = build_trainer(recipe, model, data.train, arguments)
-            state = _run_trainer(recipe, trainer, checkpoint)
+            state = _run_trainer(trained_with, trainer, checkpoint)
             model = trainer.whole_model()
         else:
             with loaded_whole(arguments):
-                model = load_trained(prepared.model, checkpoint, arguments.device)
+                begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
+            if not recipe.model.visual:  # whose cards say nothing of the training but the recipe
+                trainer = build_trainer(trained_with, model, data.train, arguments, SentenceTransformerTrainer)
+                retell_training(trainer, state, begun)
+            del begun
         result = {
             "recipe": recipe.name,
-            "fast": asdict(recipe.fast) | {"enabled": why_off is None, "why_off": why_off},
+            "fast": asdict(trained_with.fast) | {"why_off": _why_off_in_training(trained_with.fast, why_off)},
             "resumed_from": checkpoint and checkpoint.name,
             "steps": state.global_step,
             "losses": [[entry["step"], entry["loss"]] for entry in state.log_history if "loss" in entry],
@@ -125,10 +130,17 @@ def _train(
         }
         if arguments.should_save:
             # Before the evaluation, which may take hours, fail or be interrupted: without checkpoints this is all there is.
-            _save(recipe, model, result)
+            _save(trained_with, model, result)
             result |= _evaluate_saved(recipe, prepared, model, data)
-            _save_metrics(recipe, model, result)
+            _save_metrics(trained_with, model, result)
     return result
+
+
+def _why_off_in_training(trained_with: FastSection, why_off: str | None) -> str | None:
+    """Why the plugin was off in the training, of which an earlier run may have taken the last step."""
+    if trained_with.enabled:
+        return None
+    return why_off or "the model was trained without it before"
 
 
 def require_same_checkpoint(recipe: Recipe, checkpoint: Path | None) -> None:
