@@ -17,6 +17,7 @@ pytest.importorskip("pylate")
 import torch
 import yaml
 from datasets import Dataset
+from pylate.models import ColBERT, Dense
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 from tiny_recipe import hub_dataset, text, tiny, write
 from typer.testing import CliRunner
@@ -380,6 +381,26 @@ def test_rotary_positions_do_not_limit_documents(encoder, tmp_path):
     assert done.exit_code == 0, done.output
     done = command("train", file, "model.query_length=129")
     assert done.exit_code == 2 and "model.query_length must be at most 128" in done.stderr
+
+
+def test_another_embedding_size_than_that_of_a_trained_projection(encoder, tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 1, "save_steps": None}, evaluation={"rows": 0})
+    trained = ColBERT(encoder("modernbert"), embedding_size=8, device="cpu")
+    trained.save(str(tmp_path / "trained"))
+    recipe["model"] = {"name_or_path": str(tmp_path / "trained")}
+    file = write(tmp_path, recipe)
+    for name in ("train", "compare"):
+        done = command(name, file, "model.embedding_size=4")
+        assert (done.exit_code, done.stderr) == (
+            2,
+            f"fastmaxsim: model.embedding_size must be 8 or null, because model.name_or_path {tmp_path}/trained ends with a "
+            "projection of that size, got 4.\n",
+        )
+    assert not (tmp_path / "out").exists()
+    # One that has two projections itself.
+    trained.append(Dense(8, 4))
+    trained.save(str(tmp_path / "trained"))
+    assert command("train", file, "model.embedding_size=4").exit_code == 0
 
 
 # Ctrl-C in the moment when the fifth part has been written, so that some of hundreds are done on any machine.

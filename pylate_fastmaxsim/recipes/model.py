@@ -69,6 +69,7 @@ def load_model(
         raise loading_failure(key, section, error) from error
     if is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
+    _check_embedding_size(section, model, key)
     _check_lengths(section, model)
     config = model[0].auto_model.config
     # transformers drops them without a word.
@@ -91,6 +92,22 @@ def _colbert(section: ModelSection, device: torch.device | str) -> models.ColBER
         config_kwargs=dict(section.config_kwargs),
         trust_remote_code=section.trust_remote_code,
     )
+
+
+def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str) -> None:
+    """Refuse a size to which PyLate has added a projection with random weights behind a trained one of another size.
+
+    It warns of that, which the commands do not show.
+    """
+    if section.embedding_size is None or len(model) <= 2:
+        return  # an encoder with one projection, which is the checkpoint's or was added because it has none
+    own = _colbert(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several itself
+    if len(own) < len(model):
+        size = own[-1].out_features
+        raise RecipeError(
+            f"model.embedding_size must be {size} or null, because {key} {section.name_or_path} ends with a projection of "
+            f"that size, got {section.embedding_size}."
+        )
 
 
 def _check_lengths(section: ModelSection, model: models.ColBERT) -> None:
