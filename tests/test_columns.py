@@ -106,6 +106,12 @@ LEFT_OUT = "as it does dataset_name and every column with _id in its name; leave
             f"data.columns: PyLate's collator encodes 'anchored' as queries, {QUERIES}",
         ),
         (
+            {"return_loss": "n"},
+            None,
+            "contrastive",
+            "data.columns: Sentence Transformers keeps the name 'return_loss' for itself; rename the column, or leave it out.",
+        ),
+        (
             {"positive_id": "p"},
             "[query, positive_id]",
             "contrastive",
@@ -126,6 +132,20 @@ def test_columns_that_the_collator_would_read_otherwise_get_one_sentence(added, 
         train(recipe_of(tmp_path, rows, *overrides, loss=loss))
     assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_negative_that_stands_where_the_positive_is_read_is_refused_unless_it_is_named(tmp_path):
+    rows = [{"query": row["query"], "negative": text(i, 7), **row} for i, row in enumerate(PAIRS)]
+    recipe = recipe_of(tmp_path, rows)
+    with pytest.raises(RecipeError) as error:
+        load_data(recipe)
+    assert str(error.value) == (
+        "data.columns must be given where the data has 'negative' before 'positive', because the first column after the "
+        "query is its positive; for example [query, positive, negative]."
+    )
+    for columns in (["query", "positive", "negative"], ["query", "negative", "positive"], ["query", "negative"]):
+        recipe = recipe_of(tmp_path, rows, f"data.columns=[{', '.join(columns)}]")
+        assert load_data(recipe).train.column_names == columns
 
 
 def test_rows_without_a_document_beside_the_ids_get_one_sentence(tmp_path):

@@ -23,6 +23,7 @@ from pylate_fastmaxsim.recipes.tables import load_table, require_texts, require_
 ROWS_AT_ONCE = 100_000
 
 LABEL_COLUMNS = ("label", "scores")  # what PyLate's collator reads as teacher scores, whatever the loss
+RESERVED_COLUMN = "return_loss"  # of the trainer, as is dataset_name, which is an id here
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,11 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
         )
+    if RESERVED_COLUMN in others:
+        raise RecipeError(
+            f"data.columns: Sentence Transformers keeps the name {RESERVED_COLUMN!r} for itself; rename the column, or leave "
+            "it out."
+        )
     labels = [column for column in columns if column in LABEL_COLUMNS]
     if recipe.loss.name == "distillation":
         if len(others) != 2 or labels != others[1:]:
@@ -182,7 +188,20 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
             f"data.columns must be the query, its positive and any negatives, got [{query}]; "
             "a column with _id in its name counts as an id."
         )
+    if recipe.data.columns is None:
+        _require_positive_first(others, query)
     require_text(dataset, columns, "data")
+
+
+def _require_positive_first(documents: list[str], query: str) -> None:
+    """Refuse columns in the order of the data by which a negative would be trained as the positive, as if all were well."""
+    positives = [column for column in documents if "positive" in column]
+    if positives and "negative" in documents[0]:
+        ordered = [query, positives[0], *(column for column in documents if column != positives[0])]
+        raise RecipeError(
+            f"data.columns must be given where the data has {documents[0]!r} before {positives[0]!r}, because the first "
+            f"column after the query is its positive; for example [{', '.join(ordered)}]."
+        )
 
 
 def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
