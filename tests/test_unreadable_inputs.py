@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
+import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
@@ -193,6 +194,17 @@ def test_a_folder_that_datasets_takes_for_a_pattern(tmp_path):
         f"data.name: the path of the folder {folder} must have no [, which datasets takes for the begin of a pattern; "
         "rename it."
     )
+
+
+def test_parquet_files_without_rows(tmp_path):
+    files = [str(tmp_path / f"{name}.parquet") for name in ("rows", "empty")]
+    rows = Dataset.from_list([{"query": "q", "positive": "d"}])
+    rows.to_parquet(files[0])
+    pq.write_table(rows.data.table.slice(0, 0), files[1])  # a group of no rows, where datasets writes no group
+    for some in (files, files[1:]):
+        with pytest.raises(RecipeError) as error:
+            load_table("data.files", "parquet", data_files=some, split="train")
+        assert str(error.value) == f"data.files: there are no rows in {files[1]}."
 
 
 def test_tables_called_as_datasets_calls_its_own(tmp_path):

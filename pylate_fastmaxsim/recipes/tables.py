@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from datasets import (
     Dataset,
     DatasetDict,
@@ -29,6 +30,8 @@ from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
+# What pyarrow says where datasets reads as many rows at once as the first group of a Parquet file has.
+NO_ROWS_IN_GROUP = "BatchSize must be greater than 0"
 
 # What only save_to_disk of datasets writes into the folder of a table, and of several.
 SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
@@ -67,6 +70,8 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             ) from error
         if isinstance(error, StopIteration) or NO_ROWS in str(error):
             raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
+        if NO_ROWS_IN_GROUP in str(error) and (file := _parquet_without_rows(_flat(options.get("data_files")))):
+            raise RecipeError(f"{key}: there are no rows in {file}.") from error
         raise loading_failure(key, error) from error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
@@ -100,6 +105,15 @@ def _file_with(columns: list[str], kind: str, files: Any) -> str | None:
         with suppress(StopIteration):  # an empty file
             rows = load_dataset(kind, split="train", streaming=True, **_literal({"data_files": file}))
             if not set(columns).isdisjoint(next(iter(rows), ())):
+                return file
+    return None
+
+
+def _parquet_without_rows(files: list[str]) -> str | None:
+    """The first of these files that is a table without rows."""
+    for file in files:
+        with suppress(OSError, pa.ArrowInvalid):  # one on the Hub
+            if pq.read_metadata(file).num_rows == 0:
                 return file
     return None
 
