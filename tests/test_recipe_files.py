@@ -101,6 +101,14 @@ def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path
             'name="\\ud800"',
             "--set name, line 1: not valid YAML: '\\ud800' has half of a character.",
         ),
+        (
+            "model.config_kwargs={attention_dropout: -1}",
+            "model.config_kwargs.attention_dropout must be a number of at least 0 and at most 1, got -1.",
+        ),
+        (
+            "model.config_kwargs={num_hidden_layers: 0}",
+            "model.config_kwargs.num_hidden_layers must be an integer of at least 1, got 0.",
+        ),
         ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
         ("data.files=[rows.csv]", "data.files must end in .jsonl or .parquet, got rows.csv."),
         ("data.source=web", "data.source must be one of docstrings, hub, files, distillation, got 'web'."),

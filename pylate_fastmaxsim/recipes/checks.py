@@ -53,6 +53,8 @@ SOURCE_KEYS = {
     "files": ("files",),
     "distillation": ("name", "split", "n_ways"),
 }
+# Values of a configuration of which a model has at least 1.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -107,6 +109,16 @@ def _check_model(recipe: Recipe) -> None:
             "model.config_kwargs must hold what the JSON of a model's configuration can: strings, finite numbers, true, "
             f"false, null, lists and mappings, got {model.config_kwargs!r}."
         ) from None
+    for name, value in model.config_kwargs.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        # The first forward would fail on the one, and weights be drawn by dividing by the other.
+        if "dropout" in name and not 0 <= value <= 1:
+            raise RecipeError(
+                f"model.config_kwargs.{name} must be a number of at least 0 and at most 1, got {value!r}."
+            )
+        if name in SIZES and value < 1:
+            raise RecipeError(f"model.config_kwargs.{name} must be an integer of at least 1, got {value!r}.")
     if model.build is not None and model.build.hidden_size % (2 * model.build.num_attention_heads):
         raise RecipeError(
             "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "
