@@ -341,6 +341,10 @@ def test_an_argument_that_the_trainer_does_not_know(override, tmp_path):
             "training.lr_scheduler_type=warmup_stable_decay",
             "training.lr_scheduler_type warmup_stable_decay cannot be used here: ",
         ),
+        (
+            "training.lr_scheduler_type=reduce_lr_on_plateau",
+            "training.lr_scheduler_type must not be reduce_lr_on_plateau, which needs evaluations during the training; ",
+        ),
         ("model.build.intermediate_size=99999999999999999999", "model cannot be built: "),
         ("model.config_kwargs={attention_dropout: high}", "model cannot be built: "),
         ("model.query_length=100000", "model.query_length must be at most 8192, as many positions as ModernBertModel"),

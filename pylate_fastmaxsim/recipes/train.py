@@ -226,6 +226,11 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
         The trainer does not take them, or the GPU has no bf16.
     """
     options = asdict(recipe.training)
+    if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
+        raise RecipeError(
+            "training.lr_scheduler_type must not be reduce_lr_on_plateau, which needs evaluations during the training; a "
+            "recipe has one at its end."
+        )
     del options["precision"]
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
