@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def tables() -> dict[str, list[dict]]:
         for step in range(7)
     ]
     return {"corpus": corpus, "queries": queries, "qrels": qrels}
+
+
+def judged(*rows: tuple) -> list[dict]:
+    return [dict(zip(beir.JUDGEMENT_COLUMNS, row, strict=True)) for row in rows]
 
 
 def write_folder(folder: Path, file: str = "qrels/test.tsv", **changed: list[dict]) -> Path:
@@ -179,14 +184,18 @@ def test_cranfield_is_read():
     assert sum(map(len, collection.judgements.values())) == 1837
 
 
-def test_a_recipe_reports_it_stock_and_fast(tmp_path):
-    recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(write_folder(tmp_path / "data"))})
+def test_a_recipe_reports_it_stock_and_fast(tmp_path, caplog):
+    folder = write_folder(tmp_path / "data", qrels=[*tables()["qrels"], *judged(("q1", "gone", 1))])
+    recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(folder)})
     recipe["model"]["build"]["dropout"] = 0.0
     recipe["training"] |= {"max_steps": 2, "save_steps": None}
     loaded = load_recipe(write(tmp_path, recipe))
     assert len(load_data(loaded).train) == 60
     result = train(loaded)
     comparison = compare(loaded)
+    # Here and not once more by each of its runs.
+    assert len([message for message in caplog.messages if "judged documents are not in the corpus" in message]) == 1
+    assert not comparison["runs"]["fast"]["warnings"]
     for run in comparison["runs"].values():
         assert all(run[name] == pytest.approx(result[name], abs=1e-6) for name in beir.METRICS)
     for table in (training_table(result), comparison_table(comparison)):
@@ -250,6 +259,72 @@ def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp
     with pytest.raises(RecipeError) as error:
         beir.load_collection(EvaluationSection(beir=str(folder)))
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["files", "hub"])
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([("q1", "0001", 0.5)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
+        ([("q1", "0001", 2.0), ("q1", "0002", 1.9)], "the grade of query q1 and document 0002 must be an integer, "),
+        ([("q1", "0001", math.nan)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
+        ([("q1", "0001", math.inf)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
+        (
+            [("q1", "0001", 1), ("q2", "0001", 0), ("q1", "0001", 0)],
+            "the query q1 and the document 0001 must have one grade, but are judged 1 and 0.",
+        ),
+        ([("q1", "0001", 1.0), ("q2", "0002", 2.0), ("q1", "0001", 1.0)], None),
+    ],
+)
+def test_a_grade_is_one_whole_number(rows, sentence, layout, tmp_path):
+    qrels = judged(*rows)
+    folder = tmp_path / "data"
+    if layout == "files":
+        write_folder(folder, qrels=qrels)
+    else:
+        hub_dataset(folder, **(tables() | {"qrels": qrels}))
+    section = EvaluationSection(beir=str(folder), split="test" if layout == "files" else "train")
+    if sentence is None:
+        grades = beir.load_collection(section).judgements
+        assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
+        return
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(section)
+    value = rows[0][-1]
+    got = repr(str(value)) if layout == "files" else repr(value)
+    assert f"evaluation.beir: {sentence.replace('GRADE', got)}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "place"),
+    [
+        ("corpus", "_id", "the subset corpus"),
+        ("queries", "_id", "the subset queries"),
+        ("qrels", "query-id", "the judgements"),
+        ("qrels", "corpus-id", "the judgements"),
+    ],
+)
+def test_a_row_without_an_id_is_refused(table, column, place, tmp_path):
+    content = tables()
+    content[table][2][column] = None
+    folder = hub_dataset(tmp_path / "data", **content)
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(folder), split="train"))
+    assert (
+        str(error.value) == f"evaluation.beir: {column!r} of {place} must hold an id in every row, but row 2 has none."
+    )
+
+
+def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplog):
+    qrels = judged(("q1", "0001", 1), ("q1", "gone", 1), ("q2", "gone", 0), ("q2", "lost", 1))
+    folder = write_folder(tmp_path / "data", qrels=qrels)
+    for _ in range(2):  # as a process does that builds the model as well
+        collection = beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert collection.judgements["q2"] == {"gone": 0, "lost": 1}
+    assert caplog.messages == [
+        f"evaluation.beir: 2 of 3 judged documents are not in the corpus of {folder}, for example 'gone'; no search finds "
+        "them, which lowers the metrics where they are relevant."
+    ]
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import csv
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 from datasets import Dataset, get_dataset_config_names
@@ -25,6 +29,8 @@ from pylate_fastmaxsim.recipes.tables import (
 )
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
+
+logger = logging.getLogger(__name__)
 
 KEY = "evaluation.beir"
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
@@ -64,8 +70,8 @@ def load_collection(section: EvaluationSection) -> Collection:
     Raises
     ------
     RecipeError
-        A table or a column is missing, an id is that of several rows, there are no judgements for any query, or no
-        judged document is in the corpus.
+        A table or a column is missing, a row has no id or that of another, a grade is no integer, a document has two
+        grades for one query, there are no judgements for any query, or no judged document is in the corpus.
     """
     corpus = load_subset(KEY, section.beir, "corpus", ("_id", "text"))
     texts = load_subset(KEY, section.beir, "queries", ("_id", "text"))
@@ -76,21 +82,14 @@ def load_collection(section: EvaluationSection) -> Collection:
                 f"{KEY}: the ids of the subset {subset} look like dates, which datasets reads from JSON as {kind} and "
                 "not as they are written; store that subset as .parquet, with ids that are strings."
             )
+        _require_ids(f"the subset {subset}", table, "_id")
         _require_distinct_ids(subset, table)
     require_texts(f"{KEY}: 'text' of the subset queries", texts, "text", gaps=True)
     for subset, table in (("queries", texts), ("corpus", corpus)):
         for column in table.column_names:
             if is_text(table, column):
                 require_utf8(f"{KEY}: {column!r} of the subset {subset}", table.data.column(column))
-    judgements: dict[str, dict[str, int]] = {}
-    rows = _load_judgements(section)
-    for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
-        try:
-            judgements.setdefault(str(query), {})[str(document)] = int(grade)
-        except (TypeError, ValueError):
-            raise RecipeError(
-                f"{KEY}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
-            ) from None
+    judgements = _by_query(_load_judgements(section))
     queries = {str(row["_id"]): row["text"] for row in texts if str(row["_id"]) in judgements}
     missing = next((query for query in judgements if query not in queries), None)
     if missing is not None or not queries:
@@ -101,15 +100,73 @@ def load_collection(section: EvaluationSection) -> Collection:
         raise RecipeError(
             f"{KEY}: 'text' of the subset queries must hold a text, but the judged query {empty} has none."
         )
+    _require_judged_documents(section.beir, corpus, judgements)
+    return Collection(corpus, queries, judgements)
+
+
+def _by_query(rows: Dataset) -> dict[str, dict[str, int]]:
+    """The grade of each judged document, for each query."""
+    for column in JUDGEMENT_COLUMNS[:2]:
+        _require_ids("the judgements", rows, column)
+    judgements: dict[str, dict[str, int]] = {}
+    for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
+        try:
+            whole = _integer(grade)
+        except (TypeError, ValueError, OverflowError):  # no number, not a whole one or nan, infinite
+            raise RecipeError(
+                f"{KEY}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
+            ) from None
+        first = judgements.setdefault(str(query), {}).setdefault(str(document), whole)
+        if whole != first:
+            raise RecipeError(
+                f"{KEY}: the query {query} and the document {document} must have one grade, but are judged {first} and "
+                f"{whole}."
+            )
+    return judgements
+
+
+def _integer(grade: Any) -> int:
+    """A grade as an integer, also one that was stored as a float, as pandas does in columns that once had gaps."""
+    if isinstance(grade, str):
+        try:
+            return int(grade)  # of more digits than a float has
+        except ValueError:
+            grade = float(grade)
+    if int(grade) != grade:
+        raise ValueError
+    return int(grade)
+
+
+def _require_judged_documents(name: str, corpus: Dataset, judgements: dict[str, dict[str, int]]) -> None:
+    """Refuse a corpus without any judged document, and say how many it lacks of them otherwise."""
     judged = {document for grades in judgements.values() for document in grades}
-    if not any(
-        str(document) in judged for rows in corpus.select_columns("_id").iter(IDS_AT_ONCE) for document in rows["_id"]
-    ):
+    missing = set(judged)
+    for rows in corpus.select_columns("_id").iter(IDS_AT_ONCE):
+        missing.difference_update(map(str, rows["_id"]))
+    if len(missing) == len(judged):
         raise RecipeError(
-            f"{KEY}: {section.beir} does not fit together: no judged document is in the corpus, whose first id is "
+            f"{KEY}: {name} does not fit together: no judged document is in the corpus, whose first id is "
             f"{str(corpus[0]['_id'])!r} where a judged one is {next(iter(next(iter(judgements.values()))))!r}."
         )
-    return Collection(corpus, queries, judgements)
+    if missing:
+        _say_once(
+            f"{KEY}: {len(missing)} of {len(judged)} judged documents are not in the corpus of {name}, for example "
+            f"{min(missing)!r}; no search finds them, which lowers the metrics where they are relevant."
+        )
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    """A process loads a collection twice where it builds the model as well; of several processes one speaks."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(sentence)
+
+
+def _require_ids(where: str, table: Dataset, column: str) -> None:
+    """Refuse rows without an id, which would all have the id None."""
+    row = pc.index(pc.is_null(table.data.column(column)), True).as_py()
+    if row >= 0:
+        raise RecipeError(f"{KEY}: {column!r} of {where} must hold an id in every row, but row {row} has none.")
 
 
 def _require_distinct_ids(subset: str, table: Dataset) -> None:

@@ -71,11 +71,12 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
     RecipeError
         The recipe does not fit its data or this machine, or no batch could be made, without ``steps_only``.
     """
-    warnings = _Warnings()
-    logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
     arguments = training_arguments(recipe, **quiet)
     data = load_data(recipe)
+    # Not before: what there is to say of the data, the comparison has said when it loaded them.
+    warnings = _Warnings()
+    logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
     result = {
         "status": FINISHED,
