@@ -244,6 +244,22 @@ def test_a_recipe_reports_it_stock_and_fast(tmp_path, caplog):
             "'text' of the subset queries must hold text, but it holds Value('int64').",
         ),
         (
+            {"corpus": [row | {"text": [row["text"], "."]} for row in tables()["corpus"]]},
+            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds ",
+        ),
+        (
+            {"corpus": [row | {"text": {"body": row["text"]}} for row in tables()["corpus"]]},
+            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds {'body': Value('string')}.",
+        ),
+        (
+            {"corpus": [row | {"text": 7} for row in tables()["corpus"]]},
+            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds Value('int64').",
+        ),
+        (
+            {"corpus": [row | {"title": [row["title"]]} for row in tables()["corpus"]]},
+            "evaluation.beir: 'title' of the subset corpus must hold text, but it holds ",
+        ),
+        (
             {"corpus": [*tables()["corpus"], {"_id": "0007", "title": "", "text": "another passage"}]},
             "evaluation.beir: '_id' of the subset corpus must be another in each row, but 0007 is that of several.",
         ),
@@ -377,6 +393,20 @@ def test_judgements_that_cannot_be_read_get_one_sentence(content, sentence, tmp_
 
 def test_a_document_without_a_text_has_its_title():
     assert beir._joined("A title", None) == "A title" and beir._joined(None, None) == ""
+
+
+@pytest.mark.parametrize("titles", ["none", "null", "some null"])
+def test_documents_may_lack_a_title_or_a_text(titles, encoder, tmp_path):
+    corpus = tables()["corpus"][:9]
+    for number, row in enumerate(corpus):
+        if titles == "none":
+            del row["title"]
+        elif titles == "null" or number % 2:
+            row["title"] = None
+    corpus[4]["text"] = None
+    qrels = judged(("q1", "0001", 1))
+    found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
+    assert len(found["q1"]) == 9
 
 
 @pytest.mark.parametrize("table", ["corpus", "queries"])

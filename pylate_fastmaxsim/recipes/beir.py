@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-from datasets import Dataset, get_dataset_config_names
+from datasets import Dataset, Value, get_dataset_config_names
 from pylate.models import ColBERT
 from tqdm import tqdm
 
@@ -70,7 +70,7 @@ def load_collection(section: EvaluationSection) -> Collection:
     Raises
     ------
     RecipeError
-        A table or a column is missing, a row has no id or that of another, a grade is no integer, a document has two
+        A table or a column is missing or holds no texts, a row has no id or that of another, a grade is no integer, a document has two
         grades for one query, there are no judgements for any query, or no judged document is in the corpus.
     """
     corpus = load_subset(KEY, section.beir, "corpus", ("_id", "text"))
@@ -84,7 +84,11 @@ def load_collection(section: EvaluationSection) -> Collection:
             )
         _require_ids(f"the subset {subset}", table, "_id")
         _require_distinct_ids(subset, table)
-    require_texts(f"{KEY}: 'text' of the subset queries", texts, "text", gaps=True)
+    for subset, table in (("queries", texts), ("corpus", corpus)):
+        # Anything else would be encoded as Python writes it, brackets and all.
+        require_texts(f"{KEY}: 'text' of the subset {subset}", table, "text", gaps=True)
+    if "title" in corpus.column_names and corpus.features["title"] != Value("null"):  # where no document has one
+        require_texts(f"{KEY}: 'title' of the subset corpus", corpus, "title", gaps=True)
     for subset, table in (("queries", texts), ("corpus", corpus)):
         for column in table.column_names:
             if is_text(table, column):
