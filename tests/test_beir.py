@@ -343,6 +343,26 @@ def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplo
     ]
 
 
+@pytest.mark.parametrize(
+    ("notes", "sentence"),
+    [
+        ("# my notes\n", None),
+        ("---\nlicense: mit\nconfigs: []\n---\n# my notes\n", None),
+        ("---\nwhat this is\n---\n", None),
+        ("---\nconfigs: [\n---\n", "evaluation.beir cannot be loaded: ParserError: "),
+    ],
+)
+def test_a_readme_that_names_no_subsets_is_no_matter(notes, sentence, tmp_path):
+    folder = write_folder(tmp_path / "data")
+    (folder / "README.md").write_text(notes)
+    section = EvaluationSection(beir=str(folder))
+    if sentence is None:
+        assert len(beir.load_collection(section).judgements) == QUERIES
+        return
+    with pytest.raises(RecipeError, match=sentence):
+        beir.load_collection(section)
+
+
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "data")
     with pytest.raises(RecipeError, match="the folder .* must hold qrels/dev.tsv or qrels.tsv"):

@@ -44,7 +44,9 @@ def by_query(rows) -> list[tuple]:
     return sorted((row["query"], row["documents"], [round(score, 5) for score in row["scores"]]) for row in rows)
 
 
-@pytest.mark.parametrize("form", [".jsonl", ".parquet", "hub", "lists as text", "numbers as ids", "mined [lr=1e-5]"])
+@pytest.mark.parametrize(
+    "form", [".jsonl", ".parquet", "hub", "notes", "lists as text", "numbers as ids", "mined [lr=1e-5]"]
+)
 def test_rows_are_those_of_pylate(form, tmp_path):
     subsets = kd_subsets()
     train, queries, documents = (Dataset.from_list(subsets[name]) for name in ("train", "queries", "documents"))
@@ -66,6 +68,8 @@ def test_rows_are_those_of_pylate(form, tmp_path):
         (folder / "README.md").write_text("---\nconfigs: []\n---\n")
     else:
         write_files(folder, subsets, form if form == ".parquet" else ".jsonl")
+    if form == "notes":
+        (folder / "README.md").write_text("# where these rows are from\n")
     rows = load(tmp_path, folder, "data.n_ways=4")
     assert rows.column_names == ["query", "documents", "scores"]
     assert by_query(rows) == expected and len(expected) == 24

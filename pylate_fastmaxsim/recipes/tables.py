@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import yaml
 from datasets import (
     Dataset,
     DatasetDict,
@@ -23,6 +24,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from pylate_fastmaxsim.recipes.checks import FILE_TYPES
 from pylate_fastmaxsim.recipes.disk import read_failure, write_failure
@@ -186,8 +188,8 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
     key
         The key of the recipe that gave ``name``.
     name
-        On the Hub, or a folder: a copy of what is on the Hub, with its README.md, or one with a .jsonl or
-        .parquet file named after each subset.
+        On the Hub, or a folder: a copy of what is on the Hub, with a README.md whose ``configs`` name the subsets,
+        or one with a .jsonl or .parquet file named after each subset.
     subset
         Name of the table.
     columns
@@ -203,7 +205,22 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
 def has_plain_files(name: str) -> bool:
     """Whether a data set is a folder of files rather than laid out as on the Hub, or can only be read as one."""
     folder = Path(name)
-    return folder.is_dir() and (not (folder / "README.md").exists() or _looks_like_a_pattern(folder))
+    return folder.is_dir() and (not _names_subsets(folder / "README.md") or _looks_like_a_pattern(folder))
+
+
+def _names_subsets(card: Path) -> bool:
+    """Whether a README.md names the subsets of its folder, which notes of one's own do not.
+
+    One that cannot be read counts as one that does: ``datasets`` says what is wrong with it.
+    """
+    if not card.exists():
+        return False
+    try:
+        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8"))
+        values = yaml.safe_load(block[2]) if block else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return True
+    return isinstance(values, dict) and bool(values.get("configs"))
 
 
 def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, ...]) -> Dataset:
