@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
 pytest.importorskip("pylate")
 
 import torch
@@ -25,6 +26,7 @@ from test_misuse import command
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
+from pylate_fastmaxsim.recipes import compare as comparing
 from pylate_fastmaxsim.recipes import disk
 from pylate_fastmaxsim.recipes import output as run_folder
 from pylate_fastmaxsim.recipes import train as training
@@ -444,11 +446,35 @@ def test_the_same_command_twice_at_the_same_time(tmp_path, monkeypatch):
     assert (out / "train.json").exists() and not list(out.glob("*lock*"))
 
 
-def test_a_folder_whose_name_is_too_long_is_one_sentence(tmp_path):
-    folder = tmp_path / ("x" * 300)
+@pytest.mark.parametrize(("above", "sentence"), [("", ": {} cannot be reached"), ("new", " {} cannot be made")])
+def test_a_folder_whose_name_is_too_long_is_one_sentence(above, sentence, tmp_path):
+    folder = tmp_path / above / ("x" * 300)
     done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path))), "--output", str(folder)])
-    sentence = f"output_dir {folder} cannot be made: File name too long."
+    sentence = f"output_dir{sentence.format(folder)}: File name too long."
     assert (done.exit_code, done.stderr) == (2, f"fastmaxsim: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("~/runs", "HOME/runs"),
+        ("[5]", "[5]"),  # as it stands
+        ("a::b", "output_dir must not have :: in it, by which datasets joins file systems, got a::b."),
+        ("", "output_dir must not be empty."),
+        ("FILE/runs", "output_dir must be a directory or a path yet to be made, but FILE is a file."),
+    ],
+)
+def test_the_folder_given_to_compare_is_that_of_the_recipe(output, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write(tmp_path, tiny(tmp_path))
+    output, expected = (text.replace("FILE", str(file)) for text in (output, expected))
+    asked = []
+    monkeypatch.setattr(comparing, "compare", lambda recipe, *_: asked.append(recipe.output_dir) or sys.exit(0))
+    done = CliRunner().invoke(app, ["compare", str(file), f"--output={output}"])
+    if expected.startswith("output_dir"):
+        assert (done.exit_code, done.stderr, asked) == (2, f"fastmaxsim: {expected}\n", [])
+    else:
+        assert (done.exit_code, asked) == (0, [expected.replace("HOME", str(tmp_path))])
 
 
 def test_two_processes_are_refused_while_another_command_trains(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,7 +214,7 @@ def compare(
     recipe: RecipePath,
     set_: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the results, in place of the recipe's output_dir.")
+        str | None, typer.Option(metavar="DIR", help="Folder for the results, in place of the recipe's output_dir.")
     ] = None,
     sweep: Annotated[
         str | None,
@@ -227,9 +226,8 @@ def compare(
 ) -> None:
     """Train a recipe with stock PyLate and with this package, and show both side by side."""
     with _one_sentence_instead_of_a_traceback():
-        loaded = load_recipe(recipe, set_ or ())
-        if output is not None:
-            loaded = replace(loaded, output_dir=str(output))
+        # A shell leaves --output=~/dir as it is, which then is read as a recipe's output_dir is.
+        loaded = load_recipe(recipe, set_ or (), output)
         from pylate_fastmaxsim.recipes.compare import RESULT_FILE, RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.compare import compare as run
         from pylate_fastmaxsim.recipes.figures import draw_comparison

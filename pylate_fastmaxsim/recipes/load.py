@@ -14,7 +14,7 @@ from pylate_fastmaxsim.recipes.schema import Recipe
 from pylate_fastmaxsim.recipes.sections import build
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str | None = None) -> Recipe:
     """Read and check a recipe. Nothing is written or downloaded.
 
     Parameters
@@ -23,6 +23,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         YAML file with the sections of :class:`Recipe`. Its stem is the default of ``name``.
     overrides
         ``a.b=value`` items, the value in YAML, applied in order before anything is checked.
+    output_dir
+        In place of the recipe's, as it stands and not in YAML, before anything is checked.
 
     Raises
     ------
@@ -44,6 +46,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     values = read_yaml(path)
     for override in overrides:
         apply_override(values, override)
+    if output_dir is not None:
+        values["output_dir"] = output_dir
     values.setdefault("name", path.stem)
     recipe = build(Recipe, values, "")
     check(recipe)
