@@ -42,6 +42,7 @@ from pylate_fastmaxsim.recipes.compare import (
 from pylate_fastmaxsim.recipes.figures import draw_comparison
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
 from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
+from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
 from pylate_fastmaxsim.recipes.phases import PHASES
 from pylate_fastmaxsim.recipes.report import LABELS, comparison_table, sweep_rows, sweep_table
@@ -112,7 +113,9 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
     assert comparison["summary"]["largest_loss_difference"] < 1e-4
     assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
     assert comparison["summary"]["speedup"] == stock["step_seconds"] / fast["step_seconds"]
-    wall = comparison["summary"]["wall_seconds"]
+    wall, taken = comparison["summary"]["wall_seconds"], fast["untrained_seconds"]
+    # What only one of them did counts for neither, but for the whole.
+    assert wall["stock"] + wall["fast"] + taken < wall["whole"] and "untrained_seconds" not in stock
     assert wall.keys() == {"stock", "fast", "whole"} and 0 < wall["stock"] + wall["fast"] < wall["whole"]
     assert f"The whole comparison took {wall['whole']:.0f} s." in " ".join(done.stdout.split())
     assert comparison["recipe"]["name"] == "tiny"
@@ -136,6 +139,13 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path):
     assert f"{fast['untrained']['ndcg@10']:.4f}" in page.text and f"{fast['ndcg@10']:.4f}" in page.text
     assert version("transformers") in page.text and "document_length: 64" in page.text
     assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+def test_the_time_that_only_one_run_took_counts_for_none(tmp_path, monkeypatch):
+    result = {"status": "out of memory", "untrained_seconds": 1000}  # more than either takes here
+    monkeypatch.setattr(comparing, "_run", lambda *said: (result if "--untrained" in said else {"status": "no"}, []))
+    wall = comparing.compare(load_recipe(write(tmp_path, tiny(tmp_path))))["summary"]["wall_seconds"]
+    assert -1000 < wall["fast"] < -900 and 0 < wall["stock"] < 100 and 0 < wall["whole"] < 100
 
 
 def test_a_distillation_recipe_is_compared(encoder, tmp_path):

@@ -298,6 +298,7 @@ def test_a_comparison_shows_it_before_and_after(kind, nano_beir):
     prepared, steps = prepare(recipe), nano_beir / "steps.jsonl"
     run = summarize(measure(prepared, steps, untrained=True), read_steps(steps))
     assert set(names) < run.keys() and run["untrained"].keys() == set(names)
+    assert run["untrained_seconds"] > 0
     runs = {"stock": run, "fast": run}
     comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(run, run)}
     console = Console(width=200, file=io.StringIO())

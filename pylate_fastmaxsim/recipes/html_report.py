@@ -78,7 +78,10 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
         note = "Tokens that the encoder computed; padding takes time and memory and changes nothing."
         sections.append(_section("What was padded away", note, _token_rows(runs), figures.tokens(runs), (8.5, 2.3)))
     if quality := _quality_rows(runs):
-        note = "Before training both runs have the same model, evaluated once."
+        note = (
+            "Before training both runs have the same model, evaluated once, which is not counted in the wall clock of "
+            "either."
+        )
         sections.append(_section("Retrieval quality before and after", note, quality))
     if points := comparison.get("sweep"):
         environment = next((run["environment"] for run in runs.values() if "environment" in run), {})

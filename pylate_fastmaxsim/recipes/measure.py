@@ -63,8 +63,9 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
     Returns
     -------
     ``status`` (finished, out of memory or, with ``steps_only``, no batch of this size), ``memory`` in bytes, ``phases`` in
-    seconds a step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics, the ``warnings``
-    of the plugin (what it could not accelerate, and why) and the environment.
+    seconds a step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics and
+    ``untrained_seconds``, how long they took, the ``warnings`` of the plugin (what it could not accelerate, and why) and
+    the environment.
 
     Raises
     ------
@@ -101,9 +102,11 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
         result["phases"] = _phases(recipe, model, data.train, few)
         # Also of a model whose own metrics are None, because it diverged.
         if untrained and any(each is not None for each in (data.held_out, data.collection, data.nano_beir)):
+            begun = time.perf_counter()
             del model
             model = load_model(recipe.model, arguments.device, recipe.training.seed)
             result["untrained"] = evaluate(recipe, model, data)
+            result["untrained_seconds"] = time.perf_counter() - begun
     return result
 
 
