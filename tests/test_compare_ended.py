@@ -1,5 +1,7 @@
 """Comparisons that are ended, and runs of them that are killed."""
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -71,3 +73,39 @@ measure.main()
         {"status": "out of memory"},
         [],
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (comparing.RunFailed("The fast run failed: no"), "fastmaxsim: The fast run failed: no"),
+        (KeyboardInterrupt(), "\nInterrupted: a comparison is not resumed, the same command starts it again"),
+        (
+            OSError(errno.ENOSPC, "full", "x"),
+            "\nfastmaxsim: x cannot be written: No space left on device; the steps of ",
+        ),
+    ],
+)
+def test_results_of_an_earlier_comparison_are_said_to_be_such(error, said, tmp_path, monkeypatch):
+    file, out = write(tmp_path, tiny(tmp_path)), tmp_path / "out"
+    new = []
+
+    def run(*arguments):
+        for name in new:
+            (out / name).write_text("new")
+        raise error
+
+    monkeypatch.setattr(comparing, "compare", run)
+    sentence = "; of an earlier comparison and not of this one: "
+    done = compare(file)
+    assert done.stderr.startswith(said) and sentence not in done.stderr
+    out.mkdir()
+    for name in ("compare.json", "compare.html"):
+        (out / name).write_text("old")
+        os.utime(out / name, (1, 1))
+    done = compare(file)
+    assert done.stderr.startswith(said) and f"{sentence}{out}/compare.json, {out}/compare.html" in done.stderr
+    # A sweep that fails comes after the numbers of this comparison were written.
+    new = ["compare.json"]
+    assert f"{sentence}{out}/compare.html" in compare(file).stderr
+    assert (out / "compare.html").read_text() == "old"
