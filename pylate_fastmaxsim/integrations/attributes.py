@@ -134,7 +134,9 @@ def _restore(value: Any, copy: Any) -> None:
             if copy.keys is None:
                 (value.update if isinstance(value, set) else value.extend)(copy.values)
             else:
-                value.update(zip(copy.keys, copy.values, strict=True))
+                # Not update(), which in a Counter counts what it is given.
+                for key, each in zip(copy.keys, copy.values, strict=True):
+                    value[key] = each
         for each, of_each in zip(copy.values, copy.copies, strict=True):
             _restore(each, of_each)
     elif isinstance(value, Tensor):

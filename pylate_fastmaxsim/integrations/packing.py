@@ -237,7 +237,7 @@ def release() -> None:
 
 def _is_skipped(ids: tuple[int, ...], device: torch.device) -> Tensor:
     """Of each token id up to the largest of ``ids``, and of one behind it, whether it is among them."""
-    table = torch.zeros(max(-1, *ids, -1) + 2, dtype=torch.bool, device="cpu")
+    table = torch.zeros(max((-1, *ids)) + 2, dtype=torch.bool, device="cpu")
     table[[each for each in ids if each >= 0]] = True
     return table.to(device)
 

@@ -137,9 +137,9 @@ def enable(
         to matter. For each query, the skipped pairs hold at most 2**-12 of the sum of its absolute gradients.
     ring
         Losses with ``gather_across_devices=True`` pass the documents of a batch from rank to rank instead of gathering
-        them. Scores and gradients are the same up to rounding. No rank ever holds the documents of all ranks, so their memory does not
-        grow with the number of ranks. Use it for many ranks and large batches. For a few ranks gathering is faster,
-        because one launch scores everything. XTR scores are gathered all the same. PyLate only.
+        them. Scores and gradients are the same up to rounding. No rank ever holds the documents of all ranks, so their
+        memory does not grow with the number of ranks. Use it for many ranks and large batches. For a few ranks gathering
+        is faster, because one launch scores everything. XTR scores are gathered all the same. PyLate only.
     fused_head
         If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
         are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.

@@ -73,7 +73,8 @@ class ModelSection:
 
     ``kind: colbert`` is a text encoder trained with PyLate. ``config_kwargs`` goes to its configuration (for
     example its dropouts), the other keys are arguments of ``pylate.models.ColBERT``; null keeps what the
-    checkpoint says. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs only if ``trust_remote_code`` is true.
+    checkpoint says. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
+    only if ``trust_remote_code`` is true.
 
     ``kind: colpali`` and ``colqwen2`` retrieve images of pages and are trained with colpali-engine (the extra
     [colpali]). Of them ``lora`` trains adapters and nothing else, null trains all weights; ``dtype`` is that of the
