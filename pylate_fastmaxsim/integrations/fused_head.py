@@ -157,9 +157,11 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return "the forward of Dense's linear layer was replaced"
     if divided_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
-    for what, part in (("linear layer", linear), ("activation", activation)):
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            return f"the {what} of Dense has hooks, which would not be called"
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        return "the linear layer of Dense has hooks, which would not be called"
+    # All models of PyLate share one, also with a model that DeepSpeed divided, which leaves hooks of its own there.
+    if not hooks_change_nothing(activation, of_all=False, backward=True):
+        return "the activation of Dense has hooks, which would not be called"
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         return "hooks of all modules would not be called for the linear layer of Dense"
     return None

@@ -86,12 +86,14 @@ def forward_is_own(module: nn.Module) -> bool:
     return True
 
 
-def hooks_change_nothing(module: nn.Module, of_all: bool = True) -> bool:
+def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool = False) -> bool:
     """Whether its forward hooks are FSDP's, DeepSpeed's or this package's, which measures by them.
 
-    With ``of_all`` also those that all modules have.
+    With ``of_all`` also those that all modules have, with ``backward`` also its backward hooks.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if backward:
+        hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     if of_all:
         everywhere = nn.modules.module
         hooks += [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
