@@ -164,17 +164,6 @@ class Items(SentenceTransformerTrainer):
         return super().compute_loss(model, dict(inputs), *args, **kwargs)
 
 
-def test_a_batch_of_another_type(encoder, mode, tmp_path):
-    def curve():
-        model = load_model(encoder("modernbert"))
-        loss = losses.Contrastive(model, temperature=0.1)
-        return train(model, loss, _pairs(), tmp_path, Items, ItemsCollator)
-
-    stock = curve()
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert curve() == pytest.approx(stock, rel=2e-3, abs=2e-3)
-
-
 class Batch(dict):
     """Knows how many tokens its columns have."""
 
@@ -194,11 +183,12 @@ class ReadsLengths(SentenceTransformerTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-def test_a_batch_keeps_its_type(encoder, tmp_path):
+@pytest.mark.parametrize(("trainer", "collator"), [(Items, ItemsCollator), (ReadsLengths, BatchCollator)])
+def test_a_batch_of_another_type(encoder, mode, tmp_path, trainer, collator):
     def curve():
         model = load_model(encoder("modernbert"))
         loss = losses.Contrastive(model, temperature=0.1)
-        return train(model, loss, _pairs(), tmp_path, ReadsLengths, BatchCollator)
+        return train(model, loss, _pairs(), tmp_path, trainer, collator)
 
     stock = curve()
     pylate_fastmaxsim.enable(stock_masking=True)
