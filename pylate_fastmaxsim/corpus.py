@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.cpu.maxsim import live_tokens
-from pylate_fastmaxsim.tokens import TokenBatch, require_count, require_integer
+from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count, require_integer
 
 # Written last, so that a folder that has it is complete.
 DESCRIPTION_FILE = "corpus.json"
@@ -77,12 +77,7 @@ def write_corpus(
     """
     if dtype not in DTYPES.values():
         raise ValueError(f"write_corpus: dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}.")
-    if isinstance(batches, (TokenBatch, Tensor)):
-        kind = type(batches).__name__
-        raise TypeError(f"write_corpus: batches must be batches of documents, as a list of TokenBatch, got one {kind}.")
-    if not isinstance(batches, Iterable):
-        kind = type(batches).__name__
-        raise TypeError(f"write_corpus: batches must be batches of documents, as a list of TokenBatch, got {kind}.")
+    require_batches("write_corpus", "batches", batches)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -242,9 +237,8 @@ class Corpus:
         if not isinstance(description, dict) or description.get("format") != FORMAT:
             raise ValueError(f"Corpus: {file} must be of the format {FORMAT!r}, as write_corpus writes it.")
         sizes = [description.get(key) for key in ("documents", "tokens", "dim")]
-        if any(type(size) is not int or not 0 <= size <= sys.maxsize for size in sizes) or description.get(
-            "dtype"
-        ) not in [*DTYPES]:
+        fitting = all(type(size) is int and 0 <= size <= sys.maxsize for size in sizes)
+        if not fitting or description.get("dtype") not in [*DTYPES]:
             raise ValueError(
                 f"Corpus: {file} must hold documents, tokens and dim, integers from 0, and dtype, one of "
                 f"{', '.join(DTYPES)}, as write_corpus writes them."

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.sums import sum_dtype
-from pylate_fastmaxsim.tokens import TokenBatch, require_count
+from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count
 
 # Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in turn.
 # While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in all.
@@ -61,12 +61,7 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     k = require_count("search", "k", k)
     if not isinstance(queries, TokenBatch):
         raise TypeError(f"search: queries must be a TokenBatch, got {type(queries).__name__}.")
-    if isinstance(documents, (TokenBatch, Tensor)):
-        kind = type(documents).__name__
-        raise TypeError(f"search: documents must be batches of documents, as a list of TokenBatch, got one {kind}.")
-    if not isinstance(documents, Iterable):
-        kind = type(documents).__name__
-        raise TypeError(f"search: documents must be batches of documents, as a list of TokenBatch, got {kind}.")
+    require_batches("search", "documents", documents)
     scores = torch.empty(len(queries), 0, dtype=sum_dtype(queries.values.dtype), device=queries.device)
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     seen = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,15 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
 def _has_numbers(*tensors: Tensor) -> bool:
     """Whether the numbers in tensors of one device can be looked at, and nothing has to wait for that."""
     return tensors[0].is_cpu and is_plain(*tensors)
+
+
+def require_batches(where: str, name: str, value: object) -> None:
+    """Raise TypeError unless the argument ``name`` of ``where`` can be gone through, and is no single batch."""
+    one = "one " if isinstance(value, (TokenBatch, Tensor)) else ""
+    if one or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{where}: {name} must be batches of documents, as a list of TokenBatch, got {one}{type(value).__name__}."
+        )
 
 
 def require_count(where: str, name: str, value: object) -> int:
@@ -137,23 +146,27 @@ class TokenBatch:
             self._check_numbers()
 
     def _check_numbers(self) -> None:
-        shortest, longest = map(int, torch.aminmax(self.lengths)) if len(self) else (0, 0)
-        if shortest < 0 or longest > self.max_length:
-            raise ValueError(
-                f"TokenBatch: lengths must be from 0 to max_length = {self.max_length}, got {shortest} to {longest}."
-            )
-        first, last = map(int, torch.aminmax(self.starts)) if len(self) else (0, 0)
-        # Not behind the last row already, where a sum could overflow.
-        end = int((self.starts + self.lengths).max()) if len(self) and last <= self.values.shape[0] else last
-        if first < 0 or end > self.values.shape[0]:
-            raise ValueError(
-                f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
-                f"got {first} to {end}."
-            )
+        if len(self):
+            self._check_bounds()
         if self.gapless and not self._fills_all_rows():
             raise ValueError(
                 f"TokenBatch: with gapless every one of the T = {self.values.shape[0]} rows of values must belong to one "
                 "sequence, but some belong to several or to none."
+            )
+
+    def _check_bounds(self) -> None:
+        shortest, longest = map(int, torch.aminmax(self.lengths))
+        if shortest < 0 or longest > self.max_length:
+            raise ValueError(
+                f"TokenBatch: lengths must be from 0 to max_length = {self.max_length}, got {shortest} to {longest}."
+            )
+        first, end = map(int, torch.aminmax(self.starts))
+        if end <= self.values.shape[0]:  # or the sum could overflow
+            end = int((self.starts + self.lengths).max())
+        if first < 0 or end > self.values.shape[0]:
+            raise ValueError(
+                f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
+                f"got {first} to {end}."
             )
 
     def _fills_all_rows(self) -> bool:

@@ -179,7 +179,7 @@ def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
         # Stock multiplies similarities by the mask, so any number is allowed: it weighs a token.
         values = values * mask.unsqueeze(-1).to(values.dtype)
         if mask.requires_grad:
-            mask = None  # a weight of 0 has a gradient as well
+            mask = None  # weights and no mask: one of 0 has a gradient as well, and its token counts with a similarity of 0
     return TokenBatch.from_padded(values, mask)
 
 

@@ -299,10 +299,11 @@ def _scores_and_winners(q_values, *arguments):
 
 def require_numbers(operator: str, q_values, q_starts, q_lengths, q_keep, *arguments) -> None:
     """Raise ValueError where numbers on the host do not fit: in a graph or torch.vmap they are not known before."""
-    d_values, d_starts, d_lengths, d_keep, _, _, max_q_length, max_d_length, *gapless, want_winners = arguments
     if not q_values.is_cpu:
         return
-    q_gapless, d_gapless = gapless or (False, False)
+    d_values, d_starts, d_lengths, d_keep, _, _, max_q_length, max_d_length, q_gapless, d_gapless, want_winners = (
+        arguments
+    )
     queries = TokenBatch(q_values, q_starts, q_lengths, max_q_length, q_keep, q_gapless)
     TokenBatch(d_values, d_starts, d_lengths, max_d_length, d_keep, d_gapless)
     if want_winners:

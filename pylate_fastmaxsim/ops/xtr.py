@@ -151,7 +151,7 @@ torch.library.define(
 def _forward(q_values, *arguments):
     """Scores, what their sums were divided by, and winners."""
     *tensors, _, max_q_length, max_d_length, want_winners = arguments
-    maxsim_ops.require_numbers("xtr_scores", q_values, *tensors, max_q_length, max_d_length, want_winners)
+    maxsim_ops.require_numbers("xtr_scores", q_values, *tensors, max_q_length, max_d_length, False, False, want_winners)
     sums, counts, winners = _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from datasets import Dataset, Value, get_dataset_config_names
 from pylate.models import ColBERT
 from tqdm import tqdm
 
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
 from pylate_fastmaxsim.recipes.tables import (
     has_plain_files,
@@ -29,8 +28,6 @@ from pylate_fastmaxsim.recipes.tables import (
 )
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
-
-logger = logging.getLogger(__name__)
 
 KEY = "evaluation.beir"
 METRICS = ("ndcg@10", "mrr@10", "recall@100")
@@ -70,8 +67,9 @@ def load_collection(section: EvaluationSection) -> Collection:
     Raises
     ------
     RecipeError
-        A table or a column is missing or holds no texts, a row has no id or that of another, a grade is no integer, a document has two
-        grades for one query, there are no judgements for any query, or no judged document is in the corpus.
+        A table or a column is missing or holds no texts, a row has no id or that of another, a grade is no integer, a
+        document has two grades for one query, there are no judgements for any query, or no judged document is in the
+        corpus.
     """
     corpus = load_subset(KEY, section.beir, "corpus", ("_id", "text"))
     texts = load_subset(KEY, section.beir, "queries", ("_id", "text"))
@@ -152,18 +150,13 @@ def _require_judged_documents(name: str, corpus: Dataset, judgements: dict[str, 
             f"{KEY}: {name} does not fit together: no judged document is in the corpus, whose first id is "
             f"{str(corpus[0]['_id'])!r} where a judged one is {next(iter(next(iter(judgements.values()))))!r}."
         )
-    if missing:
-        _say_once(
+    # Of several processes one speaks.
+    if missing and int(os.environ.get("RANK", "0")) == 0:
+        log_once(
+            "%s",
             f"{KEY}: {len(missing)} of {len(judged)} judged documents are not in the corpus of {name}, for example "
-            f"{min(missing)!r}; no search finds them, which lowers the metrics where they are relevant."
+            f"{min(missing)!r}; no search finds them, which lowers the metrics where they are relevant.",
         )
-
-
-@cache
-def _say_once(sentence: str) -> None:
-    """A process loads a collection twice where it builds the model as well; of several processes one speaks."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        logger.warning(sentence)
 
 
 def _require_ids(where: str, table: Dataset, column: str) -> None:
