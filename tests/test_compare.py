@@ -471,6 +471,9 @@ def test_what_counts_as_out_of_memory():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(error.value)
+    # Where another one than PyTorch's allocator asked for memory of the GPU, in PyTorch's words and in Triton's.
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
 
 

@@ -12,6 +12,9 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
+# How an error says that memory ran out: PyTorch on a CPU, and CUDA where PyTorch's allocator was not the one that asked.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
+
 
 class PeakMemory:
     """Peak memory since construction, in bytes.
@@ -62,5 +65,7 @@ def _resident(key: str) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch ran out of memory: on a CPU it says so only in the text of a RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    """Whether memory ran out, which often only the text of an error says."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    )
