@@ -218,6 +218,20 @@ def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("capability", "cuda", "kernels", "packed"),
+    [((7, 5), "12.8", False, False), ((9, 0), "12.8", True, True), ((9, 4), None, False, True)],
+    ids=["older", "newer", "AMD"],
+)
+def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    lines = doctor._fallbacks()
+    assert kernels != any("instead of the CUDA kernels" in line for line in lines)
+    assert packed != any("no variable-length attention" in line for line in lines)
+
+
+@pytest.mark.parametrize(
     "error",
     [
         subprocess.TimeoutExpired("nvidia-smi", 30),

@@ -183,7 +183,13 @@ def _fallbacks() -> list[str]:
         lines.append(
             "No triton: MaxSim and the projection before it run in blocks of plain PyTorch instead of the CUDA kernels."
         )
-    if torch.cuda.get_device_capability() < (8, 0):
+    capability = torch.cuda.get_device_capability()
+    if torch.version.cuda is None or capability < (8, 0):
+        lines.append(
+            "No NVIDIA GPU of compute capability 8.0 or newer: MaxSim and the projection before it run in blocks of plain "
+            "PyTorch instead of the CUDA kernels."
+        )
+    if capability < (8, 0):
         lines.append(
             "Compute capability below 8.0: no variable-length attention, so documents are encoded in groups of similar "
             "length."
