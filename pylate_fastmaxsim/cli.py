@@ -29,6 +29,9 @@ def main() -> None:
     except KeyboardInterrupt:  # in the seconds that imports take
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
+    # For --help: above they were reached without typer.
+    for command in (run, doctor):
+        app.command()(command)
     app()
 
 

@@ -17,7 +17,6 @@ from rich.table import Column
 from rich.text import Text
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import cli
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
@@ -383,8 +382,3 @@ def tune(
         # What was found before an error or an interrupt is worth keeping.
         if rows:
             typer.echo("\n".join(rows))
-
-
-# Listed here for --help; the command line reaches them without typer (see cli.main).
-app.command()(cli.run)
-app.command()(cli.doctor)
