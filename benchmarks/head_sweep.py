@@ -34,7 +34,7 @@ CHOICES = {
 PROGRAMS = (132, 264, 528)
 
 
-def sweep(shape: Shape, share_of_winners: float = 1.0) -> None:
+def sweep(shape: Shape) -> None:
     """Time every choice at one shape, print the fastest and write all of them."""
     if not torch.cuda.is_available():
         sys.exit("benchmarks/head.py --sweep measures a CUDA GPU, and there is none.")
@@ -43,7 +43,6 @@ def sweep(shape: Shape, share_of_winners: float = 1.0) -> None:
     hidden, weight = inputs.hidden.detach().flatten(0, -2), inputs.weight.detach()
     saved = head.forward(hidden, weight, None, True, "highest")
     grad = torch.randn_like(saved[0])
-    grad[torch.rand(len(grad), device=device) >= share_of_winners] = 0
 
     def backward(tiles: head_tiles.HeadTiles, *needs: bool) -> tuple[torch.Tensor, ...]:
         return head.backward(grad, hidden, weight, *saved, True, "highest", *needs, tiles)

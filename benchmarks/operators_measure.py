@@ -25,7 +25,6 @@ HOST_WARMUP_SECONDS = 1.0
 def time_calls(
     calls: list[Callable[[], object]],
     device: torch.device,
-    iterations: int = ITERATIONS,
     at_once: int = ITERATIONS,
 ) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
@@ -48,7 +47,7 @@ def time_calls(
     if cuda:
         torch.cuda.synchronize()
     once = time.perf_counter() - began
-    iterations = max(5, min(iterations, int(2 / once)))
+    iterations = max(5, min(ITERATIONS, int(2 / once)))
     gc.collect()
     gc.disable()
     try:
@@ -115,7 +114,7 @@ def leaves(entry: Entry, inputs: Inputs) -> list[Tensor]:
     return [inputs.queries, getattr(inputs, entry.documents)]
 
 
-def calls(entry: Entry, shape: Shape, measure: str, sets: list[Inputs]) -> list[Callable[[], object]]:
+def calls(entry: Entry, measure: str, sets: list[Inputs]) -> list[Callable[[], object]]:
     """One call for each set of inputs."""
     if measure == "forward":
 
@@ -189,7 +188,7 @@ def measure_entry(entry: Entry, shape: Shape, sets: list[Inputs]) -> dict:
     result: dict = {}
     for measure in MEASURES if entry.differentiable and shape.backward else MEASURES[:1]:
         try:
-            each = calls(entry, shape, measure, sets)
+            each = calls(entry, measure, sets)
             result[measure] = {**time_calls(each, device), "peak_bytes": peak_bytes(each[0], device)}
         except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
             result[measure] = {"failure": failure(error)}
@@ -233,7 +232,7 @@ def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[
     sets = [make_inputs(shape, device, seed=0)]
     for entry in entries:
         for measure in MEASURES:
-            call = calls(entry, shape, measure, sets)[0]
+            call = calls(entry, measure, sets)[0]
             times: list[float] = []
             first = time.perf_counter()
             while len(times) < 300:
