@@ -8,13 +8,12 @@ bound, so that exactly this share is kept; the filter's own time is part of the 
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import torch
 from operators_measure import time_calls
-from train_step import environment
+from train_step import environment, write
 
 from pylate_fastmaxsim import maxsim
 
@@ -57,7 +56,7 @@ def main() -> None:
     shape = f"{QUERIES} x {QUERY_LENGTH} against {DOCUMENTS} x {DOCUMENT_LENGTH}, d = {DIM}, bfloat16"
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     content = {"shape": shape, "environment": environment(), "rows": measure(torch.device("cuda"))}
-    target.write_text(json.dumps(content, indent=1) + "\n")
+    write(target, content)
 
 
 if __name__ == "__main__":

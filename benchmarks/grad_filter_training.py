@@ -11,14 +11,13 @@ with it, and those without it are rounded to bf16: the two differences from them
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
-from train_step import environment
+from train_step import environment, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.ops import grad_filter
@@ -107,7 +106,7 @@ def main() -> None:
         "environment": environment(),
         "rows": trainer.rows,
     }
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    write(options.output, content)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from head_entries import Shape, make_inputs
 from operators_measure import failure, time_calls
-from train_step import environment
+from train_step import environment, write
 
 from pylate_fastmaxsim.kernels import head, head_tiles
 
@@ -86,4 +85,4 @@ def sweep(shape: Shape) -> None:
         for trial in sorted(best, key=lambda trial: trial["ms"])[:6] + best[:1]:
             print(f"  {trial['ms']:.4f} ms {trial['tiles']} {trial['programs'] or ''} ({trial['difference']:.1e})")
     content = {"shape": shape.title, "environment": environment(), "trials": trials}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    write(RESULTS, content)

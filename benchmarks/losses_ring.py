@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import statistics
-import time
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from losses_embedded import Step
 from losses_table import RING_PATHS
 from operators_measure import failure
 from train_step import environment
+from training_cell import elapsed, mark
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.ops import ring
@@ -37,30 +37,18 @@ def measure(step: Step, device: torch.device, iterations: int) -> dict:
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
     gc.collect()
-    marks = [_mark(cuda)]
+    marks = [mark(cuda)]
     for _ in range(iterations):
         step()
-        marks.append(_mark(cuda))
+        marks.append(mark(cuda))
     if cuda:
         torch.cuda.synchronize()
-    times = [_milliseconds(*pair) for pair in zip(marks, marks[1:], strict=False)]
+    times = [elapsed(*pair) * 1e3 for pair in zip(marks, marks[1:], strict=False)]
     peak = torch.cuda.max_memory_allocated() - before if cuda else 0
     slowest = torch.tensor([statistics.median(times), peak], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     milliseconds, peak = slowest.tolist()
     return {"ms": milliseconds, "peak_bytes": int(peak) if cuda else None, "iterations": iterations}
-
-
-def _mark(cuda: bool):
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _milliseconds(start, end) -> float:
-    return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
 def run_cell(cell: dict, device: torch.device, iterations: int) -> dict:

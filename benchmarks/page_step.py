@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cell_processes import child_variables
-from train_step import environment
+from train_step import environment, write
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "page_step.json"
@@ -284,7 +284,7 @@ def main() -> None:
                 cells[name] = {"kind": kind, "path": path, "batch": batch}
                 cells[name] |= measure(kind, path, batch, options)
                 cells[name] |= {"environment": environment() | {"colpali-engine": version("colpali-engine")}}
-                options.results.write_text(json.dumps(cells, indent=1) + "\n")
+                write(options.results, cells)
                 print(
                     name, {key: cells[name].get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True
                 )

@@ -85,6 +85,7 @@ def mark_of_runs(cell: dict, other: dict) -> str:
 
 
 def write(results: Path, content: dict) -> None:
+    """The results file, which is never there in part."""
     results.parent.mkdir(parents=True, exist_ok=True)
     temporary = results.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")

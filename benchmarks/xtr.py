@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +23,7 @@ import torch
 from operators_measure import failure, peak_bytes, time_calls
 from pylate.scores import XTRKDScores, XTRScores
 from torch import Tensor
-from train_step import environment
+from train_step import environment, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch
@@ -189,7 +188,7 @@ def main() -> None:
         for shape in shapes:
             rows.append(measure(shape, device))
             print(line(rows[-1]), flush=True)
-        options.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        write(options.output, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":
