@@ -115,7 +115,7 @@ def quickstart_table() -> str:
         ("median step", *(f"{run['step_seconds'] * 1e3:.0f} ms" for run in (stock, fast))),
         ("peak memory", *(f"{run['memory']['peak'] / 2**20:.0f} MiB" for run in (stock, fast))),
         ("live document tokens per second", *(f"{run['live_tokens_per_second']:,.0f}" for run in (stock, fast))),
-        ("padding in what the encoder computed", *(f"{run['padding']:.0%}" for run in (stock, fast))),
+        ("padding in documents encoded", *(f"{run['padding']:.0%}" for run in (stock, fast))),
         ("last loss", *(number(run["losses"][-1], ".4f") for run in (stock, fast))),
         ("nDCG@10", *(f"{run['ndcg@10']:.3f}" for run in (stock, fast))),
     ]

@@ -36,17 +36,20 @@ def write_html(comparison: dict[str, Any], file: Path) -> None:
     """Write the report of a comparison, the content of ``compare.json``."""
     text = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     page = Environment(autoescape=True).from_string(text)
-    runs = comparison["runs"]
-    environments = [run["environment"] for run in runs.values() if "environment" in run]
     html = page.render(
         name=comparison["recipe"]["name"],
         headline=headline(comparison),
         warnings=warnings_of(comparison),
         sections=_sections(comparison),
-        environment=_readable(environments[0]) if environments else {},
+        environment=_readable(_environment(comparison["runs"])),
         recipe=yaml.safe_dump(comparison["recipe"], sort_keys=False, allow_unicode=True),
     )
     file.write_text(html, encoding="utf-8")
+
+
+def _environment(runs: dict[str, Any]) -> dict[str, Any]:
+    """Of the first run that lived to tell."""
+    return next((run["environment"] for run in runs.values() if "environment" in run), {})
 
 
 def _readable(environment: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +87,7 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
         )
         sections.append(_section("Retrieval quality before and after", note, quality))
     if points := comparison.get("sweep"):
-        environment = next((run["environment"] for run in runs.values() if "environment" in run), {})
-        draw = figures.sweep(points, environment.get("device_memory"))
+        draw = figures.sweep(points, _environment(runs).get("device_memory"))
         sections.append(_section("Against batch size", sweep_sentence(points), sweep_rows(points), draw, (8.5, 3.6)))
     return sections
 
@@ -98,7 +100,7 @@ def _section(
     size: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, Any]:
     image = base64.b64encode(figures.svg(draw, *size).encode()).decode() if draw else None
-    return {"title": title, "note": note, "rows": rows, "image": image, "alt": title}
+    return {"title": title, "note": note, "rows": rows, "image": image}
 
 
 def _row(title: str, values: list[float | None], pattern: str) -> tuple[str, ...]:

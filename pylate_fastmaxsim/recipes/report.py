@@ -56,7 +56,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     row("documents per second", "documents_per_second", "{:,.0f}")
     row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
     row("padding in documents encoded", "padding", "{:.0%}")
-    table.add_row("final loss", *(final_loss(run) for run in (stock, fast)), "")
+    table.add_row("last loss", *(final_loss(run) for run in (stock, fast)), "")
     for key, title in METRICS.items():
         if any(key in run for run in (stock, fast)):
             ratio = form("{:+.4f}", summary["ndcg@10_difference"]) if key == "ndcg@10" else ""
