@@ -134,6 +134,9 @@ def _append(file, tensor: Tensor) -> None:
 class Corpus:
     """Token embeddings that :func:`write_corpus` has written.
 
+    ``len`` gives the number of documents; ``tokens``, ``dim`` and ``dtype`` say how many vectors they have, of how many
+    numbers and of which dtype.
+
     Opening reads only the sizes. The files are mapped into memory; the operating system reads what is used, and keeps as
     much of it as it has room for. A file that is cut while it is mapped, or that the disk fails to give, ends the process
     (SIGBUS) when it is read there; Python sees no error.

@@ -358,7 +358,7 @@ class TokenBatch:
         TypeError
             ``values`` is not a tensor.
         """
-        require_tensor("TokenBatch", "values", values, "[T, d]")
+        require_tensor("TokenBatch.with_values", "values", values, "[T, d]")
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
                 f"TokenBatch.with_values: values must be [T, d] with T = {self.values.shape[0]}, as before, "

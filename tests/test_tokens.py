@@ -274,8 +274,8 @@ def test_errors_say_what_is_allowed(make, message):
         (lambda: packed(0, 2, max_length="a"), "from_packed: max_length must be an integer, got 'a'"),
         (lambda: packed(0, 2, max_length=2.0), "from_packed: max_length must be an integer, got 2.0"),
         (lambda: direct(max_length="a"), "TokenBatch: max_length must be an integer, got 'a'"),
-        (lambda: direct().with_values(np.ones((2, 3))), "TokenBatch: values .* got ndarray"),
-        (lambda: direct().with_values([[1.0]]), "TokenBatch: values .* got list"),
+        (lambda: direct().with_values(np.ones((2, 3))), "TokenBatch.with_values: values .* got ndarray"),
+        (lambda: direct().with_values([[1.0]]), "TokenBatch.with_values: values .* got list"),
     ],
 )
 def test_what_is_not_a_tensor_is_named(make, message):

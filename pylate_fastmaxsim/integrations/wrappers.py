@@ -87,7 +87,7 @@ def forward_is_own(module: nn.Module) -> bool:
 
 
 def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool = False) -> bool:
-    """Whether its forward hooks are FSDP's, DeepSpeed's or this package's, which measures by them.
+    """Whether its forward hooks are of libraries that leave embeddings as they are, this package among them.
 
     With ``of_all`` also those that all modules have, with ``backward`` also its backward hooks.
     """
@@ -150,6 +150,13 @@ def _hooked(module: nn.Module) -> bool:
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
 def written_in(function: Callable, libraries: Iterable[str]) -> bool:
+    """Whether one of these libraries wrote a function, by the module that its code is in; of a ``partial``, what it calls.
+
+    Examples
+    --------
+    >>> written_in(partial(nn.Linear.forward, nn.Linear(1, 1)), ("torch",)), written_in(len, ("torch",))
+    (True, False)
+    """
     while isinstance(function, partial):
         function = function.func
     # Not of a decorator's result, which often says the module of what it decorates.

@@ -1,4 +1,7 @@
-"""Tile sizes of every kernel, from tables: by GPU architecture, arithmetic and size of a token vector."""
+"""Tile sizes of the kernels of MaxSim and XTR, from tables: by GPU architecture, arithmetic and size of a token vector.
+
+Those of the projection are in head_tiles.py.
+"""
 
 import functools
 from typing import NamedTuple
