@@ -86,7 +86,7 @@ def _unknown_key(name: Any, path: str, known: list[str]) -> str:
 
 def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
     """``value`` if it is of the type that ``hint`` allows; YAML's ``1e-5``, a string, becomes a float."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = _alternatives(hint)
     if value is None and type(None) in options:
         return None
     (kind,) = [option for option in options if option is not type(None)]
@@ -98,6 +98,11 @@ def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
     if not _is_a(value, kind) or not _is_within(value, limits):
         raise RecipeError(f"{path} must be {_allowed(hint, limits)}, got {value!r}.")
     return value
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint allows: those of a union, or itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def _is_within(value: Any, limits: Limits) -> bool:
@@ -119,9 +124,8 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _allowed(hint: Any, limits: Limits) -> str:
     minimum, maximum = limits
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     names = []
-    for option in options:
+    for option in _alternatives(hint):
         if option is type(None):
             names.append("null")
         elif typing.get_origin(option) is Literal:
@@ -153,11 +157,7 @@ def with_defaults(values: dict[str, Any], section: type) -> dict[str, Any]:
             if made is not dataclasses.MISSING:
                 filled[field.name] = dataclasses.asdict(made) if dataclasses.is_dataclass(made) else made
             continue
-        kinds = [kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if _is_section(kind)]
+        kinds = [kind for kind in _alternatives(hints[field.name]) if dataclasses.is_dataclass(kind)]
         if kinds and isinstance(values[field.name], dict):
             filled[field.name] = with_defaults(values[field.name], kinds[0])
     return filled
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
