@@ -412,6 +412,7 @@ class TokenBatch:
 
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:
+    """The value as Python's int, after TypeError unless it is an integer; ``allowed`` says more of what it must be."""
     try:
         if isinstance(value, np.bool_):  # an index in NumPy before 2.3
             raise TypeError

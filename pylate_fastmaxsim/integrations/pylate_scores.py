@@ -175,6 +175,7 @@ def broadcast(mask, embeddings: Tensor) -> Tensor:
 
 
 def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
+    """Padded token vectors ``[N, L, d]`` as a ragged batch of those that a mask ``[N, L]`` keeps, weighed by it."""
     if mask is not None and mask.dtype != torch.bool:
         # Stock multiplies similarities by the mask, so any number is allowed: it weighs a token.
         values = values * mask.unsqueeze(-1).to(values.dtype)

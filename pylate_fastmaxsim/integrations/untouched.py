@@ -46,6 +46,7 @@ class Before:
         return now.shape != before.shape or not torch.equal(now, before)
 
     def restore(self) -> None:
+        """Put all of it back."""
         for module, buffers, modules in self.modules:
             module._buffers.clear()
             module._buffers.update(buffers)

@@ -22,6 +22,8 @@ class ProjectionTiles(NamedTuple):
 
 
 class WeightGradientTiles(NamedTuple):
+    """`block_d` by `block_k` numbers of the weight's gradient, `block_r` rows of hidden states at a time."""
+
     block_r: int
     block_d: int
     block_k: int

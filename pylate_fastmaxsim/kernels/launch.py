@@ -16,6 +16,8 @@ ALL_REGISTERS = 255
 
 
 class ForwardTiles(NamedTuple):
+    """`block_m` query rows by `block_n` document tokens, `block_k` numbers of a vector at a time."""
+
     block_m: int
     block_n: int
     block_k: int
@@ -26,6 +28,8 @@ class ForwardTiles(NamedTuple):
 
 
 class QueryGradientTiles(NamedTuple):
+    """`block_rows` query rows by `block_d` numbers of a vector, with `unroll` documents in flight."""
+
     block_rows: int
     block_d: int
     unroll: int
@@ -33,6 +37,11 @@ class QueryGradientTiles(NamedTuple):
 
 
 class DocumentGradientTiles(NamedTuple):
+    """`block_t` tokens of a document by `block_d` numbers of a vector, `block_r` query rows at a time.
+
+    The counting sort before takes chunks of `block_scan` rows, by programs of `scan_warps`.
+    """
+
     block_t: int
     block_r: int
     block_d: int
@@ -43,6 +52,8 @@ class DocumentGradientTiles(NamedTuple):
 
 
 class CandidateGradientTiles(NamedTuple):
+    """`block_t` tokens of a document by `block_d` numbers of a vector, `block_r` query rows at a time."""
+
     block_t: int
     block_r: int
     block_d: int
@@ -52,6 +63,8 @@ class CandidateGradientTiles(NamedTuple):
 
 
 class CollectTiles(NamedTuple):
+    """`block_m` query rows by `block_n` document tokens, with the `block_k` of the maxima."""
+
     block_m: int
     block_n: int
     num_warps: int
@@ -190,6 +203,7 @@ def architecture(device: torch.device) -> int:
 
 
 def row(table: dict, arch: int, kind: str, dim: int):
+    """The tiles of a table for vectors of `dim` numbers, the architecture's own before those of all; None: it has none."""
     # An architecture's own rows need not reach to the largest d.
     rows = [*table.get((arch, kind), []), *table.get(kind, [])]
     return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)

@@ -186,6 +186,7 @@ def _refuse_shared_rows(operator: str, queries: TokenBatch, documents: TokenBatc
 
 
 def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
+    """Queries or documents, as ``name`` has it, as a ragged batch, after TypeError or ValueError unless they can be one."""
     if isinstance(tokens, TokenBatch):
         if mask is not None:
             raise ValueError(f"{operator}: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")

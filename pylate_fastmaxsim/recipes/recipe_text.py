@@ -75,6 +75,7 @@ def _parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a recipe as they stand in a file; of its keys nothing is checked but that each is given once."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -88,6 +89,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set ``a.b=value`` in the sections of a recipe, the value in YAML."""
     dotted, equals, text = override.partition("=")
     *sections, last = dotted.strip().split(".")
     if not equals or not all([*sections, last]):
