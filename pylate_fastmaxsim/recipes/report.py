@@ -123,7 +123,7 @@ def _cell(run: dict[str, Any], key: str, pattern: str) -> str:
 
 
 def holds_more(runs: Iterable[dict[str, Any]]) -> bool:
-    """Whether it is known what the allocator held: of runs on a GPU, by this version."""
+    """Whether it is known what the allocator held: of runs on a GPU that did finish."""
     return any("held" in run.get("memory", {}) for run in runs)
 
 
