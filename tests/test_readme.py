@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -80,6 +81,13 @@ def test_commands_of_the_benchmarks_take_their_options():
         assert (ROOT / script).is_file()
         for option in re.findall(r"--[a-z][a-z-]+", arguments):
             assert f'"{option}"' in taken or "long_documents" in script, (script, option)
+
+
+def test_every_trial_is_listed_by_its_key():
+    trials = json.loads((ROOT / "benchmarks" / "results" / "kernel_trials.json").read_text())
+    table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").partition("| key | figures |")[2]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", table, flags=re.MULTILINE)))
+    assert sorted(listed) == sorted(trials.keys() - {"environment", "note"})
 
 
 def test_layers_to_wrap_are_those_of_transformers():
