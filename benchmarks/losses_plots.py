@@ -6,9 +6,9 @@ from pathlib import Path
 
 from losses_table import LOSS_TITLES, RING_PATHS, of_kind
 from train_step import PATHS
+from training_plots import COLOURS, plt
 
 MEASURES = {"ms": ("time (ms)", 1), "peak_bytes": ("peak memory (MiB)", 2**20)}
-COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]
 
 
 def plot_all(content: dict, target: Path) -> None:
@@ -19,14 +19,8 @@ def plot_all(content: dict, target: Path) -> None:
         _ring(of_kind(content, "ring"), target.with_name(target.stem + "_ring.png"))
 
 
-def _axes(columns: int):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(columns, len(MEASURES), figsize=(11, 4.5 * columns), squeeze=False)
-    return figure, axes
+def _axes(rows: int):
+    return plt.subplots(rows, len(MEASURES), figsize=(11, 4.5 * rows), squeeze=False)
 
 
 def _save(figure, handles: tuple, target: Path) -> None:
