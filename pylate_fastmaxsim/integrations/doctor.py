@@ -131,7 +131,8 @@ def _version(package: str) -> str | None:
 
 def _devices() -> list[str]:
     if not torch.cuda.is_available():
-        return [f"CPU, {torch.get_num_threads()} threads ({platform.machine()})"]
+        threads = torch.get_num_threads()
+        return [f"CPU, {threads} thread{'s' * (threads > 1)} ({platform.machine()})"]
     driver = _driver_version()
     lines = []
     for index in range(torch.cuda.device_count()):
