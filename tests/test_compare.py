@@ -48,6 +48,7 @@ from pylate_fastmaxsim.recipes.phases import PHASES
 from pylate_fastmaxsim.recipes.report import LABELS, comparison_table, sweep_rows, sweep_table
 
 MEBIBYTE = 2**20
+WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compare adds to a summary
 
 
 def compare(recipe: Path, *overrides: str):
@@ -293,7 +294,7 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
         summarize({**result, "ndcg@10": 0.4}, steps([2.0] * 6, encoded=80)),
     ):
         runs = {"stock": stock, "fast": fast}
-        comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(stock, fast)}
+        comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(stock, fast) | WALL}
         draw_comparison(comparison, tmp_path / "compare.png")
         write_html(comparison | {"recipe": {"name": "<script>x"}}, tmp_path / "compare.html")
         page = Page((tmp_path / "compare.html").read_text())
@@ -309,7 +310,7 @@ def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
             assert "out of memory" in table
     both = {"stock": stock, "fast": stock}
     assert contrast(stock, stock)["largest_loss_difference"] == 0.0
-    assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock)})
+    assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock) | WALL})
 
 
 @pytest.mark.parametrize(("held", "said"), [(125, False), (126, True)])
@@ -321,7 +322,7 @@ def test_an_allocator_that_holds_much_more_than_is_used_is_spoken_of(held, said)
             ("fast", {"before": 1, "peak": 100, "held": held}),
         )
     }
-    comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(*runs.values())}
+    comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(*runs.values()) | WALL}
     assert ("expandable_segments:True" in shown(comparison)) == said
 
 
@@ -329,7 +330,7 @@ def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_pat
     result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": None}
     run = summarize({**result}, steps([1.0] * 4, encoded=50))
     runs = {"stock": run, "fast": run}
-    comparison = {"recipe": {"name": "$\\nosuch$ run"}, "runs": runs, "summary": contrast(run, run)}
+    comparison = {"recipe": {"name": "$\\nosuch$ run"}, "runs": runs, "summary": contrast(run, run) | WALL}
     draw_comparison(comparison, tmp_path / "compare.png")
     monkeypatch.setattr(comparing, "compare", lambda *arguments: comparison)
     monkeypatch.setattr(figures, "draw_comparison", lambda *arguments: 1 / 0)
@@ -359,7 +360,7 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
         runs[mode]["losses"] = [1.5, lost, 0.1, lost]
     summary = contrast(runs["stock"], runs["fast"])
     assert math.isnan(summary["largest_loss_difference"]) and summary["loss_difference_nan_from"] == 2
-    comparison = without_nan({"recipe": {"name": "x"}, "runs": runs, "summary": summary})
+    comparison = without_nan({"recipe": {"name": "x"}, "runs": runs, "summary": summary | WALL})
     write_json(tmp_path / "compare.json", comparison)
 
     def refused(constant):

@@ -64,7 +64,7 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
         _section(
             "Step time and memory",
             caption(comparison),
-            _time_rows(runs, comparison["summary"].get("wall_seconds")),
+            _time_rows(runs, comparison["summary"]["wall_seconds"]),
             figures.time_and_memory(runs),
             (8.5, 3.2),
         ),
@@ -107,7 +107,7 @@ def _row(title: str, values: list[float | None], pattern: str) -> tuple[str, ...
     return (title, *(form(pattern, value) for value in values))
 
 
-def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float] | None) -> Rows:
+def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float]) -> Rows:
     both = list(runs.values())
     return [
         ("", *runs),
@@ -119,7 +119,7 @@ def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float] | None) -> R
         *([("held by PyTorch's allocator", *(memory(run, "held") for run in both))] if holds_more(both) else []),
         _row("documents per second", [run.get("documents_per_second") for run in both], "{:,.0f}"),
         ("last loss", *(final_loss(run) for run in both)),
-        *([_row("whole run, wall clock", [wall_seconds[mode] for mode in runs], "{:.1f} s")] if wall_seconds else []),
+        _row("whole run, wall clock", [wall_seconds[mode] for mode in runs], "{:.1f} s"),
     ]
 
 

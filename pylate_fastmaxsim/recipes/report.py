@@ -50,9 +50,8 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
     table.add_row("  before training", *(memory(run, "before") for run in (stock, fast)), "")
     if holds_more((stock, fast)):
         table.add_row("  held by PyTorch's allocator", *(memory(run, "held") for run in (stock, fast)), "")
-    seconds = summary.get("wall_seconds", {})
-    if seconds:
-        table.add_row("whole run, wall clock", *(form("{:.1f} s", seconds[mode]) for mode in ("stock", "fast")), "")
+    seconds = summary["wall_seconds"]
+    table.add_row("whole run, wall clock", *(f"{seconds[mode]:.1f} s" for mode in ("stock", "fast")), "")
     row("documents per second", "documents_per_second", "{:,.0f}")
     row("live tokens per second", "live_tokens_per_second", "{:,.0f}")
     row("padding in documents encoded", "padding", "{:.0%}")
@@ -70,16 +69,15 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
 
 def caption(comparison: dict[str, Any]) -> str:
     """What the numbers mean, how close the two runs stayed and how long all took, in a few sentences."""
+    summary = comparison["summary"]
     steps = min(run["steps"] for run in comparison["runs"].values())
-    difference = comparison["summary"]["largest_loss_difference"]
-    nan_from = comparison["summary"]["loss_difference_nan_from"]
+    difference, nan_from = summary["largest_loss_difference"], summary["loss_difference_nan_from"]
     largest = f"NaN, first at step {nan_from}" if nan_from is not None else form("{:.2g}", difference)
     curves = "" if largest == "-" else f" Largest difference of the loss curves over {steps} steps: {largest}."
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
-    seconds = comparison["summary"].get("wall_seconds")
-    whole = f" The whole comparison took {seconds['whole']:.0f} s." if seconds else ""
     return (
-        f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}{whole}"
+        f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves} "
+        f"The whole comparison took {summary['wall_seconds']['whole']:.0f} s."
         f"{_on_the_allocator(comparison['runs'].values())}"
     )
 
