@@ -1,4 +1,4 @@
-"""MaxSim and XTR scores in plain PyTorch: the definitions that every faster path is tested against.
+"""MaxSim, XTR scores and the projection to token vectors in plain PyTorch: what every faster path is tested against.
 
 Clarity over speed and memory: everything is padded, and the whole similarity tensor is held.
 """

@@ -1,4 +1,4 @@
-"""Where the operators meet the libraries that train retrievers: the only modules that import one."""
+"""Where the operators meet the libraries that train retrievers: but for recipes/ the only modules that import one."""
 
 import logging
 from weakref import WeakKeyDictionary
