@@ -1,8 +1,10 @@
 """The package's public names are listed, and loaded when they are first asked for; what it needs is declared."""
 
+import ast
 import subprocess
 import sys
 from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,40 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 def test_numpy_comes_with_the_package():
     # PyTorch is installed without it, and then neither writes a corpus nor hands a tensor over.
     assert "numpy" in requires("pylate-fastmaxsim")
+
+
+# From the bottom up: a room may import those of its line and below.
+ROOMS = [
+    {"transforms", "winners", "sums"},
+    {"tokens"},
+    {"reference", "kernels", "cpu"},
+    {"ops"},
+    {"search", "corpus", "tuning"},
+    {"integrations"},
+    {"recipes"},
+    {"cli", "run"},
+]
+HOSTS = {"pylate", "colpali_engine", "sentence_transformers", "transformers"}
+
+
+def imported(file):
+    """Modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def test_imports_run_one_way_and_only_rooms_above_the_operators_know_host_libraries():
+    folder = Path(pylate_fastmaxsim.__file__).parent
+    level = {name: place for place, room in enumerate(ROOMS) for name in room}
+    for file in folder.rglob("*.py"):
+        own = level.get(file.relative_to(folder).parts[0].removesuffix(".py"))
+        if own is None:  # the public face
+            continue
+        for module in imported(file):
+            package, *inside = module.split(".")
+            assert package not in HOSTS or own >= level["integrations"], (file, module)
+            if package == "pylate_fastmaxsim" and inside:
+                assert level.get(inside[0], 0) <= own, (file, module)
