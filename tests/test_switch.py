@@ -65,6 +65,18 @@ def test_everything_is_replaced_and_put_back():
     pylate_fastmaxsim.disable()
 
 
+def test_a_library_that_cannot_be_imported_is_tried_once(tmp_path):
+    (tmp_path / "colpali_engine").mkdir()
+    (tmp_path / "colpali_engine" / "__init__.py").write_text("print('tried')\nraise RuntimeError('broken')\n")
+    program = (
+        "import sys\nsys.path.insert(0, sys.argv[1])\nimport pylate_fastmaxsim\n"
+        "pylate_fastmaxsim.enable()\npylate_fastmaxsim.enable(grad_filter='auto')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "tried\n", done.stderr
+    assert "colpali-engine runs as it came: colpali-engine cannot be imported: RuntimeError: broken." in done.stderr
+
+
 def holders():
     """All the ways to hold a function that are no attribute of a module."""
     score = scores.colbert_scores

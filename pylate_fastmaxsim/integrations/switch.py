@@ -23,6 +23,8 @@ _lock = threading.RLock()
 _patches = PatchSet()
 _options: Options | None = None
 _blocks: list[_Block] = []
+# The libraries that are patched now, or were last.
+_patched: list[_Host] = []
 
 _ON = ("", "1", "true", "on", "yes")
 _OFF = ("0", "false", "off", "no")
@@ -177,10 +179,9 @@ def enable(
         _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
     _switch_to(new)
-    hosts, _ = _hosts()
     _logger.info(
         "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.",
-        " and ".join(f"{host.name} {host.version}" for host in hosts) + (" is" if len(hosts) == 1 else " are"),
+        " and ".join(f"{host.name} {host.version}" for host in _patched) + (" is" if len(_patched) == 1 else " are"),
         ", ".join(f"{name} {_said(value)}" for name, value in asdict(new).items()),
     )
 
@@ -275,10 +276,16 @@ def available_patches() -> list[Patch]:
     ImportError
         As :func:`enable`.
     """
+    _, patches = _available()
+    return patches
+
+
+def _available() -> tuple[list[_Host], list[Patch]]:
+    """The host libraries that can be patched, and what :func:`available_patches` returns."""
     hosts, reasons = _hosts()
     if not hosts:
         raise ImportError(" ".join(reasons.values()))
-    for line in left_alone():
+    for line in _left_alone(reasons):
         log_once("%s", line)
     providers = [
         importlib.import_module(f"pylate_fastmaxsim.integrations.{name}") for host in hosts for name in host.providers
@@ -287,7 +294,7 @@ def available_patches() -> list[Patch]:
     replaced = [patch for patch in patches if not _is_hosts(patch)]
     for patch in replaced:
         log_once("%s stays as it is: it was replaced before, by another library or the script.", patch.target)
-    return [patch for patch in patches if patch not in replaced]
+    return hosts, [patch for patch in patches if patch not in replaced]
 
 
 def _is_hosts(patch: Patch) -> bool:
@@ -307,6 +314,10 @@ def _is_hosts(patch: Patch) -> bool:
 def left_alone() -> list[str]:
     """A sentence for each host library that is installed and cannot be patched."""
     _, reasons = _hosts()
+    return _left_alone(reasons)
+
+
+def _left_alone(reasons: dict[_Host, str]) -> list[str]:
     return [
         f"{host.name} runs as it came: {reason}"
         for host, reason in reasons.items()
@@ -347,12 +358,14 @@ def _reason_to_leave(host: _Host) -> str | None:
 
 
 def _switch_to(new: Options | None) -> None:
-    global _options
+    global _options, _patched
     with _lock:
         if new == _options:
             return
         if _options is None:
-            _patches.apply(available_patches())
+            hosts, patches = _available()
+            _patches.apply(patches)
+            _patched = hosts
         else:
             # Models that were prepared for the old options go back to how they were built.
             from pylate_fastmaxsim.integrations import packing
