@@ -56,6 +56,29 @@ def test_what_is_around_the_model_keeps_its_effect(model, mode, wrap, loss_class
     assert_equal(run(loss_function, batch), stock)
 
 
+class Scoring(nn.Module):
+    """Says itself which tokens count."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+        self.skiplist = []
+        self.do_query_expansion = False
+
+    def forward(self, features):
+        return self.module(features)
+
+
+@pytest.mark.parametrize("wrap", [Scoring, lambda model: AveragedModel(Scoring(model))], ids=["outermost", "inside"])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_what_is_around_the_model_says_which_tokens_count(model, mode, wrap, loss_class):
+    loss_function, batch = loss_class(wrap(model)), batch_of(model)
+    stock = run(loss_function, batch)
+    assert abs(run(loss_class(model), batch)[0] - stock[0]) > 0.01
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+
+
 def test_hooks_of_all_modules_keep_their_effect(model, mode):
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     hook = nn.modules.module.register_module_forward_hook(

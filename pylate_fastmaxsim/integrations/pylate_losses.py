@@ -30,7 +30,7 @@ from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
 from pylate_fastmaxsim.integrations.stock import asked_backend
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import SCORING, unsent, unwrap, written_in
+from pylate_fastmaxsim.integrations.wrappers import SCORING, of_outermost, unsent, unwrap, written_in
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim
@@ -177,7 +177,7 @@ def cached_contrastive(
             f"CachedContrastive: mini_batch_size must be an integer of at least 1, got {self.mini_batch_size!r}."
         )
     queries_mask = _queries_mask(self.model, features)
-    plan = packing.plan_documents(self.model, features[1:], unwrap(self.model).skiplist, self.mini_batch_size)
+    plan = packing.plan_documents(self.model, features[1:], of_outermost(self.model, "skiplist"), self.mini_batch_size)
     query_calls = packing.query_calls(self.model, features[0], plan, self.mini_batch_size)
     passes = [_Pass(self.model, call) for call in query_calls + plan.calls]
     embeddings = [one.first() for one in _progress(self, passes, "Embed mini-batches")]
@@ -324,12 +324,13 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
 
 def _encode(model: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
-    return packing.encode_batch(model, features, unwrap(model).skiplist, partial(unit_embeddings, masks_stay=True))
+    skiplist = of_outermost(model, "skiplist")
+    return packing.encode_batch(model, features, skiplist, partial(unit_embeddings, masks_stay=True))
 
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
     # With query expansion all tokens of a query are scored, also those that are not attended to.
-    return None if unwrap(model).do_query_expansion else features[0]["attention_mask"]
+    return None if of_outermost(model, "do_query_expansion") else features[0]["attention_mask"]
 
 
 def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: Features) -> _Scored:
@@ -346,7 +347,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     k = passing_tokens(loss)
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
     if options.stock_masking or k is not None:
-        skiplist = unwrap(loss.model).skiplist
+        skiplist = of_outermost(loss.model, "skiplist")
         masked = [~packing.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
     return _Scored(documents.select(order), zero_floor, k, options)

@@ -60,6 +60,23 @@ def unwrap(model: nn.Module) -> nn.Module:
     return layers_of_wrapping(model)[-1]
 
 
+def of_outermost(model: nn.Module, name: str) -> object:
+    """An attribute of a PyLate model, of the outermost of :func:`layers_of_wrapping` that has it, as in PyLate's losses.
+
+    Examples
+    --------
+    >>> model = nn.Linear(2, 1)
+    >>> wrapper = nn.DataParallel(model)
+    >>> of_outermost(wrapper, "in_features")
+    2
+    >>> wrapper.in_features = 3
+    >>> of_outermost(wrapper, "in_features")
+    3
+    """
+    layers = layers_of_wrapping(model)
+    return getattr(next((layer for layer in layers if hasattr(layer, name)), layers[-1]), name)
+
+
 def unsharded(module: nn.Module) -> nn.Module:
     """What FullyShardedDataParallel wrapped, or the module itself."""
     return module.module if isinstance(module, FullyShardedDataParallel) else module
