@@ -38,7 +38,13 @@ from pylate_fastmaxsim.integrations.documents import (
 )
 from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
-from pylate_fastmaxsim.integrations.trials import short_to_long, why_not_grouped, why_not_joint, why_not_packed
+from pylate_fastmaxsim.integrations.trials import (
+    own_in_training,
+    short_to_long,
+    why_not_grouped,
+    why_not_joint,
+    why_not_packed,
+)
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
     group_in_step,
@@ -285,14 +291,16 @@ def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree:
     if not works(_reason_to_leave(model, columns), _PADDED):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
+    # Hooks may be on one rank alone, as those of a logger; more calls are made because of them.
+    in_training = not agree(not own_in_training(core))
     if works(
-        why_not_packed(core, samples),
+        why_not_packed(core, samples, in_training),
         "Documents are not packed but encoded in groups of similar length: %s.",
         # On a CPU this is the rule.
         logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING,
     ):
         return "packed"
-    return "grouped" if works(why_not_grouped(core, samples), _PADDED) else "padded"
+    return "grouped" if works(why_not_grouped(core, samples, in_training), _PADDED) else "padded"
 
 
 def _works(

@@ -83,8 +83,16 @@ def _widest(core: nn.Module, width: int) -> int:
     return max(width, min(widest, getattr(config, "max_position_embeddings", None) or widest))
 
 
-def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
-    """Why such documents cannot be encoded in one row; None if they can."""
+def own_in_training(core: nn.Module) -> bool:
+    """Whether there are modules of somebody's own, or with hooks of somebody's own, to be tried as they are in training."""
+    return any(part.training and not isinstance(part, _DropoutNd) for part in own_modules(core, encoder_of(core)))
+
+
+def why_not_packed(core: nn.Module, samples: Documents, in_training: bool) -> str | None:
+    """Why such documents cannot be encoded in one row; None if they can.
+
+    ``in_training``: :func:`own_in_training`, on this rank or another one that makes the same calls.
+    """
 
     def trial() -> None:
         if "position_ids" not in core._first_module().model_forward_params:
@@ -93,13 +101,13 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
         documents = _more_than_positions(core, samples)
         # Each alone as well: some encoders scale rotary positions by the longest text of a call. Once each, so that
         # every rank makes as many calls.
-        _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)])
+        _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)], in_training)
 
     return _what_fails(trial, samples, f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})")
 
 
-def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
-    """Why such documents cannot be encoded in groups of similar length; None if they can."""
+def why_not_grouped(core: nn.Module, samples: Documents, in_training: bool) -> str | None:
+    """Why such documents cannot be encoded in groups of similar length; None if they can. Arguments as above."""
     alone = [grouped_plan(samples, _nothing_skipped, _ALONE)]
 
     def trial() -> None:
@@ -109,14 +117,14 @@ def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
             try:
                 # In 16 bits rounding would hide what an encoder makes of padding.
                 with torch.autocast(device, enabled=False):
-                    _verify(core, samples, alone)
+                    _verify(core, samples, alone, in_training)
             except (PackingUnsupported, torch.OutOfMemoryError):
                 raise
             except Exception:  # an attention that takes 16 bits only
                 pass
             else:
                 return
-        _verify(core, samples, alone)
+        _verify(core, samples, alone, in_training)
 
     return _what_fails(trial, samples)
 
@@ -169,7 +177,7 @@ def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
-def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
+def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], in_training: bool) -> None:
     """Raise PackingUnsupported where one of the plans gives other token embeddings than padding does.
 
     Every plan is of all the documents or of the first of them.
@@ -185,9 +193,13 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
             if is_packed_mask(plans[0].calls[0]["attention_mask"]):
                 leaks = _leaks(core, documents, *plans[0].calls, *values[0])
                 counts_places = _counts_places(core, *plans[0].calls, *values[0])
-        _try_dropout(core, plans[0].calls, own)
-        in_training = _encoded_in_training(core, documents, plans, own)
+        remembers = _remembers(core, plans[0].calls, own)
+        trained = _encoded_in_training(core, documents, plans, own) if in_training else None
     # After all calls, so that every rank makes as many, whatever it finds.
+    if remembers:
+        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
+    if isinstance(trained, str):
+        raise PackingUnsupported(f"in training {_name(core)} {trained}")
     if other_masks:
         raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
     if leaks:
@@ -195,8 +207,8 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     if counts_places:
         raise PackingUnsupported(f"{_name(core)} looks at the place of a token in its call, whatever its position")
     _compare_plans(core, plans, values, expected, dtypes, "without padding than with it")
-    if in_training is not None:
-        expected, values = in_training
+    if trained is not None:
+        expected, values = trained
         _compare_plans(core, plans, values, expected, dtypes, "in training without padding than with it")
 
 
@@ -210,22 +222,16 @@ def _encoded(
 
 def _encoded_in_training(
     core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], own: Sequence[nn.Module]
-) -> tuple[Tensor, list[list[Tensor]]] | None:
+) -> tuple[Tensor, list[list[Tensor]]] | str | None:
     """The same with modules of somebody's own as they are in training, where they may look at all tokens of a call.
 
-    The encoder stays without dropout. None where there are no such modules, or where they draw random numbers.
-
-    Raises
-    ------
-    PackingUnsupported
-        With the same random numbers a text's embeddings are not the same twice, or not beside other texts.
+    The encoder stays without dropout. None where they draw random numbers; where a text's embeddings with the same random
+    numbers are not the same twice, or not beside other texts, what they do, as a part of a sentence.
     """
-    in_training = [part for part in own if part.training and not isinstance(part, _DropoutNd)]
-    if not in_training:
-        return None
     column = documents.column
+    trained = [part for part in own if part.training and not isinstance(part, _DropoutNd)]
     with _as_in_training(core, own) as before, _evaluating(core):
-        for part in in_training:
+        for part in trained:
             part.training = True
         expected, values = _encoded(core, column, documents, plans)
         once_more = core(column)["token_embeddings"].flatten(0, 1)[documents.token_index]
@@ -238,9 +244,9 @@ def _encoded_in_training(
     texts = column["attention_mask"] != 0
     texts[1::2] = False
     if not _alike(again[texts], first[texts]):
-        raise PackingUnsupported(f"in training {_name(core)} does not repeat itself with the same random numbers")
+        return "does not repeat itself with the same random numbers"
     if not _alike(beside_others[texts], first[texts]):
-        raise PackingUnsupported(f"in training {_name(core)} lets the texts of a call see each other")
+        return "lets the texts of a call see each other"
     return None
 
 
@@ -316,7 +322,8 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
         apart = [of_documents, queries]
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
-    _try_dropout(core, [call], own)
+    if _remembers(core, [call], own):
+        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
 
@@ -350,22 +357,18 @@ def _alike(ours: Tensor, expected: Tensor) -> bool:
     return torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
-def _try_dropout(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Sequence[nn.Module]) -> None:
+def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Sequence[nn.Module]) -> bool:
     """Make calls as in training: dropout may be what packed attention cannot do.
 
-    Raises
-    ------
-    PackingUnsupported
-        The model keeps statistics over the texts of a call, which differ where texts are divided into other calls.
+    Returns whether the model keeps statistics over the texts of a call, which differ where texts are divided into other
+    calls.
     """
     if not any(module.training for module in core.modules()):
-        return
+        return False
     with _as_in_training(core, own) as before:
         for call in calls:
             token_embeddings(core, call)
-        keeps_statistics = before.state_changed()
-    if keeps_statistics:
-        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
+        return before.state_changed()
 
 
 @contextmanager
