@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MethodType
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import convert_outputs_to_fp32
 from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
 from ranks import run_cases
@@ -16,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, fused_head, packing
+from pylate_fastmaxsim.integrations import attention, fused_head, packing, pylate_losses
 from pylate_fastmaxsim.integrations.wrappers import unwrap
 
 RANKS = 2
@@ -87,6 +90,43 @@ def _compare(
     return run
 
 
+def _hook_on_one_rank(loss_class, ring: bool, **options) -> Callable[[str], None]:
+    """Under mixed precision a rank without a fused head has float32 embeddings, and all score in that then."""
+
+    def run(folder: str) -> None:
+        core = load_model(f"{folder}/modernbert")
+        batch = features(core, *(sentences(6, longest=8, seed=10 * column + dist.get_rank()) for column in range(3)))
+        # As accelerate does.
+        forward = torch.autocast("cpu", torch.bfloat16)(core.forward.__func__)
+        core.forward = MethodType(forward, core)
+        core.forward = MethodType(convert_outputs_to_fp32(core.forward.__func__), core)
+        if dist.get_rank() == 0:
+            core.register_forward_hook(lambda *_args: None)
+        loss_function = loss_class(data_parallel(core, broadcast_buffers=False), gather_across_devices=True, **options)
+
+        def step():
+            core.zero_grad()
+            loss = loss_function([dict(column) for column in batch])
+            loss.backward()
+            return loss.item(), _gradients(core)
+
+        stock = step()
+        said = []
+        with (
+            pylate_fastmaxsim.enabled(stock_masking=True, ring=ring),
+            mock.patch.object(pylate_losses, "log_once", lambda message, *values: said.append(message % values)),
+        ):
+            ours = step()
+        named = "Documents are scored in torch.float32, as another process of this run has them."
+        assert said == ([] if dist.get_rank() == 0 else [named])
+        assert ours[0] == pytest.approx(stock[0], rel=0.02)
+        largest = max(gradient.abs().max() for gradient in stock[1].values())
+        for name, gradient in stock[1].items():
+            assert (ours[1][name] - gradient).abs().max() <= 0.1 * largest, name
+
+    return run
+
+
 CASES = {
     f"{name}-{loss_class.__name__}": _compare(wrap, loss_class, **options)
     for name, wrap in (
@@ -101,6 +141,10 @@ CASES["fsdp2 checkpointing"] = _compare(fully_sharded, losses.Contrastive, check
 CASES["fsdp1"] = _compare(flat_sharded, losses.Contrastive)
 CASES["fsdp1 packed"] = _compare(flat_sharded, losses.Contrastive, packed=True)
 CASES["fsdp2 packed"] = _compare(fully_sharded, losses.Contrastive, packed=True, gather_across_devices=True)
+for _ring in (False, True):
+    _how = "ring" if _ring else "gathered"
+    CASES[f"hook on one rank {_how}"] = _hook_on_one_rank(losses.Contrastive, _ring)
+    CASES[f"hook on one rank {_how} cached"] = _hook_on_one_rank(losses.CachedContrastive, _ring, mini_batch_size=2)
 CASES["fsdp2 packed cached"] = _compare(fully_sharded, losses.CachedContrastive, packed=True, mini_batch_size=2)
 
 

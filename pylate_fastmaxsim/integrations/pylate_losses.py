@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from numbers import Integral
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,14 @@ from pylate_fastmaxsim.integrations.wrappers import SCORING, of_outermost, unsen
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim
+from pylate_fastmaxsim.ops.shards import DtypesDiffer
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 from pylate_fastmaxsim.winners import queries_at_once
 
 Features = list[dict[str, Tensor]]
+
+Result = TypeVar("Result")
 
 
 def patches() -> list[Patch]:
@@ -354,7 +358,8 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    batch = TokenBatch.from_padded(queries, queries_mask)
+    # Documents of other ranks may have made them wider.
+    batch = TokenBatch.from_padded(queries.to(scored.documents.values.dtype), queries_mask)
     options = {"zero_floor": scored.zero_floor, "grad_filter": scored.options.grad_filter}
     if scored.k is not None:
         return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
@@ -373,13 +378,30 @@ def _in_ring(loss: nn.Module, options: Options) -> bool:
 
 
 def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored) -> Tensor:
-    return ring_maxsim(
-        queries,
-        scored.documents,
-        queries_mask=queries_mask,
-        zero_floor=scored.zero_floor,
-        grad_filter=scored.options.grad_filter,
-    )
+    def score(documents: TokenBatch) -> Tensor:
+        return ring_maxsim(
+            queries.to(documents.values.dtype),
+            documents,
+            queries_mask=queries_mask,
+            zero_floor=scored.zero_floor,
+            grad_filter=scored.options.grad_filter,
+        )
+
+    return _in_one_dtype(score, scored.documents)
+
+
+def _in_one_dtype(exchange: Callable[[TokenBatch], Result], documents: TokenBatch) -> Result:
+    """What an exchange of the documents of all ranks makes of those of this one.
+
+    The head may be fused on some of them only, as where one has hooks, and float32 is then what the others have.
+    """
+    try:
+        return exchange(documents)
+    except DtypesDiffer as error:
+        widest = error.widest
+    if documents.values.dtype != widest:
+        log_once("Documents are scored in %s, as another process of this run has them.", widest)
+    return exchange(documents.with_values(documents.values.to(widest)))
 
 
 def _targets(batch_size: int, columns: int, gathered: bool, device: torch.device) -> Tensor:
@@ -393,5 +415,6 @@ def _gather(scored: _Scored) -> _Scored:
     if not (dist.is_available() and dist.is_initialized()):
         all_gather_with_gradients(scored.documents.values)  # for the warning that PyLate gives
         return scored
-    documents, zero_floor = gather_documents(scored.documents, scored.zero_floor)
+    gather = partial(gather_documents, zero_floor=scored.zero_floor)
+    documents, zero_floor = _in_one_dtype(gather, scored.documents)
     return replace(scored, documents=documents, zero_floor=zero_floor)

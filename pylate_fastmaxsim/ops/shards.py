@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,16 @@ _ALIGNED = 16
 
 # Every rank has them in the same order, so that a place in it can be sent.
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
+
+
+class DtypesDiffer(ValueError):
+    """The ranks have documents of several dtypes; ``widest`` holds all of these. All ranks raise it."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__(
+            f"maxsim across ranks: all must have documents of one dtype, got {', '.join(map(str, dtypes))}."
+        )
+        self.widest = reduce(torch.promote_types, dtypes)
 
 
 @dataclass(frozen=True)
@@ -68,11 +78,12 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
     for what, of_ranks in (
         ("have the same number of documents", counts),
         ("have documents of the same d", dims),
-        ("have documents of one dtype", [str(_DTYPES[dtype]) for dtype in dtypes]),
         ("give a zero_floor or none must", [bool(given) for given in floored]),
     ):
         if len(set(of_ranks)) > 1:
             raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")
+    if len(set(dtypes)) > 1:
+        raise DtypesDiffer([_DTYPES[dtype] for dtype in dtypes])
     layout = [documents.starts, documents.lengths]
     if zero_floor is not None:
         layout.append(zero_floor.long())
