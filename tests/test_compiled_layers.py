@@ -16,11 +16,12 @@ from pylate_fastmaxsim.integrations.compilation import encoder_layers
 
 
 @pytest.fixture(autouse=True)
-def _without_compiler(monkeypatch):
-    """Graphs as they were traced: what is looked at here is decided before they are compiled."""
+def backend(request, monkeypatch):
+    """Graphs as they were traced, unless a test says otherwise: what is looked at here is decided before they are compiled."""
+    name = getattr(request, "param", "eager")
     compile_call = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_call(self, backend="eager", **options))
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_call(self, backend=name, **options))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=name))
     torch._dynamo.reset()
 
 
@@ -55,6 +56,28 @@ def test_hooks_inside_of_one_layer(encoder, family, place, before, checkpointed)
             layer.register_forward_hook(half)
         for _ in range(2):
             assert_equal(run(loss_function, batch), expected)
+
+
+# Which weights a backward is for is fixed where a graph is divided into forward and backward.
+@pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_weights_that_are_frozen_for_a_time(encoder, frozen_first, checkpointed):
+    model = load_model(encoder("modernbert")).double()
+    if checkpointed:
+        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    # Their input, which is looked at in each call, is trained throughout.
+    layers = nn.ModuleList(encoder_layers(model))
+    layers.requires_grad_(not frozen_first)
+    expected = [run(loss_function, batch)]
+    layers.requires_grad_(frozen_first)
+    expected.append(run(loss_function, batch))
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for frozen in (frozen_first, not frozen_first, frozen_first):
+            layers.requires_grad_(not frozen)
+            for _ in range(2):
+                assert_equal(run(loss_function, batch), expected[frozen != frozen_first])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
