@@ -135,3 +135,18 @@ def test_gradcache_holds_embeddings_and_their_gradient_once(model, packed, monke
         gc.unfreeze()
     assert len(held) == 4
     assert 1 < held[0] < 2 and max(held) < 3, held
+
+
+@pytest.mark.parametrize("query_expansion", [True, False])
+@pytest.mark.parametrize("mini_batch_size", [1, 3])
+def test_an_encoder_that_looks_at_padding_in_calls_of_several_texts_only(
+    encoder, caplog, query_expansion, mini_batch_size
+):
+    model = load_model(encoder("lfm2"), do_query_expansion=query_expansion).double()
+    loss_function = losses.CachedContrastive(model, mini_batch_size=mini_batch_size)
+    batch = batch_of(model, queries=4)
+    expected = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), expected)
+    said = "Queries are divided into calls as stock PyLate does: Lfm2Model gives other token embeddings"
+    assert (said in caplog.text) == query_expansion

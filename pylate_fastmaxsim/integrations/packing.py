@@ -41,6 +41,7 @@ from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import (
     own_in_training,
     short_to_long,
+    why_not_divided,
     why_not_grouped,
     why_not_joint,
     why_not_packed,
@@ -70,6 +71,7 @@ _modes: Decisions[str] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock PyLate does: %s."
 _APART = "Queries are not encoded with the documents but in a call of their own: %s."
+_DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
 # Document tokens that keep a GPU busy while the host launches a call for the queries. More of them cost less apart from
 # the queries: FlashAttention starts as many blocks for each text of a call as the longest needs, queries included.
@@ -77,6 +79,9 @@ _MOST_TOKENS_BESIDE_QUERIES = 2**16
 
 # Whether a packed encoder takes the queries with the documents.
 _joint: Decisions[bool] = WeakKeyDictionary()
+
+# Whether queries may be divided into calls in any way.
+_divisible: Decisions[bool] = WeakKeyDictionary()
 
 
 def encode(model: nn.Module, plan: EncodingPlan, embed: Embed = token_embeddings) -> TokenBatch:
@@ -209,11 +214,12 @@ def query_calls(
 
     Queries are short: at ``mini_batch_size`` of them a GPU would wait for the host. So a call takes more where it still
     holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many. Beside
-    documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into calls.
+    documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into calls. So
+    they are where an encoder makes something else of a query that has a call of its own.
     """
     features = without_index(features)
     count, length = features["input_ids"].shape
-    if plan.as_stock:
+    if plan.as_stock or not _can_be_divided(model, features):
         return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
@@ -237,8 +243,8 @@ def release() -> None:
     compilation.release()
     left_behind.forget()
     changed_masks.changing.clear()
-    _modes.clear()
-    _joint.clear()
+    for decisions in (_modes, _joint, _divisible):
+        decisions.clear()
 
 
 def _is_skipped(ids: tuple[int, ...], device: torch.device) -> Tensor:
@@ -346,8 +352,20 @@ def _should_join(
     if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
         return False
     samples = short_to_long(core, Documents.from_columns(columns))
-    carried = {key: queries[key] for key in _UNDERSTOOD.intersection(queries)}
-    return _works(core, agree, why_not_joint(core, samples, carried), _APART)
+    return _works(core, agree, why_not_joint(core, samples, _carried(queries)), _APART)
+
+
+# Outside of what is compiled, as plan_documents.
+@torch.compiler.disable
+def _can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
+    """Whether a query gets the same embeddings in every call, whoever else is in it."""
+    core, group = unwrap(model), group_in_step(model, backwards=True)
+    more = core.do_query_expansion, core.attend_to_expansion_tokens
+
+    def decide(agree: Agree) -> bool:
+        return _works(core, agree, why_not_divided(core, _carried(queries)), _DIVIDED_AS_STOCK)
+
+    return decided(_divisible, model, [queries], decide, group, more)
 
 
 def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
@@ -368,6 +386,10 @@ def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -
     if more and (module := reader(core)) is not None:
         return f"{type(module).__name__} may read {', '.join(sorted(more))}"
     return None
+
+
+def _carried(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: features[key] for key in _UNDERSTOOD.intersection(features)}
 
 
 def _not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:

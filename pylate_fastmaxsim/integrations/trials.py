@@ -16,7 +16,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
 from pylate_fastmaxsim.integrations.changed_masks import changed, masks_of
 from pylate_fastmaxsim.integrations.decisions import holds_up_to
-from pylate_fastmaxsim.integrations.documents import Documents, EncodingPlan, grouped_plan, packed_plan, without_index
+from pylate_fastmaxsim.integrations.documents import (
+    Documents,
+    EncodingPlan,
+    grouped_plan,
+    packed_plan,
+    rows_of,
+    without_index,
+)
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.untouched import Before, untouched
@@ -103,7 +110,8 @@ def why_not_packed(core: nn.Module, samples: Documents, in_training: bool) -> st
         # every rank makes as many calls.
         _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)], in_training)
 
-    return _what_fails(trial, samples, f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})")
+    otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
+    return _what_fails(trial, samples.input_ids.device, otherwise)
 
 
 def why_not_grouped(core: nn.Module, samples: Documents, in_training: bool) -> str | None:
@@ -126,12 +134,17 @@ def why_not_grouped(core: nn.Module, samples: Documents, in_training: bool) -> s
                 return
         _verify(core, samples, alone, in_training)
 
-    return _what_fails(trial, samples)
+    return _what_fails(trial, samples.input_ids.device)
 
 
 def why_not_joint(core: nn.Module, samples: Documents, queries: dict[str, Tensor]) -> str | None:
     """Why queries cannot be encoded with packed documents; None if they can."""
-    return _what_fails(lambda: _verify_joint(core, samples, queries), samples)
+    return _what_fails(lambda: _verify_joint(core, samples, queries), samples.input_ids.device)
+
+
+def why_not_divided(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
+    """Why queries cannot be divided into other calls than stock PyLate's; None if they can."""
+    return _what_fails(lambda: _verify_alone(core, queries), queries["input_ids"].device)
 
 
 def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None) -> EncodingPlan:
@@ -147,10 +160,10 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
     return Documents.from_columns([documents.column] * times)
 
 
-def _what_fails(trial: Callable[[], None], samples: Documents, otherwise: str = "{}") -> str | None:
+def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
     """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
-        with _same_random_numbers_afterwards(samples.input_ids.device):
+        with _same_random_numbers_afterwards(device):
             trial()
     except torch.OutOfMemoryError:
         raise
@@ -325,6 +338,24 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     if _remembers(core, [call], own):
         raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
+
+
+def _verify_alone(core: nn.Module, queries: dict[str, Tensor]) -> None:
+    """Raise PackingUnsupported where a query in a call of its own gets other token embeddings than beside another.
+
+    Of transformers, encoders with convolutions or recurrences leave padding out of calls of several texts only.
+    """
+    # The same query twice: to be beside it changes nothing but the shape of the call.
+    row = queries["attention_mask"].sum(dim=1).argmax().expand(2)
+    twice = {key: value[row] for key, value in queries.items()}
+    if not core.attend_to_expansion_tokens:
+        twice["attention_mask"][:, 1:][:, -1:] = 0
+    with untouched(core, own_modules(core, encoder_of(core))), _evaluating(core), _recorded_dtypes(core) as dtypes:
+        beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
+    if not core.do_query_expansion:
+        attended = twice["attention_mask"][0] != 0
+        beside, alone = beside[attended], alone[attended]
+    _compare(core, alone, beside, dtypes, "for a query alone than beside others")
 
 
 def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], values: Tensor) -> bool:
