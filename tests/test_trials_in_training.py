@@ -345,27 +345,6 @@ def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change,
     torch.testing.assert_close(our_buffers, stock_buffers)
 
 
-@pytest.mark.parametrize("place", [0, 1, None], ids=["encoder", "head", "model"])
-def test_a_hook_added_after_the_first_batch(model, mode, place):
-    def centre(_module, _args, features):
-        embeddings = features["token_embeddings"]
-        return {**features, "token_embeddings": embeddings - embeddings.mean(dim=1, keepdim=True)}
-
-    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
-    before = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), before)
-    hook = (model if place is None else model[place]).register_forward_hook(centre)
-    ours = run(loss_function, batch)
-    hook.remove()
-    assert_equal(run(loss_function, batch), before)
-    # What was decided for the model without the hook is kept.
-    assert len(packing._modes[model]) == 2
-    pylate_fastmaxsim.disable()
-    (model if place is None else model[place]).register_forward_hook(centre)
-    assert_equal(ours, run(loss_function, batch))
-
-
 def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog):
     model = load_model(encoder("ibert", quant_mode=True)).double()
     pylate_fastmaxsim.enable()

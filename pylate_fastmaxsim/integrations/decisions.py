@@ -12,13 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoders import encoder_of
-from pylate_fastmaxsim.integrations.wrappers import (
-    forward_is_own,
-    hooks_change_nothing,
-    layers_of_wrapping,
-    unsharded,
-    unwrap,
-)
+from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, unsharded, unwrap
 
 # Of what this rank found, what all ranks act on.
 Agree = Callable[[bool], bool]
@@ -67,8 +61,6 @@ def decided(
         # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
         id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
         *_state(core),
-        # One rank alone may have hooks, as to log, and no rank may decide without the others.
-        () if group else _hooked(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
         0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
         more,
@@ -140,12 +132,6 @@ def _most_of_all_ranks(numbers: list[int], device: torch.device, group: dist.Pro
 
 def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) -> bool:
     return bool(least_of_all_ranks(int(here), device, group))
-
-
-def _hooked(core: nn.Module) -> tuple[bool, ...]:
-    """Whether a model and each of its modules have forward hooks of somebody's own, which may look at padding."""
-    core = unsharded(core)
-    return tuple(not hooks_change_nothing(module) for module in (core, *map(unsharded, core.children())))
 
 
 def _state(core: nn.Module) -> tuple[Hashable, ...]:
