@@ -20,6 +20,7 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     FNetConfig,
+    FunnelConfig,
     GPT2Config,
     IBertConfig,
     Lfm2Config,
@@ -166,6 +167,19 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
         return ConvBertConfig(**{**common, **undropped, "embedding_size": 32, **changes})
     if family == "fnet":
         return FNetConfig(**{**common, "hidden_dropout_prob": 0.0, **changes})
+    if family == "funnel":
+        # Its layers are in a list of blocks, behind the first of which tokens are pooled.
+        shape = {
+            "d_model": 32,
+            "d_inner": 48,
+            "n_head": 2,
+            "d_head": 16,
+            "block_sizes": [1, 2],
+            "num_decoder_layers": 1,
+        }
+        undropped = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+        named = {"vocab_size": vocabulary, "pad_token_id": padding, "architectures": ["FunnelModel"]}
+        return FunnelConfig(**{**shape, **undropped, **named, **changes})
     if family in ("longrope", "dynamic rope"):
         # Texts of more than 16 tokens have their rotary positions scaled, and so have those in one call with such a text.
         rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}

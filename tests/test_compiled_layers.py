@@ -129,3 +129,14 @@ def test_settings_of_the_compiler_that_a_user_changes_stay(model):
         run(losses.Contrastive(model), batch_of(model))
         assert (config.recompile_limit, config.skip_nnmodule_hook_guards) != before
     assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == before
+
+
+def test_layers_in_a_list_of_blocks(encoder):
+    model = load_model(encoder("funnel")).double()
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    expected = run(loss_function, batch)
+    torch._dynamo.utils.counters.clear()
+    pylate_fastmaxsim.enable(compile=True, stock_masking=True)
+    assert_equal(run(loss_function, batch), expected)
+    assert len(encoder_layers(model)) == 3
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -112,7 +112,7 @@ def mark_varying(features: dict[str, Tensor]) -> None:
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of an encoder: its list of modules with the most parameters.
+    """The layers of an encoder: its list of modules with the most parameters, of lists of lists what these hold.
 
     Examples
     --------
@@ -120,7 +120,12 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
     [Linear(in_features=1, out_features=1, bias=True), Linear(in_features=1, out_features=1, bias=True)]
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[]))
+    return _flat(max(lists, key=lambda layers: sum(weight.numel() for weight in layers.parameters()), default=[]))
+
+
+def _flat(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    # Nothing calls a list, so that to compile one would do nothing. Funnel has one for each block.
+    return [each for module in modules for each in (_flat(module) if isinstance(module, nn.ModuleList) else [module])]
 
 
 def release() -> None:
