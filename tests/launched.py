@@ -134,7 +134,12 @@ def main() -> None:
         parts = train(job, f"{folder}/{name}-parts")
         (folder / f"{name}-{RANK}.json").write_text(json.dumps({"whole": whole, "parts": parts}))
     try:
-        # The second process is on a machine that does not share the disk of the first.
+        # The second process is on a machine that does not share the disk of the first, and holds its own part of a
+        # checkpoint.
+        if RANK == 1:
+            part = folder / "apart" / "checkpoint-5"
+            part.mkdir(parents=True)
+            (part / "rng_state_1.pth").touch()
         train(job, f"{folder}/{name}-parts" if RANK == 0 else f"{folder}/apart")
     except RecipeError as error:
         (folder / f"apart-{RANK}").write_text(str(error))

@@ -231,6 +231,21 @@ def test_checkpoints_of_no_recipe_are_neither_adopted_nor_removed(resume, whole,
     assert resumed == ("checkpoint-4" if resume and whole else None)
 
 
+def test_the_part_of_a_checkpoint_on_another_machine_needs_no_record(tmp_path):
+    recipe, out = load_recipe(write(tmp_path, tiny(tmp_path))), tmp_path / "out"
+    (out / "checkpoint-4").mkdir(parents=True)
+    (out / "checkpoint-4" / "rng_state_1.pth").touch()
+    for resume in (True, False):
+        # What the machines see is compared afterwards.
+        checkpoint, _ = run_folder.open_output(recipe, resume, writes=False, processes=2)
+        assert checkpoint is None
+    with pytest.raises(RecipeError, match="holds checkpoint-4, but no recipe-of-checkpoints.yaml"):
+        run_folder.open_output(recipe, True, writes=True, processes=2)
+    (out / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    with pytest.raises(RecipeError, match="holds checkpoint-4, but no recipe-of-checkpoints.yaml"):
+        run_folder.open_output(recipe, True, writes=False, processes=2)
+
+
 def test_a_record_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out"
     training.train(load_recipe(file))

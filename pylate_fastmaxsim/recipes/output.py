@@ -110,7 +110,7 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> t
     """
     directory = Path(recipe.output_dir)
     _require_model_elsewhere(recipe)
-    _require_recorded(directory)
+    _require_recorded(directory, writes)
     checkpoint = last_checkpoint(recipe) if resume else None
 
     def earlier(name: str) -> dict[str, Any]:
@@ -174,9 +174,13 @@ def _require_model_elsewhere(recipe: Recipe) -> None:
             )
 
 
-def _require_recorded(directory: Path) -> None:
-    """Raise where checkpoints are not known to be a recipe's: they would be gone on from, replaced or removed."""
-    checkpoints = _checkpoints(directory)
+def _require_recorded(directory: Path, writes: bool) -> None:
+    """Raise where checkpoints are not known to be a recipe's: they would be gone on from, replaced or removed.
+
+    A process that does not write removes none, and where machines share no disk, it has its own parts of checkpoints only,
+    of which there is no record.
+    """
+    checkpoints = {path: step for path, step in _checkpoints(directory).items() if writes or _is_complete(path)}
     if checkpoints and not (directory / RECIPE_FILE).exists():
         newest = max(checkpoints, key=checkpoints.get)
         raise RecipeError(
