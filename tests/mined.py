@@ -1,4 +1,5 @@
-"""What tests/test_mining_launched.py starts in two processes: mining, in which the second fails at a given file, or reads late."""
+"""What tests/test_mining_launched.py starts in two processes: mining, in which the second fails at a given file, reads late, or is
+on a machine that does not share the disk of the first."""
 
 from __future__ import annotations
 
@@ -36,4 +37,5 @@ def load_late(file: Path) -> np.ndarray:
 mining_parts.write_whole = noting
 if RANK == 1 and failing == "late":
     mining_scores.np = SimpleNamespace(**vars(np) | {"load": load_late})
-app(["mine", str(folder / "mine.yaml")])
+apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []
+app(["mine", str(folder / "mine.yaml"), *apart])

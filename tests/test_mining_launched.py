@@ -103,6 +103,18 @@ def test_two_processes_are_refused_while_another_command_mines(recipe, tmp_path)
     assert not unfinished.exists() and not (tmp_path / "mined").exists()
 
 
+def test_machines_that_share_no_disk_are_refused(recipe, tmp_path):
+    refused = two_processes(tmp_path, "apart")
+    assert refused.returncode != 0
+    for name in ("mined", "apart"):
+        output = tmp_path / name
+        assert (
+            f"data.name: {output} must be on a disk that all machines share, but not all processes find {output}.unfinished "
+            "there." in refused.stderr
+        ), refused.stderr[-3000:]
+        assert not output.with_name(f"{name}.unfinished").exists()
+
+
 def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_path):
     done = two_processes(tmp_path, "teacher")
     assert done.returncode != 0 and "the second process is broken" in done.stderr, done.stderr[-3000:]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
@@ -62,8 +63,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     ------
     RecipeError
         The recipe does not mine, its pairs or models cannot be loaded, the data set is complete and of other settings,
-        pairs, documents or models, another command mines it at this moment, a model gives scores that are not finite, or
-        memory has run out.
+        pairs, documents or models, or in a folder that not all processes see, another command mines it at this moment, a
+        model gives scores that are not finite, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
@@ -96,6 +97,7 @@ def _mine(
     recipe: Recipe, resume: bool, device: torch.device, processes: PartialState, output: Path, unfinished: Path
 ) -> dict[str, Any]:
     section = recipe.mining
+    _require_shared(output, unfinished, processes)
     settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
     finished = _finished(output, unfinished, recipe, settings, processes, resume)
     if finished is not None:
@@ -151,6 +153,21 @@ def _mine(
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()
     return summary
+
+
+def _require_shared(output: Path, unfinished: Path, processes: PartialState) -> None:
+    """Refuse processes that would look in vain for what the others have computed, when it all is.
+
+    Raises
+    ------
+    RecipeError
+        Not all of them see the folder that the main process has made.
+    """
+    processes.wait_for_everyone()  # until the main process has made it
+    if not all(gather_object([unfinished.is_dir()])):
+        raise RecipeError(
+            f"data.name: {output} must be on a disk that all machines share, but not all processes find {unfinished} there."
+        )
 
 
 def _inputs(recipe: Recipe, pairs: Pairs) -> dict[str, str | None]:
