@@ -218,6 +218,24 @@ def test_what_does_not_fit_raises_as_in_stock(name):
     assert str(ours.value) == str(stock.value)
 
 
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
+def test_compiled_as_one_graph(name, smooth, caplog):
+    # colpali-engine itself looks at normalised scores, which no graph can hold.
+    options = {"normalize_scores": False, "use_smooth_max": smooth}
+    loss, batch = getattr(colpali_losses, name)(temperature=0.5, **options), Batch("left")
+    value, gradients = batch.run(loss, 0)
+    torch._dynamo.reset()
+    with pylate_fastmaxsim.enabled():
+        loss.compile(backend="aot_eager", fullgraph=True)
+        ours, our_gradients = batch.run(loss, 0)
+    torch.testing.assert_close(ours, value, rtol=1e-5, atol=0)
+    for mine, theirs in zip(our_gradients, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    said = [record.getMessage() for record in caplog.records if record.name == "pylate_fastmaxsim"]
+    assert len(said) == smooth
+
+
 def mean_of_two(scores, use_smooth_max, dim_max, dim_sum):
     return scores.topk(2, dim=dim_max).values.mean(dim_max).sum(dim_sum)
 

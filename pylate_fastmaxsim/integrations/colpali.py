@@ -79,7 +79,9 @@ def _with_negatives(
 ) -> Tensor:
     """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
     _check_backend()
-    if getattr(self._aggregate, "__func__", None) is not _aggregate or stock_losses.maxsim_kd is not _kd:
+    # Not self._aggregate.__func__, which for torch.compile is another function each time.
+    replaced = "_aggregate" in vars(self) or type(self)._aggregate is not _aggregate
+    if replaced or stock_losses.maxsim_kd is not _kd:
         raise LeftToStock("its _aggregate or maxsim_kd is not colpali-engine's own")
     _check(query_embeddings, doc_embeddings, 3)
     _check(query_embeddings, neg_doc_embeddings, 4)
