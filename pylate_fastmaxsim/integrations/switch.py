@@ -127,7 +127,8 @@ def enable(
         queries in the same forward. PyLate only. PyLate's collator then adds ``token_index`` and ``cu_seqlens`` to every
         column; they say where its tokens are, and are not divided into rows. The trainer takes them out before a loss
         sees the columns. In a loop of your own, code that reorders, picks or joins the rows of a column, or changes its
-        masks, has to leave both keys out, or on a GPU a later batch raises a ValueError.
+        masks, has to leave both keys out, or on a GPU a later batch raises a ValueError. Code that splits every tensor and
+        zips the parts has to leave them out as well: both have one row, and would end it after the first part.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.
