@@ -14,7 +14,7 @@ from pylate import losses
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations import packing, switch
-from pylate_fastmaxsim.integrations.documents import index_to_leave
+from pylate_fastmaxsim.integrations.documents import total_to_leave
 
 QUERY_LENGTH = 32
 MEAN_TOKENS = 80.0  # as in training_cell.py
@@ -105,7 +105,7 @@ def make_features(
         ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=device)
         model.lookup.known.add(ids.untyped_storage().data_ptr())
         live = torch.arange(length, device=device) < torch.tensor(lengths, device=device)[:, None]
-        return {"input_ids": ids, "attention_mask": live.long(), **index_to_leave(live)}
+        return {"input_ids": ids, "attention_mask": live.long(), **total_to_leave(live)}
 
     def documents(count: int) -> dict[str, Tensor]:
         drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(count))

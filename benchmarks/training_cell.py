@@ -93,7 +93,7 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
         return collator(make_rows(options.batch, options.negatives, options.loss, draw))
     import torch
 
-    from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX
+    from pylate_fastmaxsim.integrations.documents import TOKEN_TOTAL
 
     batch = collator(make_rows(options.tile, options.negatives, options.loss, draw))
     copies = -(-options.batch // options.tile)
@@ -105,7 +105,7 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
     return {
         key: tiled(value) if isinstance(value, torch.Tensor) else value
         for key, value in batch.items()
-        if not key.endswith((TOKEN_INDEX, CU_SEQLENS))  # of the tile; the loss finds those of the batch
+        if not key.endswith(TOKEN_TOTAL)  # of the tile; the loss counts those of the batch
     }
 
 

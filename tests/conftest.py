@@ -117,10 +117,13 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to have any search for attended tokens fail from then on."""
+    """Call it to have any search for attended tokens fail from then on that would wait for a device."""
     from pylate_fastmaxsim.integrations import documents
 
-    def search(_mask):
-        raise AssertionError("searched for attended tokens that the collator had found")
+    attended_index = documents.attended_index
 
-    return lambda: monkeypatch.setattr(documents, "attended_index", search)
+    def known(mask, total=None):
+        assert total is not None, "counted the attended tokens that the collator had counted"
+        return attended_index(mask, total)
+
+    return lambda: monkeypatch.setattr(documents, "attended_index", known)

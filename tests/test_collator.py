@@ -13,7 +13,7 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import packing
-from pylate_fastmaxsim.integrations.documents import CU_SEQLENS, TOKEN_INDEX
+from pylate_fastmaxsim.integrations.documents import TOKEN_TOTAL
 
 
 def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
@@ -107,7 +107,7 @@ def test_a_collator_that_changes_columns_after_ours(short, mode, change):
 def test_columns_of_another_width_than_the_collator_made(short, mode, change, count):
     def collator(features):
         batch = ColBERTCollator(tokenize_fn=short.tokenize)(features[:count])
-        assert f"document_0_{TOKEN_INDEX}" in batch
+        assert f"document_0_{TOKEN_TOTAL}" in batch
         change(batch)
         return batch
 
@@ -122,7 +122,7 @@ def test_a_collator_that_is_only_configured_spares_the_search_too(model):
         pass
 
     pylate_fastmaxsim.enable()
-    assert all(TOKEN_INDEX in column for column in _collated_with(Configured(tokenize_fn=model.tokenize), model))
+    assert all(TOKEN_TOTAL in column for column in _collated_with(Configured(tokenize_fn=model.tokenize), model))
 
 
 def test_the_collator_is_stock_where_padding_stays(model):
@@ -132,7 +132,7 @@ def test_the_collator_is_stock_where_padding_stays(model):
         assert ColBERTCollator(tokenize_fn=model.tokenize)(rows).keys() == stock.keys()
     with pylate_fastmaxsim.enabled():
         added = ColBERTCollator(tokenize_fn=model.tokenize)(rows).keys() - stock.keys()
-    assert added == {f"{column}_{key}" for column in ("query", "document") for key in (TOKEN_INDEX, CU_SEQLENS)}
+    assert added == {f"{column}_{TOKEN_TOTAL}" for column in ("query", "document")}
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -150,4 +150,4 @@ def test_collator_in_workers(method, model):
     keys = [set(batch) for batch in loader]
     assert len(keys) == 2
     # A spawned worker imports PyLate as it came; the encoder then searches for itself.
-    assert all((f"document_{TOKEN_INDEX}" in batch) == (method == "fork") for batch in keys)
+    assert all((f"document_{TOKEN_TOTAL}" in batch) == (method == "fork") for batch in keys)

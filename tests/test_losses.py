@@ -220,7 +220,7 @@ def test_other_score_metrics_get_what_stock_gives_them(model, metric, loss_class
     stock = run(loss_function, batch_of(model, collate=collated))
     with pylate_fastmaxsim.enabled(stock_masking=True), caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
         batch = batch_of(model, collate=collated)
-        assert "token_index" in batch[1]
+        assert "token_total" in batch[1]
         for _ in range(2):
             assert_equal(run(loss_function, batch), stock)
     assert len([record for record in caplog.records if "score_metric" in record.message]) == 1

@@ -43,7 +43,7 @@ def tokens_of(batch):
 def padded_tokens(model, batch):
     """The same from stock."""
     masks = losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
-    outputs = [model(documents.without_index(column))["token_embeddings"] for column in batch[1:]]
+    outputs = [model(documents.without_total(column))["token_embeddings"] for column in batch[1:]]
     return [
         rows[live] for output, mask in zip(outputs, masks, strict=True) for rows, live in zip(output, mask, strict=True)
     ]

@@ -23,8 +23,7 @@ from pylate_fastmaxsim.integrations.grouping import (
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What the patched collator adds to a column; see pylate_collator.
-TOKEN_INDEX = "token_index"
-CU_SEQLENS = "cu_seqlens"
+TOKEN_TOTAL = "token_total"
 
 # Of how many calls this process needs, how many all make.
 AgreeOnNumber = Callable[[int], int]
@@ -74,9 +73,8 @@ class Documents:
     def from_columns(cls, columns: Sequence[dict[str, Tensor]]) -> Documents:
         """Put the tokenized columns of a batch below each other.
 
-        Where the collator left the positions of the attended tokens with the column, nothing here
-        waits for the device. Where it did not, or where they have not the shape of the column any more, they
-        are computed, which on a CUDA device waits for it twice per column.
+        Where the collator left with every column how many tokens are attended to, nothing here waits for the device.
+        Where it did not, or where a column has not its shape any more, they are counted, which waits for a CUDA device.
 
         Raises
         ------
@@ -84,32 +82,17 @@ class Documents:
             On a CUDA device, what the collator left with an earlier batch did not fit its masks any more.
         """
         length = max(column["input_ids"].shape[1] for column in columns)
-        token_index, cu_seqlens, gaps, rows, tokens = [], [], False, 0, 0
-        asked = False
-        for column in columns:
-            left = _left(column)
-            asked = asked or left is not None
-            gaps = gaps or (left is None and has_gaps(column["attention_mask"]))
-            index, ends = left or attended_index(column["attention_mask"])
-            count, width = column["input_ids"].shape
-            if width != length:
-                index = index // width * length + index % width
-            token_index.append(index + rows * length)
-            cu_seqlens.append(ends[min(rows, 1) :] + tokens)
-            rows += count
-            tokens += len(index)
+        attention_mask = _stack(columns, "attention_mask", length)
+        token_index, cu_seqlens, left = attended_tokens(columns, attention_mask)
         has_types = any("token_type_ids" in column for column in columns)
-        documents = cls(
+        return cls(
             input_ids=_stack(columns, "input_ids", length),
-            attention_mask=_stack(columns, "attention_mask", length),
+            attention_mask=attention_mask,
             token_type_ids=_stack(columns, "token_type_ids", length) if has_types else None,
-            token_index=torch.cat(token_index),
-            cu_seqlens=torch.cat(cu_seqlens),
-            gaps=gaps,
+            token_index=token_index,
+            cu_seqlens=cu_seqlens,
+            gaps=not left and has_gaps(attention_mask),
         )
-        if asked:
-            left_behind.ask(documents.attention_mask, documents.token_index, documents.cu_seqlens)
-        return documents
 
 
 @dataclass(frozen=True)
@@ -249,7 +232,7 @@ def padded_plan(
     mini_batch_size: int | None,
 ) -> EncodingPlan:
     """Encode the columns as stock PyLate does: as they are, one after the other."""
-    columns = [without_index(column) for column in columns]
+    columns = [without_total(column) for column in columns]
     calls = [
         rows_of(column, begin, begin + size)
         for column in columns
@@ -268,13 +251,16 @@ def padded_plan(
     return EncodingPlan(calls, keep, torch.cat(starts), torch.cat(lengths), longest, as_stock=True)
 
 
-def attended_index(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
     """Positions of the attended tokens of a padded batch, and where each row begins among them.
 
     Parameters
     ----------
     attention_mask
         ``[N, L]``, 0/1.
+    total
+        How many are attended to, T, where that is known; otherwise the device is asked, and waited for. With another
+        number than there are, the positions are wrong, but all of them exist.
 
     Returns
     -------
@@ -283,54 +269,80 @@ def attended_index(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Examples
     --------
-    >>> attended_index(torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> attended_index(mask)
+    (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
+    >>> attended_index(mask, total=3)
     (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
     """
     attended = attention_mask != 0
     cu_seqlens = F.pad(attended.sum(dim=1).cumsum(0), (1, 0)).int()
-    return attended.reshape(-1).nonzero().squeeze(1), cu_seqlens
+    attended = attended.reshape(-1)
+    if total is None:
+        return attended.nonzero().squeeze(1), cu_seqlens
+    # A token is where as many as it has before it, and itself, are counted for the first time.
+    place = torch.arange(1, total + 1, device=attended.device)
+    token_index = torch.searchsorted(attended.cumsum(0), place)
+    return token_index.clamp_(max=max(len(attended) - 1, 0)), cu_seqlens.clamp_(max=total)
 
 
-def left_index(column: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same of a tokenized column, as its collator left it or else computed, which waits for a CUDA device.
+def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """The same of tokenized columns, whose masks ``attention_mask`` has one below the other.
+
+    Returns also whether their collator had left how many tokens are attended to, so that nothing waited for the device.
 
     Examples
     --------
-    >>> left_index({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
-    (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32))
+    >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    >>> column = {"input_ids": mask, "attention_mask": mask}
+    >>> attended_tokens([column], mask)
+    (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32), False)
+    >>> attended_tokens([{**column, **total_to_leave(mask)}], mask)[2]
+    True
     """
-    return _left(column) or attended_index(column["attention_mask"])
+    totals = [_left(column) for column in columns]
+    if None in totals:
+        return *attended_index(attention_mask), False
+    left_behind.ask(attention_mask, sum(totals))
+    return *attended_index(attention_mask, sum(totals)), True
 
 
-def index_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
-    """What the collator leaves with a column, for :func:`left_index` to find."""
-    token_index, cu_seqlens = attended_index(attention_mask)
-    # Whoever cuts a column afterwards may cut these too, and wrongly: by rows (a loss in mini-batches, accelerate when
-    # it dispatches) or by columns (whoever trims a batch to its longest text). The leading dimension of 1, and behind
-    # the N + 1 ends as many zeros as the column is wide, make every such cut of these or of the column show in shapes,
-    # which are known without waiting for the device.
-    ends = F.pad(cu_seqlens, (0, attention_mask.shape[1]))
-    return {TOKEN_INDEX: token_index.unsqueeze(0), CU_SEQLENS: ends.unsqueeze(0)}
+def total_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
+    """What the collator leaves with a column ``[N, L]``: how many of its tokens are attended to.
+
+    Examples
+    --------
+    >>> total_to_leave(torch.tensor([[1, 1, 0], [1, 0, 0]]))["token_total"].shape
+    torch.Size([2, 3, 0, 5, 3])
+    """
+    # The host knows shapes, and would have to wait for what a tensor on a device holds. So the number is the last size
+    # of a tensor without elements. It has the rows of its column: whoever splits, picks or reorders the rows of
+    # everything does so with it. And whoever cuts it or the column, by rows (a loss in mini-batches, accelerate when it
+    # dispatches) or by columns (whoever trims a batch to its longest text), leaves other rows and columns than the sum
+    # that is its last but one size.
+    count, width = attention_mask.shape
+    total = int((attention_mask != 0).sum())
+    return {TOKEN_TOTAL: torch.empty(count, width, 0, count + width, total, dtype=torch.bool)}
 
 
-def with_index_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_totals_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch without what the collator left, which the masks then carry: for as long as nobody makes others of them.
 
     Examples
     --------
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> left = {f"query_{part}": value for part, value in index_to_leave(mask).items()}
-    >>> batch = with_index_at_masks({"query_input_ids": mask, "query_attention_mask": mask, **left})
-    >>> sorted(batch), left_index({"input_ids": mask, "attention_mask": batch["query_attention_mask"]})
-    (['query_attention_mask', 'query_input_ids'], (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32)))
+    >>> left = {f"query_{part}": value for part, value in total_to_leave(mask).items()}
+    >>> batch = with_totals_at_masks({"query_input_ids": mask, "query_attention_mask": mask, **left})
+    >>> sorted(batch), attended_tokens([{"input_ids": mask, "attention_mask": batch["query_attention_mask"]}], mask)[2]
+    (['query_attention_mask', 'query_input_ids'], True)
     """
     left = set()
     for key, mask in batch.items():
         if key.endswith("_attention_mask"):
-            names = [key.removesuffix("attention_mask") + part for part in (TOKEN_INDEX, CU_SEQLENS)]
-            if all(name in batch for name in names):
-                mask.fastmaxsim_index = *(batch[name] for name in names), writes_to(mask)
-                left.update(names)
+            name = key.removesuffix("attention_mask") + TOKEN_TOTAL
+            if name in batch:
+                mask.fastmaxsim_total = batch[name], writes_to(mask)
+                left.add(name)
     if left:
         # Of the type that it has, which somebody's own compute_loss may know.
         batch = copy(batch)
@@ -339,9 +351,9 @@ def with_index_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return batch
 
 
-def without_index(features: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_total(features: dict[str, Tensor]) -> dict[str, Tensor]:
     """Features as stock PyLate's collator makes them."""
-    return {key: value for key, value in features.items() if key not in (TOKEN_INDEX, CU_SEQLENS)}
+    return {key: value for key, value in features.items() if key != TOKEN_TOTAL}
 
 
 def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, object]:
@@ -373,23 +385,21 @@ def column_has_gaps(column: dict[str, Tensor]) -> bool:
     return _left(column) is None and has_gaps(column["attention_mask"])
 
 
-def _left(column: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """What :func:`left_index` returns if the collator left it, and the column has its shape since.
+def _left(column: dict[str, Tensor]) -> int | None:
+    """How many tokens are attended to, if the collator left it, and the column has its shape since.
 
-    On a CPU, where it costs nothing to look, also if the column has its masks since.
+    On a CPU, where it costs nothing to look, also if the mask has so many since.
     """
-    index, ends, mask = column.get(TOKEN_INDEX), column.get(CU_SEQLENS), column["attention_mask"]
-    if index is None or ends is None:
-        index, ends, writes = getattr(mask, "fastmaxsim_index", (None, None, 0))
-        if index is None or writes != writes_to(mask):
+    left, mask = column.get(TOKEN_TOTAL), column["attention_mask"]
+    if left is None:
+        left, writes = getattr(mask, "fastmaxsim_total", (None, 0))
+        if left is None or writes != writes_to(mask):
             return None
     count, width = mask.shape
-    if column["input_ids"].shape != mask.shape or len(index) != 1 or ends.shape != (1, count + 1 + width):
+    total = left.shape[-1]
+    if column["input_ids"].shape != mask.shape or left.shape != (count, width, 0, count + width, total):
         return None
-    if not index.device == ends.device == mask.device:  # whoever moves a batch may move only what is known
-        return None
-    index, ends = index[0], ends[0, : count + 1]
-    return (index, ends) if mask.device.type != "cpu" or left_behind.fits(mask, index, ends) else None
+    return total if mask.device.type != "cpu" or left_behind.fits(mask, total) else None
 
 
 def _has_rows(value: object, count: int) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import left_behind
 from pylate_fastmaxsim.integrations.attention import packed_mask, packed_mask_with_keys
-from pylate_fastmaxsim.integrations.documents import left_index
+from pylate_fastmaxsim.integrations.documents import attended_tokens
 from pylate_fastmaxsim.integrations.encoders import positions
 
 
@@ -17,8 +16,8 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     """The call that encodes queries behind packed documents, in the same row.
 
     All positions of a query are encoded, and only those attended to that its mask names, as in the padded batch: query
-    expansion scores tokens that are not attended to. They have to come behind those that are. Where the collator left the
-    positions of the attended tokens with the queries nothing waits for the device.
+    expansion scores tokens that are not attended to. They have to come behind those that are. Where the collator left
+    with the queries how many tokens are attended to, nothing waits for the device.
 
     Parameters
     ----------
@@ -35,8 +34,7 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
         Features of one row, T tokens of documents and then Nq * Lq of queries.
     """
     count, length = queries["input_ids"].shape
-    attended, ends = left_index(queries)
-    left_behind.ask(queries["attention_mask"], attended, ends)
+    attended, ends, _ = attended_tokens([queries], queries["attention_mask"])
     tokens = documents["input_ids"].shape[1]
     appended = {
         "input_ids": queries["input_ids"],

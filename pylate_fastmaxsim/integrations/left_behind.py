@@ -17,20 +17,19 @@ class _Answer(NamedTuple):
 _asked: deque[_Answer] = deque()
 
 
-def fits(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Whether these are the attended tokens of a mask ``[N, L]``, as a tensor on its device.
+def fits(attention_mask: Tensor, total: int) -> Tensor:
+    """Whether a mask ``[N, L]`` attends to so many tokens, with no gaps between them, as a tensor on its device.
 
     Examples
     --------
-    >>> mask, index, ends = torch.tensor([[1, 1], [1, 0]]), torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3])
-    >>> fits(mask, index, ends), fits(mask.flip(0), index, ends)
+    >>> fits(torch.tensor([[1, 1], [1, 0]]), 3), fits(torch.tensor([[1, 1], [0, 1]]), 3)
     (tensor(True), tensor(False))
     """
     attended = attention_mask != 0
-    return attended.reshape(-1)[token_index].all() & (attended.sum(dim=1) == cu_seqlens.diff()).all()
+    return (attended.sum() == total) & ~(attended[:, 1:] & ~attended[:, :-1]).any()
 
 
-def ask(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> None:
+def ask(attention_mask: Tensor, total: int) -> None:
     """Have a GPU look whether a batch fits. What it says is heard when it has said it and a later batch is asked about.
 
     Raises
@@ -39,7 +38,7 @@ def ask(attention_mask: Tensor, token_index: Tensor, cu_seqlens: Tensor) -> None
         An earlier batch did not fit.
     """
     if attention_mask.is_cuda:
-        _hear(fits(attention_mask, token_index, cu_seqlens))
+        _hear(fits(attention_mask, total))
 
 
 def _hear(answer: Tensor) -> None:
@@ -47,9 +46,9 @@ def _hear(answer: Tensor) -> None:
         if not _asked.popleft().fits:
             forget()
             raise ValueError(
-                "The texts of an earlier batch were reordered or masked after their collator, which had left with them "
-                "where their tokens are, so that losses since then are wrong: leave token_index and cu_seqlens out of "
-                "the columns that you change, or train with enable(padding_free=False)."
+                "The masks of an earlier batch were changed after their collator, which had left with them how many tokens "
+                "they have, so that losses since then are wrong: leave token_total out of the columns that you change, "
+                "or train with enable(padding_free=False)."
             )
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
     there = torch.cuda.Event()

@@ -24,8 +24,7 @@ from pylate_fastmaxsim.integrations.decisions import (
     least_of_all_ranks,
 )
 from pylate_fastmaxsim.integrations.documents import (
-    CU_SEQLENS,
-    TOKEN_INDEX,
+    TOKEN_TOTAL,
     Documents,
     EncodingPlan,
     column_has_gaps,
@@ -34,7 +33,7 @@ from pylate_fastmaxsim.integrations.documents import (
     packed_plan,
     padded_plan,
     rows_of,
-    without_index,
+    without_total,
 )
 from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
@@ -65,7 +64,7 @@ _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
 # What they leave out without a loss: what the patched collator adds, and what PyLate's tokenizer leaves of texts that are
 # dictionaries.
-_LEFT_OUT = {TOKEN_INDEX, CU_SEQLENS, "text_keys"}
+_LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
 
 _modes: Decisions[str] = WeakKeyDictionary()
 
@@ -117,7 +116,7 @@ def encode_batch(
     queries, columns = features[0], features[1:]
     plan = plan_documents(model, columns, skiplist)
     if not _joins(model, queries, columns, plan):
-        return embed(model, without_index(queries)), encode(model, plan, embed)
+        return embed(model, without_total(queries)), encode(model, plan, embed)
     call = joint_call(unwrap(model), plan.calls[0], queries)
     if is_compiled(model):
         compilation.mark_varying(call)
@@ -217,7 +216,7 @@ def query_calls(
     documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into calls. So
     they are where an encoder makes something else of a query that has a call of its own.
     """
-    features = without_index(features)
+    features = without_total(features)
     count, length = features["input_ids"].shape
     if plan.as_stock or not _can_be_divided(model, features):
         return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]

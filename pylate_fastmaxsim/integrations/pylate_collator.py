@@ -1,4 +1,4 @@
-"""Where the attended tokens of each text are: found by PyLate's collator, taken out of the batch by the trainer."""
+"""How many tokens a column attends to: counted by PyLate's collator, taken out of the batch by the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.documents import has_gaps, index_to_leave, with_index_at_masks
+from pylate_fastmaxsim.integrations.documents import has_gaps, total_to_leave, with_totals_at_masks
 from pylate_fastmaxsim.integrations.patching import Patch
 
 _MASK = "_attention_mask"
@@ -28,8 +28,8 @@ def patches() -> list[Patch]:
 
 @wraps(ColBERTCollator.__call__)
 def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
-    # Found here, on the CPU and in a worker, so that packing waits for no device. A worker that
-    # imports PyLate afresh (start method spawn) adds nothing, and packing finds them itself.
+    # Counted here, on the CPU and in a worker, so that packing waits for no device. A worker that
+    # imports PyLate afresh (start method spawn) adds nothing, and packing counts itself.
     batch = collate.__wrapped__(self, features)
     options = switch.options()
     if options is None or not options.padding_free:
@@ -41,7 +41,7 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
         column = key.removesuffix(_MASK)
         # What cannot be packed is left for packing to find.
         if not has_gaps(batch[key]):
-            batch |= {f"{column}_{part}": value for part, value in index_to_leave(batch[key]).items()}
+            batch |= {f"{column}_{part}": value for part, value in total_to_leave(batch[key]).items()}
     return batch
 
 
@@ -55,4 +55,4 @@ def prepare_inputs(self: SentenceTransformerTrainer, inputs: object) -> object:
     # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows. The
     # trainer divides the batch into columns later, where `negative` also gets what belongs to a column `negative_1`. A
     # collator of somebody's own may make a batch of another type, which their compute_loss takes apart.
-    return with_index_at_masks(batch) if isinstance(batch, dict) else batch
+    return with_totals_at_masks(batch) if isinstance(batch, dict) else batch

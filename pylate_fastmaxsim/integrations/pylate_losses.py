@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
-from pylate_fastmaxsim.integrations.documents import without_index
+from pylate_fastmaxsim.integrations.documents import without_total
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
@@ -82,7 +82,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                         features, reason = before, _reason_in_model(self)
                 name = type(self).__name__
                 log_once("The %s loss runs as PyLate has it, padded: %s.", name, reason, about=self)
-            return stock(self, [without_index(column) for column in features], *labels, **named_labels)
+            return stock(self, [without_total(column) for column in features], *labels, **named_labels)
 
         return forward
 

@@ -124,11 +124,10 @@ def enable(
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
-        queries in the same forward. PyLate only. PyLate's collator then adds ``token_index`` and ``cu_seqlens`` to every
-        column; they say where its tokens are, and are not divided into rows. The trainer takes them out before a loss
-        sees the columns. In a loop of your own, code that reorders, picks or joins the rows of a column, or changes its
-        masks, has to leave both keys out, or on a GPU a later batch raises a ValueError. Code that splits every tensor and
-        zips the parts has to leave them out as well: both have one row, and would end it after the first part.
+        queries in the same forward. PyLate only. PyLate's collator then adds ``token_total`` to
+        every column, from which the host knows how many tokens it has. Its rows may be split, picked and reordered with
+        those of the column. The trainer takes it out before a loss sees the columns. In a loop of your own, code that
+        joins columns or changes masks has to leave it out, or on a GPU a later batch raises a ValueError.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.integrations.documents import (
     grouped_plan,
     packed_plan,
     rows_of,
-    without_index,
+    without_total,
 )
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
@@ -326,7 +326,7 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     lengths = queries["attention_mask"].sum(dim=1)
     # The longest query and the shortest, which has to have a token that is not attended to.
     rows = torch.stack([lengths.argmax(), lengths.argmin()])
-    queries = {key: value[rows].clone() for key, value in without_index(queries).items()}
+    queries = {key: value[rows].clone() for key, value in without_total(queries).items()}
     queries["attention_mask"][1, 1:][-1:] = 0
     (of_documents,) = _packed(core, documents).calls
     call = joint_call(core, of_documents, queries)
