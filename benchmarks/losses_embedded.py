@@ -47,6 +47,7 @@ class Embedded(nn.Module):
         self.tokenizer = SimpleNamespace(padding_side="right")
         self.skiplist: list[int] = []
         self.do_query_expansion = True
+        self.attend_to_expansion_tokens = False
         self.query_length = QUERY_LENGTH
         if float32:
             self.forward = convert_outputs_to_fp32(self.forward)

@@ -306,18 +306,47 @@ def test_model_compiled_by_its_user(small, stock, family):
     _assert_as_exact(ours, expected)
 
 
-def test_a_batch_reordered_behind_its_collator_is_noticed(small):
+@pytest.mark.parametrize(
+    "divide",
+    [
+        lambda value: [value.roll(1, 0)],
+        lambda value: value.split(6),
+        lambda value: [value[rows] for rows in (torch.arange(8), torch.arange(8, 16).flip(0))],
+    ],
+    ids=["roll", "split", "index"],
+)
+def test_rows_of_everything_in_a_column_are_divided(small, stock, divide):
+    model = small("bert")
+
+    def parts():
+        columns = [
+            [dict(zip(column, part, strict=True)) for part in zip(*map(divide, column.values()), strict=False)]
+            for column in _batch(model)
+        ]
+        return list(zip(*columns, strict=True))
+
+    expected = stock(model, parts())
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert "token_total" in _batch(model)[1]
+    ours = _losses(model, parts())
+    _assert_as_exact(ours, expected)
+    assert set(packing._modes[model].values()) == {"packed"}
+
+
+def test_a_mask_changed_behind_its_collator_is_noticed(small):
     model = small("bert")
     pylate_fastmaxsim.enable()
     loss_function, batch = losses.Contrastive(model), _batch(model)
     rolled = [batch[0], {key: value.roll(1, 0) for key, value in batch[1].items()}]
+    shorter = [batch[0], {**batch[1], "attention_mask": batch[1]["attention_mask"].clone()}]
+    shorter[1]["attention_mask"][:, 3:] = 0
     with torch.autocast("cuda", torch.bfloat16):
-        for _ in range(3):
-            loss_function(batch, None)
+        for columns in (batch, rolled, batch):
+            loss_function(columns, None)
             torch.cuda.synchronize()
         # Nothing waits for the answer, so that it may come as late as with the next batch.
-        with pytest.raises(ValueError, match="reordered or masked after their collator"):
-            for columns in (rolled, batch):
+        with pytest.raises(ValueError, match="changed after their collator"):
+            for columns in (shorter, batch):
                 loss_function(columns, None)
                 torch.cuda.synchronize()
         loss_function(batch, None)
