@@ -124,10 +124,11 @@ def enable(
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
-        queries in the same forward. PyLate only. PyLate's collator then adds ``token_total`` to
-        every column, from which the host knows how many tokens it has. Its rows may be split, picked and reordered with
-        those of the column. The trainer takes it out before a loss sees the columns. In a loop of your own, code that
-        joins columns or changes masks has to leave it out, or on a GPU a later batch raises a ValueError.
+        queries in the same forward. PyLate only. PyLate's collator then adds ``token_total`` to every column, from which
+        the host knows how many tokens it has. Its rows may be split, picked and reordered with those of the column. The
+        trainer takes it out before a loss sees the columns. In a loop of your own, code that joins columns or changes
+        masks has to leave it out: to join it is an error of PyTorch's, and after a changed mask a later batch raises a
+        ValueError on a GPU.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.

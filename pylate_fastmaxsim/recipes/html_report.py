@@ -48,7 +48,7 @@ def write_html(comparison: dict[str, Any], file: Path) -> None:
 
 
 def _environment(runs: dict[str, Any]) -> dict[str, Any]:
-    """Of the first run that lived to tell."""
+    """Machine and versions, of the first run that recorded them: one that failed has none."""
     return next((run["environment"] for run in runs.values() if "environment" in run), {})
 
 
