@@ -358,8 +358,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
-    # Documents of other ranks may have made them wider.
-    batch = TokenBatch.from_padded(queries.to(scored.documents.values.dtype), queries_mask)
+    batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
     options = {"zero_floor": scored.zero_floor, "grad_filter": scored.options.grad_filter}
     if scored.k is not None:
         return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
@@ -380,7 +379,7 @@ def _in_ring(loss: nn.Module, options: Options) -> bool:
 def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored) -> Tensor:
     def score(documents: TokenBatch) -> Tensor:
         return ring_maxsim(
-            queries.to(documents.values.dtype),
+            _as_wide(queries, documents),
             documents,
             queries_mask=queries_mask,
             zero_floor=scored.zero_floor,
@@ -388,6 +387,11 @@ def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored
         )
 
     return _in_one_dtype(score, scored.documents)
+
+
+def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:
+    # Documents may have become wider for those of other ranks; never are queries made narrower.
+    return queries.to(torch.promote_types(queries.dtype, documents.values.dtype))
 
 
 def _in_one_dtype(exchange: Callable[[TokenBatch], Result], documents: TokenBatch) -> Result:
