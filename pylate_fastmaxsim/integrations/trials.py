@@ -92,7 +92,11 @@ def _widest(core: nn.Module, width: int) -> int:
 
 def own_in_training(core: nn.Module) -> bool:
     """Whether there are modules of somebody's own, or with hooks of somebody's own, to be tried as they are in training."""
-    return any(part.training and not isinstance(part, _DropoutNd) for part in own_modules(core, encoder_of(core)))
+    return bool(_trained(own_modules(core, encoder_of(core))))
+
+
+def _trained(own: Sequence[nn.Module]) -> list[nn.Module]:
+    return [part for part in own if part.training and not isinstance(part, _DropoutNd)]
 
 
 def why_not_packed(core: nn.Module, samples: Documents, in_training: bool) -> str | None:
@@ -242,7 +246,7 @@ def _encoded_in_training(
     numbers are not the same twice, or not beside other texts, what they do, as a part of a sentence.
     """
     column = documents.column
-    trained = [part for part in own if part.training and not isinstance(part, _DropoutNd)]
+    trained = _trained(own)
     with _as_in_training(core, own) as before, _evaluating(core):
         for part in trained:
             part.training = True
@@ -348,8 +352,9 @@ def _verify_alone(core: nn.Module, queries: dict[str, Tensor]) -> None:
     # The same query twice: to be beside it changes nothing but the shape of the call.
     row = queries["attention_mask"].sum(dim=1).argmax().expand(2)
     twice = {key: value[row] for key, value in queries.items()}
-    if not core.attend_to_expansion_tokens:
-        twice["attention_mask"][:, 1:][:, -1:] = 0
+    if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
+        # Of queries that are all as long as they may be, this one has padding too: later ones will have some.
+        twice["attention_mask"][:, -1] = 0
     with untouched(core, own_modules(core, encoder_of(core))), _evaluating(core), _recorded_dtypes(core) as dtypes:
         beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
     if not core.do_query_expansion:
