@@ -8,10 +8,6 @@ What chooses kernels by timing them in its first steps does so beside the others
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,18 +16,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from workers import child_variables, last_error, said
+
 HERE = Path(__file__).parent
 OUT_OF_MEMORY = "out of memory"
-
-# When this run began, in an environment variable, so that the processes which it starts belong to the same run.
-RUN = "FASTMAXSIM_BENCHMARK_RUN"
-os.environ.setdefault(RUN, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
-
-
-def child_variables() -> dict[str, str]:
-    """The environment of a measuring process, which imports the package of this checkout."""
-    paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def measure(cells: list[dict], extra: list[str], timeout: float) -> Iterator[tuple[int, dict]]:
@@ -95,8 +83,8 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
                     with contextlib.suppress(BrokenPipeError):  # it died while it waited, and says so below
                         process.stdin.write("go\n")
                         process.stdin.flush()
-                elif line.startswith("RESULT "):
-                    result = json.loads(line.removeprefix("RESULT "))
+                else:
+                    result = said(line) or result
             process.wait()
             timer.cancel()
         if result is not None:
@@ -105,9 +93,6 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
             return {"status": f"not finished in {timeout:.0f} s"}
         errors.seek(0)
         text = errors.read()
-    lines = text.strip().splitlines()
     if "CUDA error: out of memory" in text:  # where PyTorch's allocator was not the one that asked
         return {"status": OUT_OF_MEMORY, "detail": "CUDA out of memory"}
-    # What is aborted ends in the frames of its stack, not in the error.
-    said = [line for line in lines if re.search(r"\w(Error|Exception)\b|CUDA error", line)]
-    return {"status": "failed", "detail": (said or lines or ["no output"])[-1].strip()[:500], "stderr": text[-3000:]}
+    return {"status": "failed", "detail": last_error(text), "stderr": text[-3000:]}

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 from pylate.scores import colbert_scores
+from records import environment, write
 from torch import Tensor
 from torch.nn.functional import normalize
-from train_step import environment, write
 from training_plots import COLOURS, bars
 
 from pylate_fastmaxsim import TokenBatch

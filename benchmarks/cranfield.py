@@ -18,18 +18,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cell_processes import child_variables
 from cranfield_table import markdown
-from train_step import environment, write
+from records import environment, write
+from workers import Worker, serve
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "recipes"
@@ -153,24 +153,20 @@ def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any
 
 def run_apart(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     """Run a cell in a process of its own, which leaves its log in --output."""
-    command = [sys.executable, __file__, "--data", str(options.data), "--output", str(options.output)]
-    command += ["--cell", json.dumps([cell.stage, cell.seed, cell.path])]
+    command = [__file__, "--worker", "--data", str(options.data), "--output", str(options.output)]
     command += [argument for override in options.set for argument in ("--set", override)]
     threads = max(1, (os.cpu_count() or 1) // options.workers)
-    variables = {**child_variables(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     log = cell.folder(options.output).with_suffix(".log")
     began = time.monotonic()
-    with open(log, "w", encoding="utf-8") as errors:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"{cell.name} failed, see {log}: {last}")
-    return {
-        **json.loads(lines[-1].removeprefix("RESULT ")),
-        "seconds": round(time.monotonic() - began),
-        "threads": threads,
-    }
+    with (
+        open(log, "w+", encoding="utf-8") as errors,
+        Worker(command, timeout=threading.TIMEOUT_MAX, errors=errors, **variables) as worker,
+    ):
+        result = worker.ask(asdict(cell))
+    if "failure" in result:
+        raise RuntimeError(f"{cell.name} failed, see {log}: {result['failure']}")
+    return {**result, "seconds": round(time.monotonic() - began), "threads": threads}
 
 
 def settings(extra: list[str]) -> dict[str, Any]:
@@ -195,13 +191,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, which share the cores")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every recipe")
     parser.add_argument("--render-only", action="store_true")
-    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.data is None and not options.render_only:
         parser.error("--data is needed, unless with --render-only")
-    if options.cell:
-        result = run(Cell(*options.cell), options.data, options.output, options.set)
-        print("RESULT " + json.dumps({**result, "environment": {**environment(), ENCODER: version(ENCODER)}}))
+    if options.worker:
+        recorded = {**environment(), ENCODER: version(ENCODER)}
+        serve(lambda cell: {**run(Cell(**cell), options.data, options.output, options.set), "environment": recorded})
         return
     content = {"settings": settings(options.set), "cells": {}}
     if options.results.exists():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from operators_measure import time_calls
-from train_step import environment, write
+from records import environment, write
 
 from pylate_fastmaxsim import maxsim
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from records import environment, write
 from torch import Tensor
-from train_step import environment, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.ops import grad_filter

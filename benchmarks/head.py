@@ -15,16 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-from cell_processes import child_variables
 from head_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
-from operators_measure import failure, peak_bytes, relative_error, spread, time_calls
+from operators_measure import peak_bytes, relative_error, spread, time_calls
 from operators_table import table
-from train_step import environment, write
+from records import environment, write
+from workers import ask_apart, serve
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "head.json"
@@ -77,28 +75,6 @@ def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
     names = ("query gradient", "hidden gradient", "weight gradient")
     found = {name: relative_error(own, other) for name, own, other in zip(names, gradients, wanted, strict=True)}
     return {"scores": relative_error(scores.detach()[rows][:, columns], expected.detach()), **found}
-
-
-def run_cell(shape: str, entry: str, timeout: float) -> dict:
-    """One cell in its own process; that it fails is a result as well."""
-    command = [sys.executable, __file__, "--cell", shape, entry]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=child_variables())
-    except subprocess.TimeoutExpired:
-        return {"failure": f"not finished in {timeout:.0f} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {"failure": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]}
-
-
-def answer(shape: str, entry: str) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        result = measure(SHAPES[shape], entry, device)
-    except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
-        result = {"failure": failure(error)}
-    print("RESULT " + json.dumps(result), flush=True)
 
 
 def markdown(cells: dict) -> str:
@@ -156,10 +132,11 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
     parser.add_argument("--render-only", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="time tile sizes of each kernel instead")
-    parser.add_argument("--cell", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cell:
-        answer(*options.cell)
+    if options.worker:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        serve(lambda cell: measure(SHAPES[cell["shape"]], cell["entry"], device))
         return
     if options.sweep:
         from head_sweep import sweep
@@ -173,7 +150,7 @@ def main() -> None:
         for name in options.shapes:
             for entry in options.entries:
                 if options.again or f"{name}/{entry}" not in cells:
-                    result = run_cell(name, entry, options.timeout)
+                    result = ask_apart([__file__, "--worker"], {"shape": name, "entry": entry}, options.timeout)
                     cells[f"{name}/{entry}"] = {"shape": dataclasses.asdict(SHAPES[name]), **result}
                     brief = {k: v.get("ms", v) if isinstance(v, dict) else v for k, v in result.items()}
                     print(name, entry, {k: v for k, v in brief.items() if k != "environment"}, flush=True)

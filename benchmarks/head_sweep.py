@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 from head_entries import Shape, make_inputs
-from operators_measure import failure, time_calls
-from train_step import environment, write
+from operators_measure import time_calls
+from records import environment, write
+from workers import failure
 
 from pylate_fastmaxsim.kernels import head, head_tiles
 

@@ -16,20 +16,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from cell_processes import child_variables
 from losses_ceiling import GRID, next_batch, try_batch
 from losses_table import LOSS_TITLES, RING_PATHS, markdown
-from train_step import PATHS, environment, write
+from records import environment, write
+from train_step import PATHS
+from workers import Worker
 
 HERE = Path(__file__).parent
 # Documents of a query: a positive and a negative; of distillation as many in all, with fewer queries.
@@ -67,71 +63,13 @@ def name_of(cell: dict) -> str:
     return "/".join(f"{key}={value}" if key != "kind" else value for key, value in cell.items())
 
 
-class Worker:
-    """The process that measures a path, kept from one cell to the next."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.process: subprocess.Popen | None = None
-
-    def ask(self, cell: dict, timeout: float) -> dict:
-        """Its answer; that it ended or ran too long is an answer as well."""
-        if self.process is None or self.process.poll() is not None:
-            command = [sys.executable, str(HERE / "losses_cell.py"), "--path", self.path]
-            self.process = _start(command, stdin=subprocess.PIPE)
-        with _limited(self.process, timeout):
-            try:
-                self.process.stdin.write(json.dumps(cell) + "\n")
-                self.process.stdin.flush()
-            except BrokenPipeError:
-                return {"failure": "the process ended"}
-            return _answer(self.process) or {"failure": f"no answer in {timeout:.0f} s, or the process ended"}
-
-    def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.stdin.close()
-            self.process.wait()
-
-
-def ask_ranks(ranks: int, cells: list[dict], timeout: float) -> Iterator[dict]:
-    """Measure cells with torchrun, all in the same processes; where these end early, the rest failed."""
+def ring_command(ranks: int, cells: list[dict]) -> list[str]:
+    """Starts torchrun, whose processes measure all cells, one after the other, without being asked."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(HERE / "losses_ring.py")]
-    process = _start([*command, "--cells", json.dumps(cells)])
-    with _limited(process, timeout):
-        for _ in cells:
-            yield _answer(process) or {"failure": f"no answer in {timeout:.0f} s, or a process ended"}
-        process.wait()
-
-
-def _start(command: list[str], **options) -> subprocess.Popen:
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=child_variables(), start_new_session=True, **options
-    )
-
-
-class _limited:
-    """Ends a process and its children after so many seconds."""
-
-    def __init__(self, process: subprocess.Popen, seconds: float) -> None:
-        self.timer = threading.Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
-
-    def __enter__(self) -> None:
-        self.timer.start()
-
-    def __exit__(self, *_) -> None:
-        self.timer.cancel()
-
-
-def _answer(process: subprocess.Popen) -> dict | None:
-    for line in process.stdout:
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    process.wait()
-    return None
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    return [*command, "--master-port", str(port), str(HERE / "losses_ring.py"), "--cells", json.dumps(cells)]
 
 
 class Results:
@@ -160,21 +98,21 @@ class Results:
 
 def measure_embedded(options: argparse.Namespace, results: Results) -> None:
     for path, cells in itertools.groupby(embedded_cells(options), lambda cell: cell["path"]):
-        worker = Worker(path)
-        try:
+        command = [str(HERE / "losses_cell.py"), "--path", path]
+        with Worker(command, options.timeout) as worker:
             for cell in filter(results.wants, cells):
-                results.add(cell, worker.ask(cell, options.timeout))
-        finally:
-            worker.close()
+                results.add(cell, worker.ask(cell))
 
 
 def measure_ring(options: argparse.Namespace, results: Results) -> None:
     for ranks, cells in itertools.groupby(ring_cells(options), lambda cell: cell["ranks"]):
         wanted = list(filter(results.wants, cells))
         if wanted:
-            answers = ask_ranks(ranks, wanted, min(options.timeout, results.left))
-            for cell, result in zip(wanted, answers, strict=False):
-                results.add(cell, result)
+            with Worker(ring_command(ranks, wanted), options.timeout) as worker:
+                worker.start()
+                for cell in wanted:
+                    if results.left > 0:
+                        results.add(cell, worker.answer())
 
 
 def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
@@ -226,9 +164,7 @@ def main() -> None:
         "--chunks", type=int, help="with --ceiling, of GradCache: only the memory, up to so many chunks of scores"
     )
     parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
-    parser.add_argument(
-        "--timeout", type=float, default=120, help="seconds one cell may take, with --ring all of one number of ranks"
-    )
+    parser.add_argument("--timeout", type=float, default=120, help="seconds one cell may take")
     parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
     parser.add_argument("--render-only", action="store_true")
     options = parser.parse_args()

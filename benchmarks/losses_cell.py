@@ -1,20 +1,16 @@
-"""The measuring process of one path of the losses benchmark: reads a cell a line, answers each.
-
-A process of its own, because an illegal access or a crash in one path ends every later call of its process.
-"""
+"""The measuring process of one path of the losses benchmark (workers.py)."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 
 import torch
 from losses_embedded import Step
-from operators_measure import failure, peak_bytes, time_calls
-from train_step import environment
+from operators_measure import peak_bytes, time_calls
+from records import environment
 from training_cell import SCORING
+from workers import serve
 
 import pylate_fastmaxsim
 
@@ -44,14 +40,7 @@ def main() -> None:
         pylate_fastmaxsim.enable()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recorded = environment()
-    for line in sys.stdin:
-        try:
-            result = run_cell(json.loads(line), device)
-        except Exception as error:  # noqa: BLE001 - a failure is a result of its cell
-            result = {"failure": failure(error)}
-        print("RESULT " + json.dumps({**result, "environment": recorded}), flush=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    serve(lambda cell: {**run_cell(cell, device), "environment": recorded})
 
 
 if __name__ == "__main__":

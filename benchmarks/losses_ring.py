@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from losses_embedded import Step
 from losses_table import RING_PATHS
-from operators_measure import failure
-from train_step import environment
+from records import environment
 from training_cell import elapsed, mark
+from workers import failure, say
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.ops import ring
@@ -88,7 +88,7 @@ def main() -> None:
     for cell in options.cells:
         result = run_cell(cell, device, options.iterations)
         if dist.get_rank() == 0:
-            print("RESULT " + json.dumps({**result, "environment": recorded}), flush=True)
+            say({**result, "environment": recorded})
     dist.destroy_process_group()
 
 

@@ -17,83 +17,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from cell_processes import child_variables
 from operators_results import TITLES
 from operators_shapes import BY_NAME, GROUPS, SHAPES, Shape
 from operators_table import markdown
 from operators_targets import targets
-from train_step import write
+from records import write
+from workers import Worker
 
 HERE = Path(__file__).parent
 MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
-
-
-class Worker:
-    """The measuring process, started when it is first asked and again after it ended."""
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.process: subprocess.Popen | None = None
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
-
-    def ask(self, cell: dict) -> dict:
-        """The worker's answer; that it failed or ran too long is an answer as well."""
-        if self.process is None or self.process.poll() is not None:
-            self.errors.seek(0)
-            self.errors.truncate()
-            command = [sys.executable, str(HERE / "operators_worker.py")]
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.errors,
-                text=True,
-                env=child_variables(),
-                start_new_session=True,
-            )
-        process = self.process
-        late = threading.Event()
-
-        def stop() -> None:
-            late.set()
-            os.killpg(process.pid, signal.SIGKILL)  # with the compiler's processes, which hold its output open
-
-        timer = threading.Timer(self.timeout, stop)
-        timer.start()
-        try:
-            process.stdin.write(json.dumps(cell) + "\n")
-            process.stdin.flush()
-            for line in process.stdout:
-                if line.startswith("RESULT "):
-                    result = json.loads(line.removeprefix("RESULT "))
-                    if result.pop("ends"):
-                        process.wait()
-                    return result
-        except BrokenPipeError:
-            pass
-        finally:
-            timer.cancel()
-        process.wait()
-        if late.is_set():
-            return {"failure": f"not finished in {self.timeout:.0f} s"}
-        self.errors.seek(0)
-        last = (self.errors.read().strip().splitlines() or [f"no message, exit status {process.returncode}"])[-1]
-        return {"failure": f"the process ended: {last[:300]}"}
-
-    def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.stdin.close()
-            self.process.wait()
 
 
 def chosen(names: list[str] | None) -> list[Shape]:
@@ -139,8 +75,7 @@ def measure(options: argparse.Namespace, content: dict, target: Path) -> None:
             "--competitors."
         )
     began = time.monotonic()
-    worker = Worker(options.timeout)
-    try:
+    with Worker([str(HERE / "operators_worker.py")], options.timeout) as worker:
         measured = worker.ask({"kind": "ceilings"})
         if "failure" in measured:
             raise SystemExit(f"operators.py: the device's own rates could not be measured: {measured['failure']}")
@@ -154,8 +89,6 @@ def measure(options: argparse.Namespace, content: dict, target: Path) -> None:
             content["cells"][name] = {**cell, "run": len(content["runs"]) - 1, **result}
             print(name, summary(result), flush=True)
             write(target, content)
-    finally:
-        worker.close()
 
 
 def summary(result: dict) -> str:

@@ -13,6 +13,7 @@ import torch
 from operators_competitors import Entry, Inputs, make_inputs
 from operators_shapes import Shape
 from torch import Tensor
+from workers import failure
 
 MEASURES = ("forward", "forward_winners", "forward_backward")
 ITERATIONS = 25
@@ -94,14 +95,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     torch.cuda.synchronize()
     del kept
     return torch.cuda.max_memory_allocated() - before
-
-
-def failure(error: Exception) -> str:
-    """The sentence that stands in the results for a competitor that cannot do a shape."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory: " + str(error).split(". ")[0]
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:

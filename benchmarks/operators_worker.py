@@ -1,19 +1,15 @@
-"""The process of the operator benchmark that touches the device: reads a cell a line, answers each.
-
-A process of its own, because an illegal access or a crash in one competitor ends every later call of its process.
-"""
+"""The process of the operator benchmark that touches the device (workers.py)."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
 import torch
 from operators_competitors import ENTRIES
-from operators_measure import ceilings, failure, host_time, input_sets, measure_entry
+from operators_measure import ceilings, host_time, input_sets, measure_entry
 from operators_shapes import BY_NAME, Shape
-from train_step import environment
+from records import environment
+from workers import serve
 
 HOST_SHAPE = Shape("host", "host", 4, 32, 8, 32)
 
@@ -33,38 +29,16 @@ def run_cell(shape: Shape, competitor: str, device: torch.device) -> dict:
 
 
 def answer(cell: dict, device: torch.device) -> dict:
-    try:
-        if cell["kind"] == "ceilings":
-            return {"environment": environment(), "ceilings": ceilings(device)}
-        if cell["kind"] == "host":
-            return {"microseconds": host_time(ENTRIES["fast"](HOST_SHAPE), HOST_SHAPE, device)}
-        return run_cell(BY_NAME[cell["shape"]], cell["competitor"], device)
-    except Exception as error:  # noqa: BLE001 - a failure is a result of its cell
-        return {"failure": failure(error)}
-
-
-def usable(device: torch.device) -> bool:
-    """Whether this process can go on; after an illegal access no call of it reaches the device any more."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except RuntimeError:
-            return False
-    return True
-
-
-def main() -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for line in sys.stdin:
-        cell = json.loads(line)
-        began = time.perf_counter()
-        result = answer(cell, device)
-        ends = not usable(device)
-        print("RESULT " + json.dumps({**result, "seconds": time.perf_counter() - began, "ends": ends}), flush=True)
-        if ends:
-            break
+    began = time.perf_counter()
+    if cell["kind"] == "ceilings":
+        result = {"environment": environment(), "ceilings": ceilings(device)}
+    elif cell["kind"] == "host":
+        result = {"microseconds": host_time(ENTRIES["fast"](HOST_SHAPE), HOST_SHAPE, device)}
+    else:
+        result = run_cell(BY_NAME[cell["shape"]], cell["competitor"], device)
+    return {**result, "seconds": time.perf_counter() - began}
 
 
 if __name__ == "__main__":
-    main()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    serve(lambda cell: answer(cell, device))

@@ -15,14 +15,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 
-from cell_processes import child_variables
-from train_step import environment, write
+from records import environment, write
+from workers import ask_apart, serve
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "page_step.json"
@@ -138,8 +136,8 @@ def make_queries(batch: int) -> dict:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def run_cell(options: argparse.Namespace) -> dict:
-    os.environ["COLPALI_SCORES_BACKEND"] = "torch" if options.path == "stock" else "auto"
+def run_cell(cell: dict) -> dict:
+    os.environ["COLPALI_SCORES_BACKEND"] = "torch" if cell["path"] == "stock" else "auto"
     import torch
     from colpali_engine.loss import ColbertLoss
 
@@ -150,14 +148,14 @@ def run_cell(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = build_model(options.kind, options.tiny).train()
+        model = build_model(cell["kind"], cell["tiny"]).train()
     torch.set_default_dtype(torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if options.path == "fast":
+    if cell["path"] == "fast":
         pylate_fastmaxsim.enable()
     loss_function = ColbertLoss().to(device)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-4)
-    batches = [(make_queries(options.batch), make_pages(options.kind, options.batch)) for _ in range(2)]
+    batches = [(make_queries(cell["batch"]), make_pages(cell["kind"], cell["batch"])) for _ in range(2)]
     seen = []
 
     def step(index: int) -> None:
@@ -171,12 +169,12 @@ def run_cell(options: argparse.Namespace) -> dict:
         optimizer.zero_grad(set_to_none=True)
         seen.append(loss.item())
 
-    for index in range(options.warmup):
+    for index in range(cell["warmup"]):
         step(index)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     times = []
-    for index in range(options.steps):
+    for index in range(cell["steps"]):
         began = time.perf_counter()
         step(index)  # waits for the device to read the loss
         times.append(time.perf_counter() - began)
@@ -191,18 +189,13 @@ def run_cell(options: argparse.Namespace) -> dict:
     }
 
 
-def measure(kind: str, path: str, batch: int, options: argparse.Namespace) -> dict:
+def measure(cell: dict, timeout: float) -> dict:
     """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
-    command = [sys.executable, str(HERE / "page_step.py"), "--cell", kind, path, str(batch)]
-    command += ["--warmup", str(options.warmup), "--steps", str(options.steps)] + ["--tiny"] * options.tiny
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, env=child_variables())
-    except subprocess.TimeoutExpired:
-        return {"status": "timeout"}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {"status": "failed", "detail": done.stderr.strip().splitlines()[-1:] or "nothing"}
+    result = ask_apart([__file__, "--worker"], cell, timeout)
+    if "failure" not in result:
+        return result
+    status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
+    return {"status": status, "detail": result["failure"]}
 
 
 def draw(cells: dict[str, dict], picture: Path) -> None:
@@ -261,18 +254,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cell:
-        import torch
-
-        options.kind, options.path, batch = options.cell
-        options.batch = int(batch)
-        try:
-            result = run_cell(options)
-        except torch.OutOfMemoryError as error:
-            result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
-        print("RESULT " + json.dumps(result))
+    if options.worker:
+        serve(run_cell)
         return
     cells = json.loads(options.results.read_text()) if options.results.exists() else {}
     for kind in options.kinds:
@@ -282,7 +267,8 @@ def main() -> None:
                 if cells.get(name, {}).get("status") in ("ok", "out of memory"):
                     continue
                 cells[name] = {"kind": kind, "path": path, "batch": batch}
-                cells[name] |= measure(kind, path, batch, options)
+                how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
+                cells[name] |= measure({**cells[name], **how}, options.timeout)
                 cells[name] |= {"environment": environment() | {"colpali-engine": version("colpali-engine")}}
                 write(options.results, cells)
                 print(

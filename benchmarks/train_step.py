@@ -11,17 +11,13 @@ to the results file as soon as it is known; a finished cell is not run again, so
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import importlib.metadata
 import itertools
 import json
-import os
-import platform
 import time
 from pathlib import Path
 
-from cell_processes import OUT_OF_MEMORY, RUN, measure
+from cell_processes import OUT_OF_MEMORY, measure
+from records import environment, write
 
 HERE = Path(__file__).parent
 PATHS = {
@@ -30,66 +26,16 @@ PATHS = {
     "flash": "PyLate + flash-maxsim",
     "fast": "PyLate + pylate-fastmaxsim",
 }
-PACKAGES = [
-    "torch",
-    "triton",
-    "pylate",
-    "sentence-transformers",
-    "transformers",
-    "late-interaction-kernels",
-    "flash-maxsim",
-]
 
 
 def cell_name(path: str, batch: int, compiled: bool, checkpointing: bool) -> str:
     return f"{path}/batch={batch}/compile={int(compiled)}/checkpointing={int(checkpointing)}"
 
 
-def processor() -> str:
-    """The name of this machine's CPU, as Linux has it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-def environment() -> dict:
-    """Machine, versions, date and when this run began, recorded with every cell."""
-    import torch
-
-    import pylate_fastmaxsim
-
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "host": f"{os.cpu_count()} cores of {processor()}",
-        "driver_cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "pylate-fastmaxsim": pylate_fastmaxsim.__version__,
-        **{package: version(package) for package in PACKAGES},
-        "date": datetime.date.today().isoformat(),
-        "run": os.environ[RUN],
-    }
-
-
 def mark_of_runs(cell: dict, other: dict) -> str:
     """‡ where two runs measured the cells; of cells without the time of their run, where day or machine differ."""
     keys = ("run", "date", "device", "host")
     return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
-
-
-def write(results: Path, content: dict) -> None:
-    """The results file, which is never there in part."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    temporary = results.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(results)
 
 
 def row_title(path: str, compiled: bool) -> str:

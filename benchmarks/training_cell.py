@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import statistics
@@ -18,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from workers import say
 
 QUERY_LENGTH = 32
 DOCUMENT_LENGTH = 300
@@ -346,7 +347,7 @@ def main() -> None:
     except torch.OutOfMemoryError as error:
         result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
     if result["status"] != "ok" or os.environ.get("LOCAL_RANK", "0") == "0":
-        print("RESULT " + json.dumps(result), flush=True)
+        say(result)
     if options.ranks > 1:
         if result["status"] != "ok":
             os._exit(1)  # the other ranks wait for this one, until the launcher ends them

@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from operators_measure import failure, peak_bytes, time_calls
+from operators_measure import peak_bytes, time_calls
 from pylate.scores import XTRKDScores, XTRScores
+from records import environment, write
 from torch import Tensor
-from train_step import environment, write
+from workers import failure
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch
