@@ -1,8 +1,8 @@
 """One cell of the training-step benchmark, in a process of its own: build, warm up, measure, print JSON.
 
-The encoder is ModernBERT-base (or ``--layers`` of it) with random weights: speed and memory do not
-depend on what the weights are. The texts are random words whose number is log-normal, as the
-lengths of MS MARCO passages are, and they pass through PyLate's own tokenisation and collator.
+The encoder is ModernBERT-base, or another of ``--encoder`` in its published size (or ``--layers`` of it), with random
+weights: speed and memory do not depend on what the weights are. The texts are random words whose number is log-normal,
+as the lengths of MS MARCO passages are, and they pass through PyLate's own tokenisation and collator.
 """
 
 from __future__ import annotations
@@ -25,17 +25,40 @@ DOCUMENT_LENGTH = 300
 MEAN_WORDS = 77.0  # with [CLS], the document prefix and [SEP]: 80 tokens
 SIGMA = 0.5
 VOCABULARY = 30_000
+# Published sizes: BERT-base, EuroBERT-210m and Qwen3-Embedding-0.6B. ModernBERT's own defaults are those of its base.
+ENCODERS = {
+    "modernbert": {},
+    "bert": {},
+    "eurobert": {
+        "vocab_size": 128_256,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
+    "qwen3": {
+        "vocab_size": 151_669,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+}
 # What PYLATE_SCORES_BACKEND says on each path.
 SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 
-def build_model(directory: Path, layers: int | None, document_length: int):
-    """A PyLate model around a ModernBERT-base with random weights, and a word-level tokenizer."""
+def build_model(directory: Path, layers: int | None, document_length: int, encoder: str = "modernbert"):
+    """A PyLate model around an encoder with random weights, and a word-level tokenizer."""
     import torch
     from pylate import models
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from tokenizers import models as token_models
-    from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(VOCABULARY))])}
@@ -49,11 +72,14 @@ def build_model(directory: Path, layers: int | None, document_length: int):
         **{f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")},
     ).save_pretrained(directory)
     torch.manual_seed(0)
-    config = ModernBertConfig(pad_token_id=0, cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3)
+    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    ids |= {"cls_token_id": 2, "sep_token_id": 3} if encoder == "modernbert" else {}
+    config = AutoConfig.for_model(encoder, **ENCODERS[encoder], **ids)
     if layers is not None:
         config.num_hidden_layers = layers
-        config.layer_types = config.layer_types[:layers]
-    ModernBertModel(config).save_pretrained(directory)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    AutoModel.from_config(config).save_pretrained(directory)
     return models.ColBERT(
         model_name_or_path=str(directory),
         query_length=QUERY_LENGTH,
@@ -201,7 +227,8 @@ def run_cell(options: argparse.Namespace) -> dict:
     if options.path == "fast":
         pylate_fastmaxsim.enable(compile=options.compile, fused_head=options.fused_head)
     with tempfile.TemporaryDirectory() as directory:
-        model = build_model(Path(directory), options.layers, options.document_length).to(device)
+        model = build_model(Path(directory), options.layers, options.document_length, options.encoder)
+        model = model.to(device)
     collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
     draw = random.Random(rank)
     batches = [make_batch(collator, options, draw) for _ in range(options.batches)]
@@ -309,7 +336,8 @@ def main() -> None:
     parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
-    parser.add_argument("--layers", type=int, help="fewer encoder layers than ModernBERT-base has, for a trial run")
+    parser.add_argument("--encoder", choices=list(ENCODERS), default="modernbert")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
     parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
     parser.add_argument("--warmup", type=int, help="steps before timing, one at least; by default each batch once")
     parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")

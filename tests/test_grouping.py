@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim.integrations.grouping import (
+    TOKENS_PER_CALL,
     fill_by_length,
     fill_in_order,
     group_by_length,
@@ -54,5 +55,19 @@ def test_mini_batches_keep_to_their_budget(lengths, budget, more):
             assert [index for part in parts for index in part] == list(range(len(lengths)))
 
 
-def test_the_number_of_groups_depends_on_the_number_of_documents_only():
-    assert all(1 <= number_of_groups(count) <= count for count in range(1, 200))
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=100))
+def test_a_gpu_has_as_many_groups_as_take_the_shortest_time(lengths):
+    def time(count):
+        groups = group_by_length(lengths, count)
+        return max(count * TOKENS_PER_CALL, sum(len(group) * max(lengths[i] for i in group) for group in groups))
+
+    most = number_of_groups(lengths, on_gpu=False)
+    assert 1 <= most <= min(len(lengths), 8)
+    count = number_of_groups(lengths, on_gpu=True)
+    assert time(count) == min(time(other) for other in range(1, most + 1))
+
+
+def test_a_small_batch_on_a_gpu_is_one_call():
+    assert number_of_groups([20, 40] * 16, on_gpu=True) == 1
+    assert number_of_groups([20, 40] * 16, on_gpu=False) == 6

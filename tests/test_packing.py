@@ -177,6 +177,30 @@ def test_dropout_reaches_packed_attention(encoder, monkeypatch):
     assert set(dropped[-2:]) == {0.2}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rotated_queries_and_keys_are_attended_to_in_the_dtype_of_autocast(encoder, monkeypatch, dtype, compiled):
+    """Qwen 3, Llama, Gemma, EuroBERT and others rotate in float32, which FlashAttention does not take."""
+    seen = []
+
+    def attend(query, key, value, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            seen.append({query.dtype, key.dtype, value.dtype})
+        assert {query.dtype, key.dtype, value.dtype} == {dtype}
+        return attend_to_own_document(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "variable_length_attention", attend)
+    model = load_model(encoder("qwen3"))
+    batch = batch_of(model)
+    with pylate_fastmaxsim.enabled(compile=compiled), torch.autocast("cpu", dtype):
+        loss = losses.Contrastive(model)(batch, None)
+        loss.backward()
+        assert mode_of(model) == {"packed"}
+    with torch.autocast("cpu", dtype):
+        assert loss.item() == pytest.approx(losses.Contrastive(model)(batch, None).item(), rel=0.05)
+    assert seen
+
+
 def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
     def half_only(query, *args, **options):
         if query.dtype != torch.bfloat16:

@@ -166,7 +166,7 @@ def test_attention_to_fewer_rows_than_attend(dtype, window):
             assert not states.grad[place >= attended.cuda()[text]].any()
 
 
-@pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta", "minilm"])
+@pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta", "minilm", "qwen3"])
 def test_packed_equals_padded(small, family, caplog):
     model = small(family)
     pylate_fastmaxsim.enable()
@@ -184,7 +184,7 @@ def test_packed_equals_padded(small, family, caplog):
 @pytest.mark.parametrize(
     "loss_class, options", [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 5})]
 )
-@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loss_and_gradients_are_as_exact_as_stock(small, stock, dtype, family, loss_class, options):
     model = small(family)
@@ -192,7 +192,7 @@ def test_loss_and_gradients_are_as_exact_as_stock(small, stock, dtype, family, l
     expected = stock(model, [batch], loss_class, autocast=dtype, **options)
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(model, [batch], loss_class, autocast=dtype, **options)
-        joint = loss_class is losses.Contrastive and family != "modernbert"
+        joint = loss_class is losses.Contrastive and family in ("wide modernbert", "bert")
         assert (set(packing._joint.get(model, {}).values()) == {True}) == joint
     _assert_as_exact(ours, expected)
 
@@ -204,6 +204,17 @@ def test_attention_dropout_is_packed_too(small, caplog):
         values, gradients = _losses(model, [_batch(model)])
     assert not [record for record in caplog.records if "not packed" in record.message]
     assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_a_small_batch_of_what_is_grouped_is_one_call(small):
+    """With several the GPU would wait for the host, for longer than padding takes."""
+    model = small("mpnet")  # with attention of its own
+    pylate_fastmaxsim.enable()
+    batch = _batch(model)
+    with torch.autocast("cuda", torch.bfloat16):
+        plan = packing.plan_documents(model, batch[1:], model.skiplist)
+    assert set(packing._modes[model].values()) == {"grouped"}
+    assert len(plan.calls) == 1
 
 
 def test_float32_is_grouped_and_said(small, caplog):
@@ -232,7 +243,7 @@ def test_collated_documents_are_packed_without_waiting_for_the_device(small):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert", "qwen3"])
 def test_a_step_waits_for_nothing(small, family):
     model = small(family)
     pylate_fastmaxsim.enable()
@@ -268,7 +279,7 @@ def test_gradient_checkpointing(small, stock, reentrant, family):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert", "qwen3"])
 def test_compiled_layers_do_not_recompile_as_batches_vary(small, stock, family, checkpointing):
     model = small(family)
     if checkpointing:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 from transformers import masking_utils
 
@@ -19,25 +20,23 @@ def inspect():
     raise Inspected
 
 
-def leave_out(mask):
-    return masking_utils._ignore_bidirectional_mask_sdpa(mask, 8)
+@pytest.mark.parametrize(
+    "name, sizes", [("_ignore_bidirectional_mask_sdpa", (8,)), ("_ignore_causal_mask_sdpa", (8, 8, 0))]
+)
+def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at(name, sizes):
+    def leave_out(mask):
+        return getattr(masking_utils, name)(mask, *sizes)
 
-
-def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at():
-    stock = masking_utils._ignore_bidirectional_mask_sdpa.__code__
-    on_gpu = SimpleNamespace(is_cuda=True, all=inspect)
+    stock = getattr(masking_utils, name).__code__
+    on_gpu = SimpleNamespace(is_cuda=True, all=inspect, shape=(2, 8))
     full, part = torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)
     with pylate_fastmaxsim.enabled():
         with uninspected_masks.uninspected():
             assert not leave_out(on_gpu)
             assert leave_out(full) and not leave_out(part) and leave_out(None)
-        try:
+        with pytest.raises(Inspected):  # outside, transformers decides
             leave_out(on_gpu)
-        except Inspected:
-            pass
-        else:
-            raise AssertionError("outside, transformers decides")
-    assert masking_utils._ignore_bidirectional_mask_sdpa.__code__ is stock
+    assert getattr(masking_utils, name).__code__ is stock
 
 
 def test_transformers_that_have_no_such_masks_are_left_alone():

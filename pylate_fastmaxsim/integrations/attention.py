@@ -262,7 +262,7 @@ def _packed_attention(
     # Where stock attends through torch's own function, it leaves them unbounded as well.
     if softcap is not None and module.config._attn_implementation != "sdpa":
         raise PackingUnsupported("variable-length attention does not bound its inner products (softcap)")
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    query, key, value = (_autocast(states).squeeze(0).transpose(0, 1) for states in (query, key, value))
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -295,3 +295,11 @@ def _packed_attention(
         key_cu_seqlens=attention_mask[-1, 0, -1],
     )
     return states.unsqueeze(0)
+
+
+def _autocast(states: Tensor) -> Tensor:
+    """As autocast has them for torch's own attention: behind rotary positions, queries and keys may be float32 there."""
+    device = states.device.type
+    if states.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return states
+    return states.to(torch.get_autocast_dtype(device))

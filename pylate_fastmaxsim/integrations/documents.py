@@ -204,7 +204,7 @@ def grouped_plan(
     extents = _extents(documents.attention_mask)
     lengths = extents.clamp(min=1).tolist()
     if token_budget is None:
-        groups = group_by_length(lengths, agree(number_of_groups(len(documents))))
+        groups = group_by_length(lengths, agree(number_of_groups(lengths, on_gpu=device.type != "cpu")))
     else:
         groups = fill_by_length(lengths, token_budget)
         groups = split_until(groups, agree(len(groups)))

@@ -6,19 +6,36 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# How many tokens a GPU encodes while the host launches a call and its backward: 12 layers of 768 numbers in bf16 on an
+# H100 take 40 ms to launch, and 5 us a token.
+TOKENS_PER_CALL = 2**13
 
-def number_of_groups(documents: int) -> int:
-    """How many groups a batch of documents is divided into.
 
-    It depends on nothing but the number of documents, so that ranks of a distributed run that have as
-    many call the encoder equally often. More groups leave less padding, but each is a call of its own.
+def number_of_groups(lengths: Sequence[int], on_gpu: bool) -> int:
+    """How many groups documents of these lengths are divided into.
+
+    More groups leave less padding, but each is a call of its own. On a CPU that costs little. A GPU would wait for the
+    host: there the number is best for which the longer of both times is shortest.
 
     Examples
     --------
-    >>> [number_of_groups(n) for n in (1, 8, 32, 64, 1024)]
+    >>> [number_of_groups([9] * n, on_gpu=False) for n in (1, 8, 32, 64, 1024)]
     [1, 2, 6, 8, 8]
+    >>> [number_of_groups([100] * (n // 2) + [300] * (n // 2), on_gpu=True) for n in (8, 64, 1024)]
+    [1, 2, 2]
     """
-    return min(documents, 8, max(2, documents // 5))
+    most = min(len(lengths), 8, max(2, len(lengths) // 5))
+    if not on_gpu:
+        return most
+    best, shortest = 1, float("inf")
+    for count in range(1, most + 1):
+        launched = count * TOKENS_PER_CALL
+        encoded = sum(len(group) * max(lengths[index] for index in group) for group in group_by_length(lengths, count))
+        if max(launched, encoded) < shortest:
+            best, shortest = count, max(launched, encoded)
+        if launched >= encoded:
+            break
+    return best
 
 
 def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:
