@@ -25,10 +25,11 @@ DOCUMENT_LENGTH = 300
 MEAN_WORDS = 77.0  # with [CLS], the document prefix and [SEP]: 80 tokens
 SIGMA = 0.5
 VOCABULARY = 30_000
-# Published sizes: BERT-base, EuroBERT-210m and Qwen3-Embedding-0.6B. ModernBERT's own defaults are those of its base.
+# Published sizes: EuroBERT-210m and Qwen3-Embedding-0.6B. The defaults of the others are their base.
 ENCODERS = {
     "modernbert": {},
     "bert": {},
+    "mpnet": {},
     "eurobert": {
         "vocab_size": 128_256,
         "hidden_size": 768,

@@ -1,9 +1,10 @@
 """The package's public names are listed, and loaded when they are first asked for; what it needs is declared."""
 
 import ast
+import re
 import subprocess
 import sys
-from importlib.metadata import requires
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,6 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
         "    assert getattr(pylate_fastmaxsim, name) is not None\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_numpy_comes_with_the_package():
-    # PyTorch is installed without it, and then neither writes a corpus nor hands a tensor over.
-    assert "numpy" in requires("pylate-fastmaxsim")
 
 
 # From the bottom up: a room may import those of its line and below.
@@ -69,3 +65,20 @@ def test_imports_run_one_way_and_only_rooms_above_the_operators_know_host_librar
             assert package not in HOSTS or own >= level["integrations"], (file, module)
             if package == "pylate_fastmaxsim" and inside:
                 assert level.get(inside[0], 0) <= own, (file, module)
+
+
+def test_what_is_imported_is_declared():
+    """Also what another package would bring along, until it no longer does. NumPy is one: PyTorch comes without it."""
+    extras = ("pylate", "colpali", "recipes")
+    declared = [
+        re.match(r"[\w-]+", requirement)[0].replace("_", "-").lower()
+        for requirement in requires("pylate-fastmaxsim")
+        if "extra ==" not in requirement or requirement.endswith(tuple(f"'{extra}'" for extra in extras))
+    ]
+    known = packages_distributions()
+    for file in Path(pylate_fastmaxsim.__file__).parent.rglob("*.py"):
+        for module in imported(file):
+            package = module.split(".")[0]
+            if package not in sys.stdlib_module_names:
+                names = {name.replace("_", "-").lower() for name in known.get(package, [package])}
+                assert package == "pylate_fastmaxsim" or names & set(declared), (file, package)
