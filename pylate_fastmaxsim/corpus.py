@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.cpu.maxsim import live_tokens
+from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count, require_integer
 
 # Written last, so that a folder that has it is complete.

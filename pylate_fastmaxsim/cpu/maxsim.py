@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
@@ -37,35 +37,6 @@ FEW_ELEMENTS = 1 << 11
 WINNER_ELEMENTS = 1 << 17
 
 
-class _Live(NamedTuple):
-    """The live tokens of a ragged batch, sequence after sequence."""
-
-    row: Tensor  # [n] row of `values`
-    position: Tensor  # [n] row counted from the start of the sequence
-    sequence: Tensor  # [n]
-    count: Tensor  # [N] live tokens of each sequence
-    first: Tensor  # [N] where the sequence begins in the three lists
-
-
-def live_tokens(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> _Live:
-    """List the tokens that count."""
-    sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
-    position = torch.arange(len(sequence), device=starts.device) - (lengths.cumsum(0) - lengths)[sequence]
-    row = starts[sequence] + position
-    if keep is not None:
-        kept = keep[row]
-        row, position, sequence = row[kept], position[kept], sequence[kept]
-    count = torch.bincount(sequence, minlength=len(starts))
-    return _Live(row, position, sequence, count, count.cumsum(0) - count)
-
-
-def _rows_of(live: _Live, sequences: Tensor) -> Tensor:
-    """Rows of the live tokens of ``sequences``, in that order."""
-    count = live.count[sequences]
-    begin = torch.repeat_interleave(live.first[sequences] - (count.cumsum(0) - count), count)
-    return live.row[begin + torch.arange(len(begin), device=begin.device)]
-
-
 def require_candidates(operator: str, candidates: Tensor | None, num_documents: int) -> None:
     """Raise ValueError where candidates on the host are out of range; on a device that would wait for it."""
     if candidates is None or not candidates.is_cpu or candidates.numel() == 0:
@@ -77,23 +48,10 @@ def require_candidates(operator: str, candidates: Tensor | None, num_documents: 
         )
 
 
-def _split_prefixes(prefixes: list[int], limit: int) -> Iterator[list[int]]:
-    """Cut ``prefixes`` into runs that sum to at most ``limit``, or are of one element."""
-    run, total = [], 0
-    for prefix in prefixes:
-        if run and total + prefix > limit:
-            yield run
-            run, total = [], 0
-        run.append(prefix)
-        total += prefix
-    if run:
-        yield run
-
-
 def _block_maxima(
     query_rows: Tensor,
     d_values: Tensor,
-    live: _Live,
+    live: Live,
     documents: Tensor,
     floor: Tensor,
     want_winners: bool,
@@ -119,7 +77,7 @@ def _block_maxima(
     # document of the same slot repeats its last token, which cannot win again.
     slot_count = count.amax(dim=0)
     prefixes = len(slot_count) - slot_count.bincount().cumsum(0)[:-1]
-    runs = list(_split_prefixes(prefixes.tolist(), max(1, BLOCK_ELEMENTS // (batch * max(rows, dim)))))
+    runs = list(split_prefixes(prefixes.tolist(), max(1, BLOCK_ELEMENTS // (batch * max(rows, dim)))))
 
     transposed = query_rows.transpose(1, 2)
     changed = torch.empty_like(maxima)
@@ -176,9 +134,7 @@ def _block_maxima(
     return maxima, winners
 
 
-def _query_blocks(
-    queries: _Live, documents: _Live, candidates: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _query_blocks(queries: Live, documents: Live, candidates: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Split the work into batches of blocks of queries that share their documents.
 
     Yields the queries ``[B, n]``, and for each block the documents ``[B, P]`` and their columns in the scores
@@ -257,7 +213,7 @@ def forward(
     for block, block_documents, slots in _query_blocks(queries, documents, candidates):
         count = queries.count[block]
         if candidates is None:
-            rows = _rows_of(queries, block[0])[None, None]
+            rows = rows_of(queries, block[0])[None, None]
             lengths, sizes = count[0].unique_consecutive(return_counts=True)
             runs = list(zip(lengths.tolist(), sizes.tolist(), strict=True))
         else:

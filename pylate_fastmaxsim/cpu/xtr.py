@@ -10,14 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.cpu.maxsim import (
-    BLOCK_ELEMENTS,
-    _Live,
-    _rows_of,
-    _split_prefixes,
-    live_tokens,
-    require_candidates,
-)
+from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
+from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, require_candidates
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.winners import no_winner, winner_layout
 
@@ -29,7 +23,7 @@ BLOCK_TOKENS_OF_K = 4
 class _Maxima:
     """For some query rows the k-th largest similarity, and for every document the largest, its token, and the least."""
 
-    def __init__(self, query_rows: Tensor, d_values: Tensor, documents: _Live, k: int) -> None:
+    def __init__(self, query_rows: Tensor, d_values: Tensor, documents: Live, k: int) -> None:
         shape = len(query_rows), len(documents.count)
         self.best = query_rows.new_zeros(shape)
         self.worst = query_rows.new_zeros(shape)
@@ -37,9 +31,9 @@ class _Maxima:
         largest = query_rows.new_empty(len(query_rows), 0)
         order = documents.count.argsort(descending=True, stable=True)
         order = order[documents.count[order] > 0]
-        blocks = _split_prefixes(documents.count[order].tolist(), max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
+        blocks = split_prefixes(documents.count[order].tolist(), max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
         for block in order.split([len(counts) for counts in blocks]):
-            tokens = d_values[_rows_of(documents, block)].to(query_rows.dtype)
+            tokens = d_values[rows_of(documents, block)].to(query_rows.dtype)
             # Autocast, which has done its part, leaves products with an `out` alone.
             similarities = torch.mm(query_rows, tokens.t(), out=query_rows.new_empty(len(query_rows), len(tokens)))
             largest = torch.cat([largest, similarities], dim=1)
@@ -53,7 +47,7 @@ class _Maxima:
             self.threshold = torch.where(largest.isnan(), torch.inf, largest).amin(dim=1, keepdim=True)
             self.threshold.masked_fill_(largest.isnan().all(dim=1, keepdim=True), torch.nan)
 
-    def _fold(self, similarities: Tensor, documents: _Live, block: Tensor) -> None:
+    def _fold(self, similarities: Tensor, documents: Live, block: Tensor) -> None:
         """Extremes of a block of documents, longest first, from their similarities one after the other."""
         begin = 0
         while begin < len(block):
@@ -117,9 +111,9 @@ def forward(
         return sums, counts, winners
 
     rows_at_once = max(1, BLOCK_ELEMENTS // max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
-    blocks = [len(counts) for counts in _split_prefixes(queries.count.tolist(), rows_at_once)]
+    blocks = [len(counts) for counts in split_prefixes(queries.count.tolist(), rows_at_once)]
     for block in torch.arange(len(q_starts), device=q_values.device).split(blocks):
-        rows = _rows_of(queries, block)
+        rows = rows_of(queries, block)
         maxima = _Maxima(q_values[rows].to(dtype), d_values, documents, k)
         passes = maxima.passing(zero_floor, documents.count == 0)
         best, position = maxima.best, maxima.position

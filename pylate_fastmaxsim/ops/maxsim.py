@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.forward_mode import refuse_other_derivatives
+from pylate_fastmaxsim.ops.derivatives import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.sums import sum_dtype
