@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 
 from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
 from pylate_fastmaxsim.integrations.changed_masks import changed, masks_of
@@ -167,7 +168,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
 def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
     """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
-        with _same_random_numbers_afterwards(device):
+        with _same_random_numbers_afterwards(device), _parametrizations_not_cached():
             trial()
     except torch.OutOfMemoryError:
         raise
@@ -192,6 +193,16 @@ def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+@contextmanager
+def _parametrizations_not_cached() -> Iterator[None]:
+    """Within this, ``parametrize.cached()`` keeps no weights: those of a trial have no gradients for the step that follows."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
 
 
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], in_training: bool) -> None:
