@@ -119,6 +119,12 @@ def _hook_in_encoder(model):
     _output_of(model).register_forward_hook(lambda module, _args, output: _centre(output, module))
 
 
+def _forward_in_encoder(model):
+    module = _output_of(model)
+    forward = module.forward
+    module.forward = lambda *args: _centre(forward(*args), module)
+
+
 def _hook_on_linear(model):
     model[1].linear.register_forward_hook(lambda module, _args, output: _centre(output, module))
 
@@ -138,9 +144,9 @@ def _remember_behind(model):
     "change",
     [
         *(partial(_insert, kind) for kind in (_Centred, _Counting, _Nested)),
-        *(_hook_in_encoder, _hook_on_linear, _pre_hook_on_dense, _remember_behind),
+        *(_hook_in_encoder, _forward_in_encoder, _hook_on_linear, _pre_hook_on_dense, _remember_behind),
     ],
-    ids=["centred", "counting", "nested", "hook", "hook on linear", "pre-hook", "nested behind"],
+    ids=["centred", "counting", "nested", "hook", "forward", "hook on linear", "pre-hook", "nested behind"],
 )
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 def test_what_depends_on_the_other_texts_of_a_call_is_padded(encoder, mode, change, loss_class):

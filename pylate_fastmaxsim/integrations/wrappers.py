@@ -143,7 +143,7 @@ def reader(core: nn.Module) -> nn.Module | None:
 
 
 def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
-    """Of a PyLate model the modules of somebody's own and those with hooks of somebody's own, with all in them.
+    """Of a PyLate model the modules of somebody's own and those with hooks or a forward of somebody's own, with all in them.
 
     In the encoder these modules alone, and none if the encoder itself is somebody's own. Of a model with a forward of its
     own no more than itself.
@@ -156,7 +156,8 @@ def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
     parts = [part for part in parts if part not in known]
     parts += [each for each in core.modules() if each not in known and _hooked(each)]
     if written_in(type(encoder).forward, _WRITERS_OF_LAYERS):
-        parts += [each for each in known if _hooked(each) or not written_in(type(each).forward, _WRITERS_OF_LAYERS)]
+        # Of each the forward that is called, which need not be its class's.
+        parts += [each for each in known if _hooked(each) or not written_in(each.forward, _WRITERS_OF_LAYERS)]
     return list(dict.fromkeys(parts))
 
 
