@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 
@@ -228,3 +229,47 @@ def test_a_head_that_knows_queries_by_their_width(encoder, mode):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, batch), stock)
     assert mode_of(model) == {"padded"}
+
+
+class _TwoHeads(nn.Module):
+    """A head of queries, known by their prefix, and one of documents that begins as its copy."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.of_queries, self.of_documents = model[1], copy.deepcopy(model[1])
+        self.prefix = model.query_prefix_id
+
+    def forward(self, given):
+        is_query = given["input_ids"][:, 1:2, None] == self.prefix
+        heads = (head.linear(given["token_embeddings"]) for head in (self.of_queries, self.of_documents))
+        given["token_embeddings"] = torch.where(is_query, *heads)
+        return given
+
+
+class _CentredQueries(_TwoHeads):
+    """Queries without the mean of those in their call."""
+
+    def forward(self, given):
+        given = self.of_documents(given)
+        if (given["input_ids"][:, 1] == self.prefix).all():
+            given["token_embeddings"] = given["token_embeddings"] - given["token_embeddings"].mean(dim=(0, 1))
+        return given
+
+
+@pytest.mark.parametrize(
+    "loss_class, kind",
+    [(losses.Contrastive, _TwoHeads), (partial(losses.CachedContrastive, mini_batch_size=2), _CentredQueries)],
+    ids=["joint", "divided"],
+)
+def test_a_head_that_knows_queries_by_their_prefix(encoder, mode, caplog, loss_class, kind):
+    model = load_model(encoder("bert")).double()
+    model[1] = kind(model)
+    loss_function, batch = loss_class(model), batch_of(model, collate=features)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = run(loss_function, batch)
+    assert ours[1].keys() == stock[1].keys()
+    assert_equal(ours, stock)
+    assert mode_of(model) == {mode}
+    queries_alone = f"{kind.__name__} is of somebody's own or has hooks, and may know queries"
+    assert (queries_alone in caplog.text) == (kind is _CentredQueries or mode == "packed")

@@ -35,7 +35,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import (
     own_in_training,
@@ -50,6 +50,7 @@ from pylate_fastmaxsim.integrations.wrappers import (
     group_in_step,
     is_compiled,
     layers_of_wrapping,
+    own_modules,
     reader,
     unknown_wrapper,
     unwrap,
@@ -348,7 +349,7 @@ def _should_join(
     core = unwrap(model)
     if not agree(tokens <= _MOST_TOKENS_BESIDE_QUERIES):
         return False
-    if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
+    if not _works(core, agree, _reason_not_to_join(core, queries) or _reason_in_own_modules(core), _APART):
         return False
     samples = short_to_long(core, Documents.from_columns(columns))
     return _works(core, agree, why_not_joint(core, samples, _carried(queries)), _APART)
@@ -362,9 +363,22 @@ def _can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
     more = core.do_query_expansion, core.attend_to_expansion_tokens
 
     def decide(agree: Agree) -> bool:
+        # The trial makes calls, which all ranks have to make alike.
+        if not _works(core, agree, _reason_in_own_modules(core), _DIVIDED_AS_STOCK):
+            return False
         return _works(core, agree, why_not_divided(core, _carried(queries)), _DIVIDED_AS_STOCK)
 
     return decided(_divisible, model, [queries], decide, group, more)
+
+
+def _reason_in_own_modules(core: nn.Module) -> str | None:
+    """Why queries have the calls that stock PyLate makes of them.
+
+    What knows them by their prefix and does something else with them need not show in a trial: a head of queries and
+    one of documents may begin as copies of each other.
+    """
+    own = own_modules(core, encoder_of(core))
+    return f"{type(own[0]).__name__} is of somebody's own or has hooks, and may know queries" if own else None
 
 
 def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
