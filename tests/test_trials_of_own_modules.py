@@ -126,6 +126,11 @@ def _forward_in_encoder(model):
     module.forward = lambda *args: _centre(forward(*args), module)
 
 
+def _hook_in_backward(model):
+    """Gradients of one size, whatever the loss."""
+    _output_of(model).register_full_backward_hook(lambda _module, given, _: tuple(each / each.norm() for each in given))
+
+
 def _hook_on_linear(model):
     model[1].linear.register_forward_hook(lambda module, _args, output: _centre(output, module))
 
@@ -145,9 +150,10 @@ def _remember_behind(model):
     "change",
     [
         *(partial(_insert, kind) for kind in (_Centred, _Counting, _Nested)),
-        *(_hook_in_encoder, _forward_in_encoder, _hook_on_linear, _pre_hook_on_dense, _remember_behind),
+        *(_hook_in_encoder, _forward_in_encoder, _hook_in_backward, _hook_on_linear, _pre_hook_on_dense),
+        _remember_behind,
     ],
-    ids=["centred", "counting", "nested", "hook", "forward", "hook on linear", "pre-hook", "nested behind"],
+    ids=["centred", "counting", "nested", "hook", "forward", "backward", "hook on linear", "pre-hook", "nested behind"],
 )
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 def test_what_depends_on_the_other_texts_of_a_call_is_padded(encoder, mode, change, loss_class):
@@ -273,3 +279,16 @@ def test_a_head_that_knows_queries_by_their_prefix(encoder, mode, caplog, loss_c
     assert mode_of(model) == {mode}
     queries_alone = f"{kind.__name__} is of somebody's own or has hooks, and may know queries"
     assert (queries_alone in caplog.text) == (kind is _CentredQueries or mode == "packed")
+
+
+def test_hooks_on_weights_see_the_gradients_of_gradcache_that_stock_gives_them(encoder, mode, caplog):
+    model = load_model(encoder("bert")).double()
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    batch = batch_of(model, collate=features)
+    of_stock = [run(loss(model), batch) for loss in (losses.Contrastive, losses.CachedContrastive)]
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(losses.Contrastive(model), batch), of_stock[0])
+    assert mode_of(model) == {mode} and "hook" not in caplog.text
+    assert_equal(run(losses.CachedContrastive(model), batch), of_stock[1])
+    assert "a hook on 0.auto_model.embeddings.word_embeddings.weight sees the gradient of each call" in caplog.text

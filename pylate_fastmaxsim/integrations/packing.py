@@ -48,6 +48,7 @@ from pylate_fastmaxsim.integrations.trials import (
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
     group_in_step,
+    hook_in_backward,
     is_compiled,
     layers_of_wrapping,
     own_modules,
@@ -176,9 +177,10 @@ def plan_documents(
     options = switch.options()
     mode = "padded"
     # GradCache has a backward for each call.
-    group = group_in_step(model, backwards=mini_batch_size is not None)
+    backwards = mini_batch_size is not None
+    group = group_in_step(model, backwards)
     if options is None or options.padding_free:
-        mode = _mode(model, document_features, group)
+        mode = _mode(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation.compile_layers(model)
     if mode == "padded":
@@ -266,10 +268,12 @@ def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     return table[input_ids.clamp(-1, len(table) - 1).long()]
 
 
-def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> str:
-    """How to encode with this model."""
-    decide = partial(_fastest_mode, model, columns)
-    return decided(_modes, model, columns, decide, group, _features_that_differ(columns, group))
+def _mode(
+    model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None, backwards: bool = False
+) -> str:
+    """How to encode with this model. ``backwards``: where each call has one of its own."""
+    decide = partial(_fastest_mode, model, columns, backwards)
+    return decided(_modes, model, columns, decide, group, (_features_that_differ(columns, group), backwards))
 
 
 def _features_that_differ(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
@@ -287,14 +291,14 @@ def _mode_with_gaps(group: dist.ProcessGroup | None) -> str:
     return "grouped"
 
 
-def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree: Agree) -> str:
+def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], backwards: bool, agree: Agree) -> str:
     """The first mode that works, on all ranks.
 
     They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(_reason_to_leave(model, columns), _PADDED):
+    if not works(_reason_to_leave(model, columns) or hook_in_backward(core, backwards), _PADDED):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
     # Hooks may be on one rank alone, as those of a logger; more calls are made because of them.

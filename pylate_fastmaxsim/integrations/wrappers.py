@@ -117,6 +117,25 @@ def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool 
     return all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks)
 
 
+def hook_in_backward(core: nn.Module, of_weights: bool) -> str | None:
+    """A sentence about a hook of somebody's own on the backward of a model, which no trial calls; None if there is none.
+
+    ``of_weights``: also on gradients of weights.
+    """
+    everywhere = nn.modules.module
+    of_all = [*everywhere._global_backward_hooks.values(), *everywhere._global_backward_pre_hooks.values()]
+    for module in core.modules():
+        hooks = [*of_all, *module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if not all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks):
+            return f"a backward hook on {type(module).__name__} may use all of a call"
+    for name, weight in core.named_parameters() if of_weights else ():
+        hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
+        # Not those of transformers, which let optimizers make a step.
+        if not all(written_in(hook, _LIBRARIES) for hook in hooks):
+            return f"a hook on {name} sees the gradient of each call"
+    return None
+
+
 def readers(core: nn.Module) -> list[nn.Module]:
     """The modules of a PyLate model, itself among them, that may look at anything in the features.
 
