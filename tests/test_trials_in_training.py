@@ -216,8 +216,8 @@ def assert_deciding_changes_nothing(model, columns):
     [
         (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
         (_add_noise, "NEFTune scales its noise by the width of a call"),
-        (_add_counter, "in training ModernBertModel with _Counting remembers something of each call"),
-        (_add_own_norm, "in training ModernBertModel with _OwnNorm remembers something of each call"),
+        (_add_counter, "ModernBertModel with _Counting remembers something of each call"),
+        (_add_own_norm, "ModernBertModel with _OwnNorm remembers something of each call"),
         (
             partial(_add_centre, dropout=0.5),
             "ModernBertModel with _Centred gives other token embeddings in training without padding",
@@ -226,8 +226,8 @@ def assert_deciding_changes_nothing(model, columns):
             partial(_add, _CentredAndNoisy),
             "in training ModernBertModel with _CentredAndNoisy lets the texts of a call see each other",
         ),
-        (partial(_add, _Moving), "in training ModernBertModel with _Moving remembers something of each call"),
-        (partial(_add, _Listing), "in training ModernBertModel with _Listing remembers something of each call"),
+        (partial(_add, _Moving), "ModernBertModel with _Moving remembers something of each call"),
+        (partial(_add, _Listing), "ModernBertModel with _Listing remembers something of each call"),
         (_add_centring_hook, "ModernBertModel gives other token embeddings in training without padding"),
         (_be_centred, "ModernBertModel with _CentredWhole gives other token embeddings in training without padding"),
     ],
@@ -260,6 +260,21 @@ def test_what_a_gate_lets_through_only_after_some_steps(model, mode, caplog, tra
     with torch.inference_mode(not training):
         assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
     assert "ModernBertModel with _Gated gives other token embeddings" in caplog.text
+
+
+def test_what_is_remembered_of_each_call_in_evaluation(model, mode, caplog):
+    class _CountingAlways(Behind):
+        calls = 0
+
+        def change(self, features):
+            self.calls += 1
+            return features
+
+    _add(_CountingAlways, model)
+    model.eval()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+    assert "ModernBertModel with _CountingAlways remembers something of each call" in caplog.text
 
 
 def test_a_module_that_answers_in_float32_behind_an_encoder_in_bfloat16(model, mode, caplog):
@@ -349,7 +364,7 @@ def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog
     model = load_model(encoder("ibert", quant_mode=True)).double()
     pylate_fastmaxsim.enable()
     assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
-    assert "with padding, as stock PyLate does: in training IBertModel remembers something of each call" in caplog.text
+    assert "with padding, as stock PyLate does: IBertModel remembers something of each call" in caplog.text
     assert_encodes_as_stock(model.eval(), batch_of(model))
 
 

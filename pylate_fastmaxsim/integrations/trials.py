@@ -225,7 +225,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         trained = _encoded_in_training(core, documents, plans, own) if in_training else None
     # After all calls, so that every rank makes as many, whatever it finds.
     if remembers:
-        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
+        raise PackingUnsupported(f"{_name(core)} remembers something of each call")
     if isinstance(trained, str):
         raise PackingUnsupported(f"in training {_name(core)} {trained}")
     if other_masks:
@@ -351,7 +351,7 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
     if _remembers(core, [call], own):
-        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
+        raise PackingUnsupported(f"{_name(core)} remembers something of each call")
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
 
@@ -405,13 +405,11 @@ def _alike(ours: Tensor, expected: Tensor) -> bool:
 
 
 def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Sequence[nn.Module]) -> bool:
-    """Make calls as in training: dropout may be what packed attention cannot do.
+    """Make calls as the model is, in training with dropout, which may be what packed attention cannot do.
 
     Returns whether the model keeps statistics over the texts of a call, which differ where texts are divided into other
     calls.
     """
-    if not any(module.training for module in core.modules()):
-        return False
     with _as_in_training(core, own) as before:
         for call in calls:
             token_embeddings(core, call)
