@@ -245,10 +245,12 @@ class _TwoHeads(nn.Module):
         self.of_queries, self.of_documents = model[1], copy.deepcopy(model[1])
         self.prefix = model.query_prefix_id
 
+    def first(self, ids):
+        return ids[:, 1:2] == self.prefix
+
     def forward(self, given):
-        is_query = given["input_ids"][:, 1:2, None] == self.prefix
         heads = (head.linear(given["token_embeddings"]) for head in (self.of_queries, self.of_documents))
-        given["token_embeddings"] = torch.where(is_query, *heads)
+        given["token_embeddings"] = torch.where(self.first(given["input_ids"])[..., None], *heads)
         return given
 
 
@@ -260,6 +262,29 @@ class _CentredQueries(_TwoHeads):
         if (given["input_ids"][:, 1] == self.prefix).all():
             given["token_embeddings"] = given["token_embeddings"] - given["token_embeddings"].mean(dim=(0, 1))
         return given
+
+
+class _HeadOfDocument(_TwoHeads):
+    """A head for each of two kinds of texts, told by their first word."""
+
+    def __init__(self, model, is_copy: bool) -> None:
+        super().__init__(model)
+        if not is_copy:
+            torch.nn.init.normal_(self.of_documents.linear.weight)
+
+    def first(self, ids):
+        return ids[:, 2:3] % 2 == 0
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_heads_of_documents_that_are_known_by_their_first_word(encoder, mode, is_copy):
+    model = load_model(encoder("bert")).double()
+    model[1] = _HeadOfDocument(model, is_copy)
+    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert mode_of(model) == {"grouped"}
 
 
 @pytest.mark.parametrize(

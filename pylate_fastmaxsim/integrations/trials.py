@@ -73,9 +73,12 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
         # It may know queries by their width.
         lengths.append(min(core.query_length, longest))
     lengths = [max(1, length) for length in lengths]
-    mask = torch.arange(width, device=tokens.device) < torch.tensor(lengths, device=tokens.device)[:, None]
+    places = torch.arange(width, device=tokens.device)
+    mask = places < torch.tensor(lengths, device=tokens.device)[:, None]
+    # Each begins as a document of the batch: what does something else with it may know it by that.
+    begins = documents.cu_seqlens[torch.arange(len(lengths), device=tokens.device) % len(documents)]
     rows = {
-        "input_ids": torch.where(mask, tokens.repeat(-(-width // len(tokens)))[:width], padding),
+        "input_ids": torch.where(mask, tokens[(begins[:, None] + places) % len(tokens)], padding),
         "attention_mask": mask.to(documents.attention_mask.dtype),
     }
     if documents.token_type_ids is not None:
@@ -213,7 +216,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     padded = documents.column
     before = masks_of(padded)
     own = own_modules(core, encoder_of(core))
-    with _none_near_zero(core, own):
+    with _unlike_each_other(core, own):
         with untouched(core, own), _evaluating(core), _recorded_dtypes(core) as dtypes:
             expected, values = _encoded(core, padded, documents, plans)
             other_masks = changed(padded, before)
@@ -297,23 +300,27 @@ def _other_texts(documents: Documents) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _none_near_zero(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this, modules of somebody's own have no parameters near zero.
+def _unlike_each_other(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this, modules of somebody's own have no parameters near zero, and none are copies of others.
 
-    What a gate that begins at zero lets through would show only after some steps, when all has been decided.
+    What a gate that begins at zero lets through, and what heads make of different texts that begin as copies of each other,
+    would show only after some steps, when all has been decided.
     """
     # Where FSDP divided parameters, they are gathered by its own calls only.
     divided = unsharded(core) is not core
     weights = [weight for module in own if not divided for weight in module.parameters(recurse=False)]
     before = []
     try:
-        for weight in weights:
+        for number, weight in enumerate(dict.fromkeys(weights), 1):
             if weight.is_floating_point() and type(weight) is nn.Parameter and weight.numel():
                 value = weight.detach()
+                before.append((value, value.clone()))
                 if value.abs().max() < _NEAR_ZERO:
-                    before.append((value, value.clone()))
-                    filled = torch.linspace(-0.5, 0.5, value.numel(), device=value.device)
-                    value.data.copy_(filled.view(value.shape))
+                    other = torch.linspace(-0.5, 0.5, value.numel(), device=value.device)
+                else:
+                    places = torch.arange(value.numel(), device=value.device)
+                    other = value.flatten() * (1 + torch.cos(places * number) / 4)
+                value.data.copy_(other.view(value.shape))
         yield
     finally:
         for value, kept in before:
