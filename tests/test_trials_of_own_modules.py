@@ -237,6 +237,33 @@ def test_a_head_that_knows_queries_by_their_width(encoder, mode):
     assert mode_of(model) == {"padded"}
 
 
+class _OfEarlierLayer(nn.Module):
+    """A head on the layer before the last."""
+
+    def __init__(self, dense) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, given):
+        given["token_embeddings"] = given["all_layer_embeddings"][-2]
+        return self.dense(given)
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_outputs_of_layers_come_once_each_after_the_trial(encoder, mode, loss_class):
+    def step():
+        model = load_model(encoder("bert")).double()
+        model[0].auto_model.config.output_hidden_states = True
+        model[1] = _OfEarlierLayer(model[1])
+        return model, run(loss_class(model), batch_of(model, collate=features))
+
+    _, stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    model, ours = step()
+    assert_equal(ours, stock)
+    assert mode_of(model) == {mode}
+
+
 class _TwoHeads(nn.Module):
     """A head of queries, known by their prefix, and one of documents that begins as its copy."""
 

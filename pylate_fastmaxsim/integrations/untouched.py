@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.attributes import Attributes
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
+from pylate_fastmaxsim.integrations.wrappers import written_in
 
 
 class Before:
@@ -26,6 +27,8 @@ class Before:
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
         self.of_transformers = [Attributes(module) for module in core.modules() if _of_transformers(module)]
+        # Where it is to return outputs of layers, it puts hooks there in the first call, and remembers that it has.
+        self.hooks = [(module._forward_hooks, set(module._forward_hooks)) for module in core.modules()]
 
     def state_changed(self) -> bool:
         """Whether a buffer holds something else than before, or a module of somebody's own remembers something else."""
@@ -59,6 +62,10 @@ class Before:
                 tensor.copy_(value)
         for attributes in (*self.of_transformers, *self.own):
             attributes.restore()
+        for hooks, before in self.hooks:
+            for key in hooks.keys() - before:
+                if written_in(hooks[key], ("transformers",)):
+                    del hooks[key]
 
 
 @contextmanager
