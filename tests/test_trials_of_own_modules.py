@@ -264,6 +264,32 @@ def test_outputs_of_layers_come_once_each_after_the_trial(encoder, mode, loss_cl
     assert mode_of(model) == {mode}
 
 
+class _Hooking(Behind):
+    """Puts a hook on the encoder in its first call."""
+
+    handle = None
+
+    def __init__(self, dense, encoder) -> None:
+        super().__init__(dense)
+        self.encoder = [encoder]
+
+    def change(self, given):
+        if self.handle is None:
+            self.handle = self.encoder[0].embeddings.register_forward_hook(lambda _module, _args, output: 2 * output)
+        return given
+
+
+def test_a_hook_that_a_module_puts_somewhere_in_its_first_call_is_there_once(encoder, mode):
+    def step():
+        model = load_model(encoder("bert")).double()
+        model[1] = _Hooking(model[1], model[0].auto_model)
+        return run(losses.Contrastive(model), batch_of(model, collate=features))
+
+    stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(step(), stock)
+
+
 class _TwoHeads(nn.Module):
     """A head of queries, known by their prefix, and one of documents that begins as its copy."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.attributes import Attributes
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
-from pylate_fastmaxsim.integrations.wrappers import written_in
+from pylate_fastmaxsim.integrations.wrappers import LIBRARIES, written_in
 
 
 class Before:
@@ -27,8 +27,10 @@ class Before:
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
         self.of_transformers = [Attributes(module) for module in core.modules() if _of_transformers(module)]
-        # Where it is to return outputs of layers, it puts hooks there in the first call, and remembers that it has.
-        self.hooks = [(module._forward_hooks, set(module._forward_hooks)) for module in core.modules()]
+        # Where transformers is to return outputs of layers, it puts hooks there in the first call, and remembers that it
+        # has; modules of somebody's own may too.
+        hooks = [each for part in core.modules() for each in (part._forward_hooks, part._forward_pre_hooks)]
+        self.hooks = [(of_module, set(of_module)) for of_module in hooks]
 
     def state_changed(self) -> bool:
         """Whether a buffer holds something else than before, or a module of somebody's own remembers something else."""
@@ -64,7 +66,8 @@ class Before:
             attributes.restore()
         for hooks, before in self.hooks:
             for key in hooks.keys() - before:
-                if written_in(hooks[key], ("transformers",)):
+                # Libraries of training prepare a model in its first call for good.
+                if not written_in(hooks[key], LIBRARIES):
                     del hooks[key]
 
 

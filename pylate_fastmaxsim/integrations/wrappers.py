@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-_LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
+# That train or wrap models of whatever kind.
+LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 
 # Whose code is as they came: the libraries that are patched, and this package, whose replacements stand in for theirs.
 HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
@@ -22,7 +23,7 @@ _WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed",
 
 # Whose layers make of a text what they make of it alone, or else are caught outside of training.
 _WRITERS_OF_LAYERS = (
-    *_LIBRARIES,
+    *LIBRARIES,
     *HOSTS,
     "transformers_modules",
     *("bitsandbytes", "torchao", "liger_kernel", "flash_attn", "kernels"),
@@ -90,7 +91,7 @@ def divided_by_deepspeed(module: nn.Module) -> bool:
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """What is around a model that may change its output: all but what was written in one of the libraries here."""
     around = layers_of_wrapping(model)[:-1]
-    return next((layer for layer in around if not written_in(type(layer).forward, _LIBRARIES)), None)
+    return next((layer for layer in around if not written_in(type(layer).forward, LIBRARIES)), None)
 
 
 def forward_is_own(module: nn.Module) -> bool:
@@ -131,7 +132,7 @@ def hook_in_backward(core: nn.Module, of_weights: bool) -> str | None:
     for name, weight in core.named_parameters() if of_weights else ():
         hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
         # Not those of transformers, which let optimizers make a step.
-        if not all(written_in(hook, _LIBRARIES) for hook in hooks):
+        if not all(written_in(hook, LIBRARIES) for hook in hooks):
             return f"a hook on {name} sees the gradient of each call"
     return None
 
