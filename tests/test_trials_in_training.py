@@ -145,6 +145,35 @@ class _Listing(Behind):
         return features
 
 
+class _Scaling(Behind):
+    """A parameter that is made of the first call."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.register_parameter("scale", None)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.scale is None:
+            self.scale = nn.Parameter(1 / embeddings.detach().std(dim=(0, 1)))
+        features["token_embeddings"] = embeddings * self.scale
+        return features
+
+
+class _Thawing(Behind):
+    """Trains its head from the fourth call on."""
+
+    def __init__(self, dense):
+        super().__init__(dense.requires_grad_(False))
+        self.calls = 0
+
+    def change(self, features):
+        self.calls += 1
+        if self.calls > 3:
+            self.dense.requires_grad_(True)
+        return features
+
+
 class _CentredWhole(ColBERT):
     def forward(self, features, **kwargs):
         features = super().forward(features, **kwargs)
@@ -332,6 +361,20 @@ def test_a_module_at_the_address_of_one_that_is_gone_is_another(model):
         addresses.append(id(model[1]))
         states.append(decisions._state(model))
         assert hash(states[-1]) and states.count(states[-1]) == 1
+
+
+@pytest.mark.parametrize("kind", [_Scaling, _Thawing])
+def test_parameters_that_a_call_makes_or_trains_are_as_before_the_trial(encoder, mode, kind):
+    def step():
+        model = load_model(encoder("bert")).double()
+        _add(kind, model)
+        return run(losses.Contrastive(model), batch_of(model, collate=features))
+
+    stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = step()
+    assert ours[1].keys() == stock[1].keys()
+    assert_equal(ours, stock)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the first batch", "after it"])

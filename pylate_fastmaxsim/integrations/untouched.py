@@ -24,6 +24,9 @@ class Before:
         tensors = (*core.buffers(), *self.weights)
         self.values = {tensor: (tensor.detach().clone(), writes_to(tensor)) for tensor in tensors}
         self.own = [Attributes(module) for module in own]
+        # None where a module will make one in its first call.
+        self.parameters = [(part._parameters, dict(part._parameters)) for part in own]
+        self.trained = [(weight, weight.requires_grad) for weight in core.parameters()]
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
         self.of_transformers = [Attributes(module) for module in core.modules() if _of_transformers(module)]
@@ -64,6 +67,15 @@ class Before:
                 tensor.copy_(value)
         for attributes in (*self.of_transformers, *self.own):
             attributes.restore()
+        for parameters, before in self.parameters:
+            for name in list(parameters):
+                if name not in before:
+                    del parameters[name]
+                elif before[name] is None:
+                    parameters[name] = None
+        for weight, is_trained in self.trained:
+            if weight.requires_grad != is_trained:
+                weight.requires_grad_(is_trained)
         for hooks, before in self.hooks:
             for key in hooks.keys() - before:
                 # Libraries of training prepare a model in its first call for good.
