@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,9 +50,36 @@ def _replace(kept):
     kept["number"] = 4
 
 
-@pytest.mark.parametrize("change", [_append, _count, _fill, _write, _write_tensor, _forget, _add, _push, _replace])
+def _measure(kept):
+    kept["meter"].values.append(2.5)
+
+
+def _name(kept):
+    kept["meter"].name = "loss"
+
+
+def _advance(kept):
+    kept["space"].step += 1
+
+
+class _Own(nn.Identity):
+    pass
+
+
+class _Meter:
+    def __init__(self):
+        self.values = [0.5]
+
+    def __repr__(self):
+        return f"_Meter({vars(self)})"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_append, _count, _fill, _write, _write_tensor, _forget, _add, _push, _replace, _measure, _name, _advance],
+)
 def test_a_change_inside_of_a_container_is_seen_and_taken_back(change):
-    module = nn.Identity()
+    module = _Own()
     module.kept = kept = {
         "seen": [],
         "tokens": Counter(a=2, b=1),
@@ -60,6 +89,8 @@ def test_a_change_inside_of_a_container_is_seen_and_taken_back(change):
         "ids": {1, 2},
         "last": deque([0.5, 1.5], maxlen=2),
         "number": 3,
+        "meter": _Meter(),
+        "space": SimpleNamespace(step=1),
     }
     kept["itself"] = kept
     parts, shown = dict(kept), repr(kept)
@@ -71,6 +102,25 @@ def test_a_change_inside_of_a_container_is_seen_and_taken_back(change):
     assert not before.changed() and repr(kept) == shown
     assert module.kept is kept and all(kept[key] is part for key, part in parts.items())
     assert kept["arrays"] is array and list(kept) == list(parts)
+
+
+@pytest.mark.parametrize(
+    "generator, draw",
+    [
+        (torch.Generator(), lambda generator: torch.rand(1, generator=generator).item()),
+        (random.Random(0), random.Random.random),
+        (np.random.RandomState(0), np.random.RandomState.rand),
+        (np.random.default_rng(0), np.random.Generator.random),
+    ],
+)
+def test_random_numbers_that_were_drawn_are_no_change_and_come_again(generator, draw):
+    module = nn.Identity()
+    module.generator = generator
+    before = Attributes(module)
+    drawn = [draw(generator) for _ in range(3)]
+    assert not before.changed()
+    before.restore()
+    assert [draw(generator) for _ in range(3)] == drawn and module.generator is generator
 
 
 def test_an_equal_value_is_no_change():

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from models import FAMILIES, collated, features, load_model, sentences
-from peft import LoraConfig, TaskType, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from pylate import losses, scores
 from pylate.models import ColBERT
 from torch.nn import functional as F
@@ -367,6 +367,19 @@ def test_lora(encoder, mode, wrapped):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, batch), stock)
     assert mode_of(model) == mode
+
+
+def test_virtual_tokens_of_peft_that_come_after_the_first_batch(encoder, mode):
+    """Of stock's losses, CachedContrastive takes prefix tuning."""
+    model = load_model(encoder("bert")).double()
+    loss_function, batch = losses.CachedContrastive(model), batch_of(model)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    run(loss_function, batch)
+    prefix = PrefixTuningConfig(task_type=TaskType.FEATURE_EXTRACTION, num_virtual_tokens=3)
+    model[0].auto_model = get_peft_model(model[0].auto_model, prefix).double()
+    ours = run(loss_function, batch)
+    pylate_fastmaxsim.disable()
+    assert_equal(ours, run(loss_function, batch))
 
 
 def test_model_compiled_by_its_user(encoder, mode):

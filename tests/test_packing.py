@@ -17,7 +17,8 @@ from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pylate_fastmaxsim
@@ -292,6 +293,33 @@ def test_an_attention_that_somebody_registers_later_stays(model, packed):
         assert calls
     finally:
         AttentionInterface.register("sdpa", before)
+
+
+def test_an_attention_of_somebodys_own_is_not_packed(encoder, packed, caplog):
+    """What it adds may begin at zero, as the slopes of this one, and be trained."""
+
+    def sloping(module, query, key, value, attention_mask, *args, **kwargs):
+        tokens = torch.arange(query.shape[2], dtype=query.dtype)
+        slopes = module.slope[:, None, None] * (tokens[:, None] - tokens).abs()
+        mask = slopes.masked_fill(~attention_mask, -torch.inf) if attention_mask is not None else slopes[None]
+        return of_transformers(module, query, key, value, mask, *args, **kwargs)
+
+    of_transformers = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("sloping", sloping)
+    AttentionMaskInterface.register("sloping", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        model = load_model(encoder("bert")).double()
+        for layer in model[0].auto_model.encoder.layer:
+            layer.attention.self.slope = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        model[0].auto_model.set_attn_implementation("sloping")
+        caplog.set_level(logging.INFO, "pylate_fastmaxsim")
+        pylate_fastmaxsim.enable()
+        losses.Contrastive(model)(batch_of(model)).backward()
+        assert all(layer.attention.self.slope.grad.any() for layer in model[0].auto_model.encoder.layer)
+        assert mode_of(model) == {"grouped"}
+        assert "attn_implementation='sloping' is a function of somebody's own" in caplog.text
+    finally:
+        del AttentionInterface._global_mapping["sloping"], AttentionMaskInterface._global_mapping["sloping"]
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,35 @@ class _Listing(Behind):
         return features
 
 
+class _Scaling(Behind):
+    """A parameter that is made of the first call."""
+
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.register_parameter("scale", None)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        if self.scale is None:
+            self.scale = nn.Parameter(1 / embeddings.detach().std(dim=(0, 1)))
+        features["token_embeddings"] = embeddings * self.scale
+        return features
+
+
+class _Thawing(Behind):
+    """Trains its head from the fourth call on."""
+
+    def __init__(self, dense):
+        super().__init__(dense.requires_grad_(False))
+        self.calls = 0
+
+    def change(self, features):
+        self.calls += 1
+        if self.calls > 3:
+            self.dense.requires_grad_(True)
+        return features
+
+
 class _CentredWhole(ColBERT):
     def forward(self, features, **kwargs):
         features = super().forward(features, **kwargs)
@@ -216,8 +245,8 @@ def assert_deciding_changes_nothing(model, columns):
     [
         (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
         (_add_noise, "NEFTune scales its noise by the width of a call"),
-        (_add_counter, "in training ModernBertModel with _Counting remembers something of each call"),
-        (_add_own_norm, "in training ModernBertModel with _OwnNorm remembers something of each call"),
+        (_add_counter, "ModernBertModel with _Counting remembers something of each call"),
+        (_add_own_norm, "ModernBertModel with _OwnNorm remembers something of each call"),
         (
             partial(_add_centre, dropout=0.5),
             "ModernBertModel with _Centred gives other token embeddings in training without padding",
@@ -226,8 +255,8 @@ def assert_deciding_changes_nothing(model, columns):
             partial(_add, _CentredAndNoisy),
             "in training ModernBertModel with _CentredAndNoisy lets the texts of a call see each other",
         ),
-        (partial(_add, _Moving), "in training ModernBertModel with _Moving remembers something of each call"),
-        (partial(_add, _Listing), "in training ModernBertModel with _Listing remembers something of each call"),
+        (partial(_add, _Moving), "ModernBertModel with _Moving remembers something of each call"),
+        (partial(_add, _Listing), "ModernBertModel with _Listing remembers something of each call"),
         (_add_centring_hook, "ModernBertModel gives other token embeddings in training without padding"),
         (_be_centred, "ModernBertModel with _CentredWhole gives other token embeddings in training without padding"),
     ],
@@ -260,6 +289,21 @@ def test_what_a_gate_lets_through_only_after_some_steps(model, mode, caplog, tra
     with torch.inference_mode(not training):
         assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
     assert "ModernBertModel with _Gated gives other token embeddings" in caplog.text
+
+
+def test_what_is_remembered_of_each_call_in_evaluation(model, mode, caplog):
+    class _CountingAlways(Behind):
+        calls = 0
+
+        def change(self, features):
+            self.calls += 1
+            return features
+
+    _add(_CountingAlways, model)
+    model.eval()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+    assert "ModernBertModel with _CountingAlways remembers something of each call" in caplog.text
 
 
 def test_a_module_that_answers_in_float32_behind_an_encoder_in_bfloat16(model, mode, caplog):
@@ -319,6 +363,20 @@ def test_a_module_at_the_address_of_one_that_is_gone_is_another(model):
         assert hash(states[-1]) and states.count(states[-1]) == 1
 
 
+@pytest.mark.parametrize("kind", [_Scaling, _Thawing])
+def test_parameters_that_a_call_makes_or_trains_are_as_before_the_trial(encoder, mode, kind):
+    def step():
+        model = load_model(encoder("bert")).double()
+        _add(kind, model)
+        return run(losses.Contrastive(model), batch_of(model, collate=features))
+
+    stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = step()
+    assert ours[1].keys() == stock[1].keys()
+    assert_equal(ours, stock)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["before the first batch", "after it"])
 @pytest.mark.parametrize("change", [_add_norm, _add_noise, _add_counter, _add_centre])
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=2)])
@@ -349,7 +407,7 @@ def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog
     model = load_model(encoder("ibert", quant_mode=True)).double()
     pylate_fastmaxsim.enable()
     assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
-    assert "with padding, as stock PyLate does: in training IBertModel remembers something of each call" in caplog.text
+    assert "with padding, as stock PyLate does: IBertModel remembers something of each call" in caplog.text
     assert_encodes_as_stock(model.eval(), batch_of(model))
 
 

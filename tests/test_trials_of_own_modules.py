@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import partial
 
@@ -119,6 +120,17 @@ def _hook_in_encoder(model):
     _output_of(model).register_forward_hook(lambda module, _args, output: _centre(output, module))
 
 
+def _forward_in_encoder(model):
+    module = _output_of(model)
+    forward = module.forward
+    module.forward = lambda *args: _centre(forward(*args), module)
+
+
+def _hook_in_backward(model):
+    """Gradients of one size, whatever the loss."""
+    _output_of(model).register_full_backward_hook(lambda _module, given, _: tuple(each / each.norm() for each in given))
+
+
 def _hook_on_linear(model):
     model[1].linear.register_forward_hook(lambda module, _args, output: _centre(output, module))
 
@@ -138,9 +150,10 @@ def _remember_behind(model):
     "change",
     [
         *(partial(_insert, kind) for kind in (_Centred, _Counting, _Nested)),
-        *(_hook_in_encoder, _hook_on_linear, _pre_hook_on_dense, _remember_behind),
+        *(_hook_in_encoder, _forward_in_encoder, _hook_in_backward, _hook_on_linear, _pre_hook_on_dense),
+        _remember_behind,
     ],
-    ids=["centred", "counting", "nested", "hook", "hook on linear", "pre-hook", "nested behind"],
+    ids=["centred", "counting", "nested", "hook", "forward", "backward", "hook on linear", "pre-hook", "nested behind"],
 )
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 def test_what_depends_on_the_other_texts_of_a_call_is_padded(encoder, mode, change, loss_class):
@@ -222,3 +235,138 @@ def test_a_head_that_knows_queries_by_their_width(encoder, mode):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, batch), stock)
     assert mode_of(model) == {"padded"}
+
+
+class _OfEarlierLayer(nn.Module):
+    """A head on the layer before the last."""
+
+    def __init__(self, dense) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, given):
+        given["token_embeddings"] = given["all_layer_embeddings"][-2]
+        return self.dense(given)
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_outputs_of_layers_come_once_each_after_the_trial(encoder, mode, loss_class):
+    def step():
+        model = load_model(encoder("bert")).double()
+        model[0].auto_model.config.output_hidden_states = True
+        model[1] = _OfEarlierLayer(model[1])
+        return model, run(loss_class(model), batch_of(model, collate=features))
+
+    _, stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    model, ours = step()
+    assert_equal(ours, stock)
+    assert mode_of(model) == {mode}
+
+
+class _Hooking(Behind):
+    """Puts a hook on the encoder in its first call."""
+
+    handle = None
+
+    def __init__(self, dense, encoder) -> None:
+        super().__init__(dense)
+        self.encoder = [encoder]
+
+    def change(self, given):
+        if self.handle is None:
+            self.handle = self.encoder[0].embeddings.register_forward_hook(lambda _module, _args, output: 2 * output)
+        return given
+
+
+def test_a_hook_that_a_module_puts_somewhere_in_its_first_call_is_there_once(encoder, mode):
+    def step():
+        model = load_model(encoder("bert")).double()
+        model[1] = _Hooking(model[1], model[0].auto_model)
+        return run(losses.Contrastive(model), batch_of(model, collate=features))
+
+    stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(step(), stock)
+
+
+class _TwoHeads(nn.Module):
+    """A head of queries, known by their prefix, and one of documents that begins as its copy."""
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.of_queries, self.of_documents = model[1], copy.deepcopy(model[1])
+        self.prefix = model.query_prefix_id
+
+    def first(self, ids):
+        return ids[:, 1:2] == self.prefix
+
+    def forward(self, given):
+        heads = (head.linear(given["token_embeddings"]) for head in (self.of_queries, self.of_documents))
+        given["token_embeddings"] = torch.where(self.first(given["input_ids"])[..., None], *heads)
+        return given
+
+
+class _CentredQueries(_TwoHeads):
+    """Queries without the mean of those in their call."""
+
+    def forward(self, given):
+        given = self.of_documents(given)
+        if (given["input_ids"][:, 1] == self.prefix).all():
+            given["token_embeddings"] = given["token_embeddings"] - given["token_embeddings"].mean(dim=(0, 1))
+        return given
+
+
+class _HeadOfDocument(_TwoHeads):
+    """A head for each of two kinds of texts, told by their first word."""
+
+    def __init__(self, model, is_copy: bool) -> None:
+        super().__init__(model)
+        if not is_copy:
+            torch.nn.init.normal_(self.of_documents.linear.weight)
+
+    def first(self, ids):
+        return ids[:, 2:3] % 2 == 0
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_heads_of_documents_that_are_known_by_their_first_word(encoder, mode, is_copy):
+    model = load_model(encoder("bert")).double()
+    model[1] = _HeadOfDocument(model, is_copy)
+    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert mode_of(model) == {"grouped"}
+
+
+@pytest.mark.parametrize(
+    "loss_class, kind",
+    [(losses.Contrastive, _TwoHeads), (partial(losses.CachedContrastive, mini_batch_size=2), _CentredQueries)],
+    ids=["joint", "divided"],
+)
+def test_a_head_that_knows_queries_by_their_prefix(encoder, mode, caplog, loss_class, kind):
+    model = load_model(encoder("bert")).double()
+    model[1] = kind(model)
+    loss_function, batch = loss_class(model), batch_of(model, collate=features)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = run(loss_function, batch)
+    assert ours[1].keys() == stock[1].keys()
+    assert_equal(ours, stock)
+    assert mode_of(model) == {mode}
+    queries_alone = f"{kind.__name__} is of somebody's own or has hooks, and may know queries"
+    assert (queries_alone in caplog.text) == (kind is _CentredQueries or mode == "packed")
+
+
+def test_hooks_on_weights_see_the_gradients_of_gradcache_that_stock_gives_them(encoder, mode, caplog):
+    model = load_model(encoder("bert")).double()
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    batch = batch_of(model, collate=features)
+    of_stock = [run(loss(model), batch) for loss in (losses.Contrastive, losses.CachedContrastive)]
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(losses.Contrastive(model), batch), of_stock[0])
+    assert mode_of(model) == {mode} and "hook" not in caplog.text
+    assert_equal(run(losses.CachedContrastive(model), batch), of_stock[1])
+    assert "a hook on 0.auto_model.embeddings.word_embeddings.weight sees the gradient of each call" in caplog.text

@@ -11,6 +11,8 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.wrappers import HOSTS, written_in
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -201,6 +203,9 @@ def accept_packed_masks(encoder: nn.Module) -> None:
             f"{type(encoder).__name__} computes attn_implementation={implementation!r} in code of its own{advice}"
         )
     original = ALL_ATTENTION_FUNCTIONS[implementation]
+    if not written_in(original, HOSTS):
+        # What it adds, as a bias that begins at zero, need not show in a trial.
+        raise PackingUnsupported(f"attn_implementation={implementation!r} is a function of somebody's own")
 
     @wraps(original)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):

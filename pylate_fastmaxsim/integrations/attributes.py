@@ -1,14 +1,19 @@
-"""What a module keeps in plain attributes between calls: counters, lists, tensors that are no buffers."""
+"""What a module keeps in plain attributes between calls: counters, lists, objects, tensors that are no buffers."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.wrappers import HOSTS
 
 # What PyTorch itself keeps in a module.
 _OF_PYTORCH = frozenset(vars(nn.Module()))
@@ -16,6 +21,20 @@ _OF_PYTORCH = frozenset(vars(nn.Module()))
 _MAPPINGS = (dict, defaultdict, OrderedDict, Counter)
 _CONTAINERS = (list, set, deque, *_MAPPINGS)
 _NUMBERS = (int, float, str, bytes)
+
+# How to read the state of random numbers, and how to put it back.
+_RANDOM: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+}
+
+# Whose objects are none that a module keeps something in.
+_LIBRARIES = frozenset({*HOSTS, "torch", "transformers_modules"})
 
 
 class Attributes:
@@ -33,7 +52,7 @@ class Attributes:
     >>> module.seen
     [3]
 
-    What containers hold in containers counts as well.
+    What containers hold in containers counts as well, and what objects do of classes that were written with the module's.
 
     >>> module.seen = {"losses": [torch.zeros(2)]}
     >>> before = Attributes(module)
@@ -45,8 +64,9 @@ class Attributes:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.values = _of(module)
+        self._authors = {"__main__", _author(module)} - _LIBRARIES
         seen: set[int] = set()
-        self.copies = {name: _copied(value, seen) for name, value in self.values.items()}
+        self.copies = {name: self._copied(value, seen) for name, value in self.values.items()}
 
     def changed(self) -> bool:
         """Whether one is not what it was."""
@@ -62,11 +82,32 @@ class Attributes:
         for name, value in self.values.items():
             _restore(value, self.copies[name])
 
+    def _copied(self, value: Any, seen: set[int]) -> Any:
+        """A copy to compare with later. Containers that were ``seen`` already count where they were first met."""
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if type(value) in _RANDOM:
+            return _RANDOM[type(value)][0](value)
+        if self._is_container(value) and id(value) not in seen:
+            seen.add(id(value))
+            keys, values = _contents(value)
+            return _Contents(type(value), keys, values, [self._copied(each, seen) for each in values])
+        return value
+
+    def _is_container(self, value: Any) -> bool:
+        if type(value) in (*_CONTAINERS, SimpleNamespace):
+            return True
+        is_object = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value)
+        return is_object and _author(value) in self._authors
+
 
 @dataclass(frozen=True)
 class _Contents:
     """What a container held, and a copy of each of that."""
 
+    kind: type
     keys: list | None
     values: list
     copies: list
@@ -76,26 +117,21 @@ def _of(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
 
 
-def _copied(value: Any, seen: set[int]) -> Any:
-    """A copy to compare with later. Containers that were ``seen`` already count where they were first met."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if type(value) in _CONTAINERS and id(value) not in seen:
-        seen.add(id(value))
-        keys, values = _contents(value)
-        return _Contents(keys, values, [_copied(each, seen) for each in values])
-    return value
+def _author(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _mapping(container: Any) -> dict | None:
+    """The container itself or, of an object, its attributes; None of one without keys."""
+    if type(container) in _MAPPINGS:
+        return container
+    return None if type(container) in _CONTAINERS else vars(container)
 
 
 def _contents(container: Any) -> tuple[list | None, list]:
-    """Keys, of a mapping, and values."""
-    if type(container) in _MAPPINGS:
-        return list(container), list(container.values())
-    return None, list(container)
+    """Keys, where it has some, and values."""
+    mapping = _mapping(container)
+    return (None, list(container)) if mapping is None else (list(mapping), list(mapping.values()))
 
 
 def _holds_the_same(now: Any, before: _Contents) -> bool:
@@ -107,11 +143,11 @@ def _holds_the_same(now: Any, before: _Contents) -> bool:
 
 
 def _same(now: Any, before: Any) -> bool:
-    if isinstance(now, torch.Generator):  # random numbers that were drawn are no statistics
+    if type(now) in _RANDOM:  # random numbers that were drawn are no statistics
         return True
     if isinstance(before, _Contents):
         return (
-            type(now) in _CONTAINERS and _holds_the_same(now, before) and all(map(_same, before.values, before.copies))
+            type(now) is before.kind and _holds_the_same(now, before) and all(map(_same, before.values, before.copies))
         )
     if isinstance(now, Tensor) and isinstance(before, Tensor):
         return now.shape == before.shape and now.dtype == before.dtype and torch.equal(now, before)
@@ -126,17 +162,18 @@ def _are_one(now: Any, before: Any) -> bool:
 
 def _restore(value: Any, copy: Any) -> None:
     """Make what an attribute held what it was."""
-    if isinstance(value, torch.Generator):
-        value.set_state(copy)
+    if type(value) in _RANDOM:
+        _RANDOM[type(value)][1](value, copy)
     elif isinstance(copy, _Contents):
         if not _holds_the_same(value, copy):
-            value.clear()
-            if copy.keys is None:
+            mapping = _mapping(value)
+            (value if mapping is None else mapping).clear()
+            if mapping is None:
                 (value.update if isinstance(value, set) else value.extend)(copy.values)
             else:
                 # Not update(), which in a Counter counts what it is given.
                 for key, each in zip(copy.keys, copy.values, strict=True):
-                    value[key] = each
+                    mapping[key] = each
         for each, of_each in zip(copy.values, copy.copies, strict=True):
             _restore(each, of_each)
     elif isinstance(value, Tensor):

@@ -138,7 +138,7 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
     """What users change of a model between batches.
 
     Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which has too many
-    modules to look at each in every step, which it is, the dtype of its parameters, its attention, and NEFTune's noise.
+    modules to look at each in every step, which it is and in what, the dtype of its parameters, its attention, and NEFTune's noise.
     """
     children = list(unsharded(core).children())
     flags = [module.training for child in children[1:] for module in child.modules()]
@@ -146,7 +146,9 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
         encoder = encoder_of(core)
         noise = getattr(encoder.get_input_embeddings(), "neftune_noise_alpha", None)
         dtype = next(encoder.parameters()).dtype
-        of_encoder = ref(encoder), encoder.training, dtype, encoder.config._attn_implementation, noise
+        # PEFT, which may be wrapped around it later, may put tokens before each text.
+        around = ref(core._first_module().auto_model)
+        of_encoder = ref(encoder), around, encoder.training, dtype, encoder.config._attn_implementation, noise
     except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
         of_encoder = ()
     # Not by id, which a module may have after one that is gone.

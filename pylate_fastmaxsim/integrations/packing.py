@@ -35,7 +35,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import (
     own_in_training,
@@ -48,8 +48,10 @@ from pylate_fastmaxsim.integrations.trials import (
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
     group_in_step,
+    hook_in_backward,
     is_compiled,
     layers_of_wrapping,
+    own_modules,
     reader,
     unknown_wrapper,
     unwrap,
@@ -175,9 +177,10 @@ def plan_documents(
     options = switch.options()
     mode = "padded"
     # GradCache has a backward for each call.
-    group = group_in_step(model, backwards=mini_batch_size is not None)
+    backwards = mini_batch_size is not None
+    group = group_in_step(model, backwards)
     if options is None or options.padding_free:
-        mode = _mode(model, document_features, group)
+        mode = _mode(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation.compile_layers(model)
     if mode == "padded":
@@ -265,10 +268,12 @@ def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     return table[input_ids.clamp(-1, len(table) - 1).long()]
 
 
-def _mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> str:
-    """How to encode with this model."""
-    decide = partial(_fastest_mode, model, columns)
-    return decided(_modes, model, columns, decide, group, _features_that_differ(columns, group))
+def _mode(
+    model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None, backwards: bool = False
+) -> str:
+    """How to encode with this model. ``backwards``: where each call has one of its own."""
+    decide = partial(_fastest_mode, model, columns, backwards)
+    return decided(_modes, model, columns, decide, group, (_features_that_differ(columns, group), backwards))
 
 
 def _features_that_differ(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
@@ -286,14 +291,14 @@ def _mode_with_gaps(group: dist.ProcessGroup | None) -> str:
     return "grouped"
 
 
-def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], agree: Agree) -> str:
+def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], backwards: bool, agree: Agree) -> str:
     """The first mode that works, on all ranks.
 
     They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(_reason_to_leave(model, columns), _PADDED):
+    if not works(_reason_to_leave(model, columns) or hook_in_backward(core, backwards), _PADDED):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
     # Hooks may be on one rank alone, as those of a logger; more calls are made because of them.
@@ -348,7 +353,7 @@ def _should_join(
     core = unwrap(model)
     if not agree(tokens <= _MOST_TOKENS_BESIDE_QUERIES):
         return False
-    if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
+    if not _works(core, agree, _reason_not_to_join(core, queries) or _reason_in_own_modules(core), _APART):
         return False
     samples = short_to_long(core, Documents.from_columns(columns))
     return _works(core, agree, why_not_joint(core, samples, _carried(queries)), _APART)
@@ -362,9 +367,22 @@ def _can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
     more = core.do_query_expansion, core.attend_to_expansion_tokens
 
     def decide(agree: Agree) -> bool:
+        # The trial makes calls, which all ranks have to make alike.
+        if not _works(core, agree, _reason_in_own_modules(core), _DIVIDED_AS_STOCK):
+            return False
         return _works(core, agree, why_not_divided(core, _carried(queries)), _DIVIDED_AS_STOCK)
 
     return decided(_divisible, model, [queries], decide, group, more)
+
+
+def _reason_in_own_modules(core: nn.Module) -> str | None:
+    """Why queries have the calls that stock PyLate makes of them.
+
+    What knows them by their prefix and does something else with them need not show in a trial: a head of queries and
+    one of documents may begin as copies of each other.
+    """
+    own = own_modules(core, encoder_of(core))
+    return f"{type(own[0]).__name__} is of somebody's own or has hooks, and may know queries" if own else None
 
 
 def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 
 from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
 from pylate_fastmaxsim.integrations.changed_masks import changed, masks_of
@@ -72,9 +73,12 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
         # It may know queries by their width.
         lengths.append(min(core.query_length, longest))
     lengths = [max(1, length) for length in lengths]
-    mask = torch.arange(width, device=tokens.device) < torch.tensor(lengths, device=tokens.device)[:, None]
+    places = torch.arange(width, device=tokens.device)
+    mask = places < torch.tensor(lengths, device=tokens.device)[:, None]
+    # Each begins as a document of the batch: what does something else with it may know it by that.
+    begins = documents.cu_seqlens[torch.arange(len(lengths), device=tokens.device) % len(documents)]
     rows = {
-        "input_ids": torch.where(mask, tokens.repeat(-(-width // len(tokens)))[:width], padding),
+        "input_ids": torch.where(mask, tokens[(begins[:, None] + places) % len(tokens)], padding),
         "attention_mask": mask.to(documents.attention_mask.dtype),
     }
     if documents.token_type_ids is not None:
@@ -167,7 +171,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
 def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
     """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
-        with _same_random_numbers_afterwards(device):
+        with _same_random_numbers_afterwards(device), _parametrizations_not_cached():
             trial()
     except torch.OutOfMemoryError:
         raise
@@ -194,6 +198,16 @@ def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
         np.random.set_state(of_numpy)
 
 
+@contextmanager
+def _parametrizations_not_cached() -> Iterator[None]:
+    """Within this, ``parametrize.cached()`` keeps no weights: those of a trial have no gradients for the step that follows."""
+    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], in_training: bool) -> None:
     """Raise PackingUnsupported where one of the plans gives other token embeddings than padding does.
 
@@ -202,7 +216,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     padded = documents.column
     before = masks_of(padded)
     own = own_modules(core, encoder_of(core))
-    with _none_near_zero(core, own):
+    with _unlike_each_other(core, own):
         with untouched(core, own), _evaluating(core), _recorded_dtypes(core) as dtypes:
             expected, values = _encoded(core, padded, documents, plans)
             other_masks = changed(padded, before)
@@ -214,7 +228,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         trained = _encoded_in_training(core, documents, plans, own) if in_training else None
     # After all calls, so that every rank makes as many, whatever it finds.
     if remembers:
-        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
+        raise PackingUnsupported(f"{_name(core)} remembers something of each call")
     if isinstance(trained, str):
         raise PackingUnsupported(f"in training {_name(core)} {trained}")
     if other_masks:
@@ -286,23 +300,27 @@ def _other_texts(documents: Documents) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _none_near_zero(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this, modules of somebody's own have no parameters near zero.
+def _unlike_each_other(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[None]:
+    """Within this, modules of somebody's own have no parameters near zero, and none are copies of others.
 
-    What a gate that begins at zero lets through would show only after some steps, when all has been decided.
+    What a gate that begins at zero lets through, and what heads make of different texts that begin as copies of each other,
+    would show only after some steps, when all has been decided.
     """
     # Where FSDP divided parameters, they are gathered by its own calls only.
     divided = unsharded(core) is not core
     weights = [weight for module in own if not divided for weight in module.parameters(recurse=False)]
     before = []
     try:
-        for weight in weights:
+        for number, weight in enumerate(dict.fromkeys(weights), 1):
             if weight.is_floating_point() and type(weight) is nn.Parameter and weight.numel():
                 value = weight.detach()
+                before.append((value, value.clone()))
                 if value.abs().max() < _NEAR_ZERO:
-                    before.append((value, value.clone()))
-                    filled = torch.linspace(-0.5, 0.5, value.numel(), device=value.device)
-                    value.data.copy_(filled.view(value.shape))
+                    other = torch.linspace(-0.5, 0.5, value.numel(), device=value.device)
+                else:
+                    places = torch.arange(value.numel(), device=value.device)
+                    other = value.flatten() * (1 + torch.cos(places * number) / 4)
+                value.data.copy_(other.view(value.shape))
         yield
     finally:
         for value, kept in before:
@@ -340,7 +358,7 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
     if _remembers(core, [call], own):
-        raise PackingUnsupported(f"in training {_name(core)} remembers something of each call")
+        raise PackingUnsupported(f"{_name(core)} remembers something of each call")
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
 
@@ -394,13 +412,11 @@ def _alike(ours: Tensor, expected: Tensor) -> bool:
 
 
 def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Sequence[nn.Module]) -> bool:
-    """Make calls as in training: dropout may be what packed attention cannot do.
+    """Make calls as the model is, in training with dropout, which may be what packed attention cannot do.
 
     Returns whether the model keeps statistics over the texts of a call, which differ where texts are divided into other
     calls.
     """
-    if not any(module.training for module in core.modules()):
-        return False
     with _as_in_training(core, own) as before:
         for call in calls:
             token_embeddings(core, call)

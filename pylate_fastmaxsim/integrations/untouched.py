@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.attributes import Attributes
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
+from pylate_fastmaxsim.integrations.wrappers import LIBRARIES, written_in
 
 
 class Before:
@@ -23,9 +24,16 @@ class Before:
         tensors = (*core.buffers(), *self.weights)
         self.values = {tensor: (tensor.detach().clone(), writes_to(tensor)) for tensor in tensors}
         self.own = [Attributes(module) for module in own]
+        # None where a module will make one in its first call.
+        self.parameters = [(part._parameters, dict(part._parameters)) for part in own]
+        self.trained = [(weight, weight.requires_grad) for weight in core.parameters()]
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
         self.of_transformers = [Attributes(module) for module in core.modules() if _of_transformers(module)]
+        # Where transformers is to return outputs of layers, it puts hooks there in the first call, and remembers that it
+        # has; modules of somebody's own may too.
+        hooks = [each for part in core.modules() for each in (part._forward_hooks, part._forward_pre_hooks)]
+        self.hooks = [(of_module, set(of_module)) for of_module in hooks]
 
     def state_changed(self) -> bool:
         """Whether a buffer holds something else than before, or a module of somebody's own remembers something else."""
@@ -59,6 +67,20 @@ class Before:
                 tensor.copy_(value)
         for attributes in (*self.of_transformers, *self.own):
             attributes.restore()
+        for parameters, before in self.parameters:
+            for name in list(parameters):
+                if name not in before:
+                    del parameters[name]
+                elif before[name] is None:
+                    parameters[name] = None
+        for weight, is_trained in self.trained:
+            if weight.requires_grad != is_trained:
+                weight.requires_grad_(is_trained)
+        for hooks, before in self.hooks:
+            for key in hooks.keys() - before:
+                # Libraries of training prepare a model in its first call for good.
+                if not written_in(hooks[key], LIBRARIES):
+                    del hooks[key]
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-_LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
+# That train or wrap models of whatever kind.
+LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 
 # Whose code is as they came: the libraries that are patched, and this package, whose replacements stand in for theirs.
 HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
@@ -22,7 +23,7 @@ _WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed",
 
 # Whose layers make of a text what they make of it alone, or else are caught outside of training.
 _WRITERS_OF_LAYERS = (
-    *_LIBRARIES,
+    *LIBRARIES,
     *HOSTS,
     "transformers_modules",
     *("bitsandbytes", "torchao", "liger_kernel", "flash_attn", "kernels"),
@@ -90,7 +91,7 @@ def divided_by_deepspeed(module: nn.Module) -> bool:
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """What is around a model that may change its output: all but what was written in one of the libraries here."""
     around = layers_of_wrapping(model)[:-1]
-    return next((layer for layer in around if not written_in(type(layer).forward, _LIBRARIES)), None)
+    return next((layer for layer in around if not written_in(type(layer).forward, LIBRARIES)), None)
 
 
 def forward_is_own(module: nn.Module) -> bool:
@@ -115,6 +116,25 @@ def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool 
         everywhere = nn.modules.module
         hooks += [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
     return all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks)
+
+
+def hook_in_backward(core: nn.Module, of_weights: bool) -> str | None:
+    """A sentence about a hook of somebody's own on the backward of a model, which no trial calls; None if there is none.
+
+    ``of_weights``: also on gradients of weights.
+    """
+    everywhere = nn.modules.module
+    of_all = [*everywhere._global_backward_hooks.values(), *everywhere._global_backward_pre_hooks.values()]
+    for module in core.modules():
+        hooks = [*of_all, *module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+        if not all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks):
+            return f"a backward hook on {type(module).__name__} may use all of a call"
+    for name, weight in core.named_parameters() if of_weights else ():
+        hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
+        # Not those of transformers, which let optimizers make a step.
+        if not all(written_in(hook, LIBRARIES) for hook in hooks):
+            return f"a hook on {name} sees the gradient of each call"
+    return None
 
 
 def readers(core: nn.Module) -> list[nn.Module]:
@@ -143,7 +163,7 @@ def reader(core: nn.Module) -> nn.Module | None:
 
 
 def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
-    """Of a PyLate model the modules of somebody's own and those with hooks of somebody's own, with all in them.
+    """Of a PyLate model the modules of somebody's own and those with hooks or a forward of somebody's own, with all in them.
 
     In the encoder these modules alone, and none if the encoder itself is somebody's own. Of a model with a forward of its
     own no more than itself.
@@ -156,7 +176,8 @@ def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
     parts = [part for part in parts if part not in known]
     parts += [each for each in core.modules() if each not in known and _hooked(each)]
     if written_in(type(encoder).forward, _WRITERS_OF_LAYERS):
-        parts += [each for each in known if _hooked(each) or not written_in(type(each).forward, _WRITERS_OF_LAYERS)]
+        # Of each the forward that is called, which need not be its class's.
+        parts += [each for each in known if _hooked(each) or not written_in(each.forward, _WRITERS_OF_LAYERS)]
     return list(dict.fromkeys(parts))
 
 
