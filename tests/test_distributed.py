@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from models import attend_to_own_document, features, load_model, sentences
+from models import attend_to_own_document, features, load_model, looking, sentences
 from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
 from ranks import run_cases
@@ -63,7 +63,7 @@ def _compare(
         calls = []
         with pylate_fastmaxsim.enabled(stock_masking=True):
             step()
-            core[0].register_forward_pre_hook(lambda _module, args: calls.append(args[0]["input_ids"].numel()))
+            core[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(args[0]["input_ids"].numel())))
             ours = step()
             assert set(packing._modes[core].values()) == {"packed" if packed else "grouped"}
             if packed and loss_class is losses.Contrastive:

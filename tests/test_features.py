@@ -52,7 +52,7 @@ def test_features_that_a_module_behind_the_encoder_reads_reach_it(encoder, mode,
     model[1] = _PromptLeftOut(model[1])
     loss_function = loss_class(model)
     stock = [loss_function(prompted(model, *names)).item() for names in ((), columns, ())]
-    pylate_fastmaxsim.enable(stock_masking=True)
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free="always")
     # Such a batch may come after others, and others after it.
     for expected, names in zip(stock, ((), columns, ()), strict=True):
         assert loss_function(prompted(model, *names)).item() == pytest.approx(expected, rel=1e-10)
@@ -72,7 +72,7 @@ def test_features_that_nothing_reads_cost_nothing(model, mode, caplog):
 def test_features_that_only_some_batches_have_are_refused_in_step(model, packed, monkeypatch):
     model[1] = _PromptLeftOut(model[1])
     loss_function = losses.Contrastive(model)
-    pylate_fastmaxsim.enable()
+    pylate_fastmaxsim.enable(padding_free="always")
     monkeypatch.setattr(packing, "group_in_step", lambda *_, **__: True)
     monkeypatch.setattr(decisions, "_most_of_all_ranks", lambda numbers, *_: numbers)
     loss_function(prompted(model))

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from models import features, load_model, sentences
+from models import features, load_model, looking, sentences
 from pylate import losses
 from test_losses import assert_equal, batch_of, run
 from torch.nn import functional as F
@@ -25,7 +25,9 @@ def test_gradcache_reproduces_the_first_pass_with_dropout(encoder, mode, family)
     pylate_fastmaxsim.enable()
     cached(batch)  # decides how to encode, which takes calls of its own
     seen = []
-    model.register_forward_hook(lambda _module, _args, output: seen.append(output["token_embeddings"].detach()))
+    model.register_forward_hook(
+        looking(lambda _module, _args, output: seen.append(output["token_embeddings"].detach()))
+    )
     torch.manual_seed(1)
     loss = cached([dict(column) for column in batch])
     after_first_pass = torch.get_rng_state()
@@ -56,7 +58,7 @@ def test_gradcache_never_holds_more_tokens_than_its_mini_batch(model, mode):
     pylate_fastmaxsim.enable()
     run(loss_function, batch)
     tokens = []
-    model[0].register_forward_pre_hook(lambda _module, args: tokens.append(args[0]["input_ids"].numel()))
+    model[0].register_forward_pre_hook(looking(lambda _module, args: tokens.append(args[0]["input_ids"].numel())))
     run(loss_function, batch)
     assert max(tokens) <= 2 * 32
     assert len(tokens) < 2 * (3 * 8)
@@ -68,7 +70,7 @@ def test_gradcache_takes_as_many_queries_at_a_time_as_documents_have_tokens(mode
     pylate_fastmaxsim.enable()
     run(loss_function, batch)
     queries = []
-    model[0].register_forward_pre_hook(lambda _module, args: queries.append(args[0]["input_ids"].shape))
+    model[0].register_forward_pre_hook(looking(lambda _module, args: queries.append(args[0]["input_ids"].shape)))
     run(loss_function, batch)
     # Two documents of 32 tokens are as much as five queries of 12, so that 16 take four calls, in each of two passes.
     assert batch[0]["input_ids"].shape == (16, 12)
@@ -81,7 +83,7 @@ def test_gradcache_encodes_again_in_the_precision_of_the_first_pass(encoder):
     pylate_fastmaxsim.enable()
     with torch.autocast("cpu", torch.bfloat16):
         loss_function(batch)  # the trial on the first batch has calls in float32
-        model[-1].linear.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+        model[-1].linear.register_forward_hook(looking(lambda _module, _args, output: seen.append(output.dtype)))
         loss = loss_function(batch)
     loss.backward()
     assert set(seen) == {torch.bfloat16}

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import FAMILIES, TEXT, attend_to_own_document, collated, features, load_model, sentences
+from models import FAMILIES, TEXT, attend_to_own_document, collated, features, load_model, looking, sentences
 from pylate import losses
 from torch.nn import functional as F
 
@@ -38,7 +38,7 @@ def step(model, batch, labels=None, loss_class=losses.Contrastive):
 
 def calls_of(model, action) -> int:
     calls = []
-    hook = model[0].register_forward_pre_hook(lambda _module, _args: calls.append(None))
+    hook = model[0].register_forward_pre_hook(looking(lambda _module, _args: calls.append(None)))
     action()
     hook.remove()
     return len(calls)

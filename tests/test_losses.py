@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from models import FAMILIES, collated, features, load_model, sentences
+from models import FAMILIES, collated, features, load_model, looking, sentences
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from pylate import losses, scores
 from pylate.models import ColBERT
@@ -181,7 +181,7 @@ def test_padding_stays_where_it_is_asked_for(model):
     batch = batch_of(model)
     stock = run(loss_function, batch)
     shapes = []
-    model[0].register_forward_pre_hook(lambda _module, args: shapes.append(args[0]["input_ids"].shape))
+    model[0].register_forward_pre_hook(looking(lambda _module, args: shapes.append(args[0]["input_ids"].shape)))
     pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
     assert_equal(run(loss_function, batch), stock)
     assert shapes == [(6, 12), (6, 32), (6, 32)]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
-from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
+from models import FAMILIES, attend_to_own_document, collated, features, load_model, looking, sentences
 from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
@@ -64,7 +64,7 @@ def mode_of(model) -> set[str]:
 def calls_of(model, action) -> list[dict]:
     """The features of the encoder calls that an action makes."""
     calls = []
-    hook = model[0].register_forward_pre_hook(lambda _module, args: calls.append(dict(args[0])))
+    hook = model[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(dict(args[0]))))
     action()
     hook.remove()
     return calls

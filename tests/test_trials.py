@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, sentences
+from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, looking, sentences
 from pylate import losses
 from test_losses import assert_equal, run
 from test_packing import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
@@ -71,7 +71,7 @@ def _forget_the_window(_model):
 def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed, caplog, family, spoil, said, dtype):
     model = load_model(encoder(family, max_position_embeddings=128)).to(dtype)
     spoil(model)
-    pylate_fastmaxsim.enable()
+    pylate_fastmaxsim.enable(padding_free="always")  # some spoil it by a hook
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
         for seed in range(2):
             assert_encodes_as_stock(model, batch_of(model, seed), 1e-10 if dtype == torch.float64 else 1e-4)
@@ -234,7 +234,7 @@ class _In16Bits(Behind):
 def test_what_padding_does_is_looked_at_without_autocast_where_that_can_be(encoder, kind, expected):
     model = load_model(encoder("modernbert"))
     model[1] = kind(model[1])
-    pylate_fastmaxsim.enable()
+    pylate_fastmaxsim.enable(padding_free="always")
     with torch.autocast("cpu", torch.bfloat16):
         encode(model, batch_of(model))
     assert mode_of(model) == {expected}
@@ -319,7 +319,7 @@ def test_every_width_takes_as_many_calls(encoder, packed):
     def calls(width):
         model = load_model(encoder("bert"), document_length=width)
         made = []
-        model[0].register_forward_pre_hook(lambda _module, _args: made.append(None))
+        model[0].register_forward_pre_hook(looking(lambda _module, _args: made.append(None)))
         packing._mode(model, batch_of(model)[1:], None)
         return len(made)
 

@@ -35,10 +35,9 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import encoder_of, positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import (
-    own_in_training,
     short_to_long,
     why_not_divided,
     why_not_grouped,
@@ -48,10 +47,9 @@ from pylate_fastmaxsim.integrations.trials import (
 from pylate_fastmaxsim.integrations.wrappers import (
     forward_is_own,
     group_in_step,
-    hook_in_backward,
     is_compiled,
     layers_of_wrapping,
-    own_modules,
+    own_code,
     reader,
     unknown_wrapper,
     unwrap,
@@ -273,7 +271,9 @@ def _mode(
 ) -> str:
     """How to encode with this model. ``backwards``: where each call has one of its own."""
     decide = partial(_fastest_mode, model, columns, backwards)
-    return decided(_modes, model, columns, decide, group, (_features_that_differ(columns, group), backwards))
+    # Alone a process can decide anew in any step; all of them would have to find the same.
+    own = None if group else _reason_in_own_code(unwrap(model), backwards)
+    return decided(_modes, model, columns, decide, group, (_features_that_differ(columns, group), backwards, own))
 
 
 def _features_that_differ(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
@@ -298,19 +298,17 @@ def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], backwa
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(_reason_to_leave(model, columns) or hook_in_backward(core, backwards), _PADDED):
+    if not works(_reason_to_leave(model, columns) or _reason_in_own_code(core, backwards), _PADDED):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
-    # Hooks may be on one rank alone, as those of a logger; more calls are made because of them.
-    in_training = not agree(not own_in_training(core))
     if works(
-        why_not_packed(core, samples, in_training),
+        why_not_packed(core, samples),
         "Documents are not packed but encoded in groups of similar length: %s.",
         # On a CPU this is the rule.
         logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING,
     ):
         return "packed"
-    return "grouped" if works(why_not_grouped(core, samples, in_training), _PADDED) else "padded"
+    return "grouped" if works(why_not_grouped(core, samples), _PADDED) else "padded"
 
 
 def _works(
@@ -353,7 +351,7 @@ def _should_join(
     core = unwrap(model)
     if not agree(tokens <= _MOST_TOKENS_BESIDE_QUERIES):
         return False
-    if not _works(core, agree, _reason_not_to_join(core, queries) or _reason_in_own_modules(core), _APART):
+    if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
         return False
     samples = short_to_long(core, Documents.from_columns(columns))
     return _works(core, agree, why_not_joint(core, samples, _carried(queries)), _APART)
@@ -367,22 +365,9 @@ def _can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
     more = core.do_query_expansion, core.attend_to_expansion_tokens
 
     def decide(agree: Agree) -> bool:
-        # The trial makes calls, which all ranks have to make alike.
-        if not _works(core, agree, _reason_in_own_modules(core), _DIVIDED_AS_STOCK):
-            return False
         return _works(core, agree, why_not_divided(core, _carried(queries)), _DIVIDED_AS_STOCK)
 
     return decided(_divisible, model, [queries], decide, group, more)
-
-
-def _reason_in_own_modules(core: nn.Module) -> str | None:
-    """Why queries have the calls that stock PyLate makes of them.
-
-    What knows them by their prefix and does something else with them need not show in a trial: a head of queries and
-    one of documents may begin as copies of each other.
-    """
-    own = own_modules(core, encoder_of(core))
-    return f"{type(own[0]).__name__} is of somebody's own or has hooks, and may know queries" if own else None
 
 
 def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
@@ -433,6 +418,17 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     if getattr(core.tokenizer, "padding_side", "right") != "right":
         return "the tokenizer pads on the left"
     return _reason_in_training(core)
+
+
+def _reason_in_own_code(core: nn.Module, backwards: bool) -> str | None:
+    if switch.options() is not None and switch.options().padding_free == "always":
+        return None
+    own = own_code(core, backwards)
+    return (
+        None
+        if own is None
+        else (f'{own}, and may not treat each text by itself (if it does, switch on with padding_free="always")')
+    )
 
 
 def _reason_in_training(core: nn.Module) -> str | None:

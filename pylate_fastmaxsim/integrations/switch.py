@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata, util
+from typing import Literal
 
 from pylate_fastmaxsim.integrations import forget_what_was_said, log_once
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
@@ -25,6 +26,9 @@ _options: Options | None = None
 _blocks: list[_Block] = []
 # The libraries that are patched now, or were last.
 _patched: list[_Host] = []
+
+# "always": also where a model has code of somebody's own.
+PaddingFree = bool | Literal["always"]
 
 _ON = ("", "1", "true", "on", "yes")
 _OFF = ("0", "false", "off", "no")
@@ -76,7 +80,7 @@ HOST_MODULES = frozenset(host.module for host in _HOSTS)
 class Options:
     """What :func:`enable` switched on; see there."""
 
-    padding_free: bool = True
+    padding_free: PaddingFree = True
     compile: bool = False
     stock_masking: bool = False
     grad_filter: GradFilter = None
@@ -98,7 +102,7 @@ def options() -> Options | None:
 
 def enable(
     *,
-    padding_free: bool = True,
+    padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
     grad_filter: GradFilter = None,
@@ -174,8 +178,10 @@ def enable(
     grad_filters.check(grad_filter)
     new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head)
     for name, value in asdict(new).items():
-        if name != "grad_filter" and not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
+        if name == "grad_filter" or isinstance(value, bool) or (name == "padding_free" and value == "always"):
+            continue
+        allowed = "True, False or 'always'" if name == "padding_free" else "True or False"
+        raise TypeError(f"{name} must be {allowed}, got {value!r}.")
     if forbidden():
         _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
@@ -206,7 +212,7 @@ def disable() -> None:
 @contextmanager
 def enabled(
     *,
-    padding_free: bool = True,
+    padding_free: PaddingFree = True,
     compile: bool = False,
     stock_masking: bool = False,
     grad_filter: GradFilter = None,

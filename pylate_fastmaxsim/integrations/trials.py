@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 
 from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
@@ -27,8 +26,8 @@ from pylate_fastmaxsim.integrations.documents import (
 )
 from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
-from pylate_fastmaxsim.integrations.untouched import Before, untouched
-from pylate_fastmaxsim.integrations.wrappers import own_modules, reader, unsharded
+from pylate_fastmaxsim.integrations.untouched import untouched
+from pylate_fastmaxsim.integrations.wrappers import reader
 from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.
@@ -44,9 +43,6 @@ _SHORT = 3
 
 # Tokens of a call that have every document encoded in one of its own.
 _ALONE = 1
-
-# Parameters of modules of somebody's own that are all smaller are filled for a trial.
-_NEAR_ZERO = 1e-2
 
 # Farther into a row than any batch reaches.
 _FAR = 2**20
@@ -69,9 +65,6 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
         # The token that PyLate pads with may have a position, and there is none left.
         longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
     lengths = [min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest]
-    if reader(core) is not None:
-        # It may know queries by their width.
-        lengths.append(min(core.query_length, longest))
     lengths = [max(1, length) for length in lengths]
     places = torch.arange(width, device=tokens.device)
     mask = places < torch.tensor(lengths, device=tokens.device)[:, None]
@@ -94,20 +87,8 @@ def _widest(core: nn.Module, width: int) -> int:
     return max(width, min(widest, getattr(config, "max_position_embeddings", None) or widest))
 
 
-def own_in_training(core: nn.Module) -> bool:
-    """Whether there are modules of somebody's own, or with hooks of somebody's own, to be tried as they are in training."""
-    return bool(_trained(own_modules(core, encoder_of(core))))
-
-
-def _trained(own: Sequence[nn.Module]) -> list[nn.Module]:
-    return [part for part in own if part.training and not isinstance(part, _DropoutNd)]
-
-
-def why_not_packed(core: nn.Module, samples: Documents, in_training: bool) -> str | None:
-    """Why such documents cannot be encoded in one row; None if they can.
-
-    ``in_training``: :func:`own_in_training`, on this rank or another one that makes the same calls.
-    """
+def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
+    """Why such documents cannot be encoded in one row; None if they can."""
 
     def trial() -> None:
         if "position_ids" not in core._first_module().model_forward_params:
@@ -116,14 +97,14 @@ def why_not_packed(core: nn.Module, samples: Documents, in_training: bool) -> st
         documents = _more_than_positions(core, samples)
         # Each alone as well: some encoders scale rotary positions by the longest text of a call. Once each, so that
         # every rank makes as many calls.
-        _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)], in_training)
+        _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)])
 
     otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
     return _what_fails(trial, samples.input_ids.device, otherwise)
 
 
-def why_not_grouped(core: nn.Module, samples: Documents, in_training: bool) -> str | None:
-    """Why such documents cannot be encoded in groups of similar length; None if they can. Arguments as above."""
+def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
+    """Why such documents cannot be encoded in groups of similar length; None if they can."""
     alone = [grouped_plan(samples, _nothing_skipped, _ALONE)]
 
     def trial() -> None:
@@ -133,14 +114,14 @@ def why_not_grouped(core: nn.Module, samples: Documents, in_training: bool) -> s
             try:
                 # In 16 bits rounding would hide what an encoder makes of padding.
                 with torch.autocast(device, enabled=False):
-                    _verify(core, samples, alone, in_training)
+                    _verify(core, samples, alone)
             except (PackingUnsupported, torch.OutOfMemoryError):
                 raise
             except Exception:  # an attention that takes 16 bits only
                 pass
             else:
                 return
-        _verify(core, samples, alone, in_training)
+        _verify(core, samples, alone)
 
     return _what_fails(trial, samples.input_ids.device)
 
@@ -208,139 +189,37 @@ def _parametrizations_not_cached() -> Iterator[None]:
         parametrize._cache_enabled = before
 
 
-def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], in_training: bool) -> None:
+def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
     """Raise PackingUnsupported where one of the plans gives other token embeddings than padding does.
 
     Every plan is of all the documents or of the first of them.
     """
     padded = documents.column
     before = masks_of(padded)
-    own = own_modules(core, encoder_of(core))
-    with _unlike_each_other(core, own):
-        with untouched(core, own), _evaluating(core), _recorded_dtypes(core) as dtypes:
-            expected, values = _encoded(core, padded, documents, plans)
-            other_masks = changed(padded, before)
-            leaks = counts_places = False
-            if is_packed_mask(plans[0].calls[0]["attention_mask"]):
-                leaks = _leaks(core, documents, *plans[0].calls, *values[0])
-                counts_places = _counts_places(core, *plans[0].calls, *values[0])
-        remembers = _remembers(core, plans[0].calls, own)
-        trained = _encoded_in_training(core, documents, plans, own) if in_training else None
+    with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
+        expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
+        values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
+        other_masks = changed(padded, before)
+        leaks = counts_places = False
+        if is_packed_mask(plans[0].calls[0]["attention_mask"]):
+            leaks = _leaks(core, documents, *plans[0].calls, *values[0])
+            counts_places = _counts_places(core, *plans[0].calls, *values[0])
+    remembers = _remembers(core, plans[0].calls)
     # After all calls, so that every rank makes as many, whatever it finds.
     if remembers:
         raise PackingUnsupported(f"{_name(core)} remembers something of each call")
-    if isinstance(trained, str):
-        raise PackingUnsupported(f"in training {_name(core)} {trained}")
     if other_masks:
         raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
     if leaks:
         raise PackingUnsupported(f"{_name(core)} lets the documents of a call see each other")
     if counts_places:
         raise PackingUnsupported(f"{_name(core)} looks at the place of a token in its call, whatever its position")
-    _compare_plans(core, plans, values, expected, dtypes, "without padding than with it")
-    if trained is not None:
-        expected, values = trained
-        _compare_plans(core, plans, values, expected, dtypes, "in training without padding than with it")
-
-
-def _encoded(
-    core: nn.Module, padded: dict[str, Tensor], documents: Documents, plans: Sequence[EncodingPlan]
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """Embeddings of all tokens as padding gives them, and of each call of each plan."""
-    expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
-    return expected, [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
-
-
-def _encoded_in_training(
-    core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan], own: Sequence[nn.Module]
-) -> tuple[Tensor, list[list[Tensor]]] | str | None:
-    """The same with modules of somebody's own as they are in training, where they may look at all tokens of a call.
-
-    The encoder stays without dropout. None where they draw random numbers; where a text's embeddings with the same random
-    numbers are not the same twice, or not beside other texts, what they do, as a part of a sentence.
-    """
-    column = documents.column
-    trained = _trained(own)
-    with _as_in_training(core, own) as before, _evaluating(core):
-        for part in trained:
-            part.training = True
-        expected, values = _encoded(core, column, documents, plans)
-        once_more = core(column)["token_embeddings"].flatten(0, 1)[documents.token_index]
-        # Also where nothing is random, so that every rank makes as many calls.
-        first, again, beside_others = (
-            _seeded(core, each, before) for each in (column, column, _other_texts(documents))
-        )
-    if _alike(once_more, expected):
-        return expected, values
-    texts = column["attention_mask"] != 0
-    texts[1::2] = False
-    if not _alike(again[texts], first[texts]):
-        return "does not repeat itself with the same random numbers"
-    if not _alike(beside_others[texts], first[texts]):
-        return "lets the texts of a call see each other"
-    return None
-
-
-def _seeded(core: nn.Module, column: dict[str, Tensor], before: Before) -> Tensor:
-    before.restore()
-    device = column["input_ids"].device
-    # Not torch.manual_seed, which seeds devices whose random numbers are not put back.
-    torch.default_generator.manual_seed(0)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(0)
-    return core(column)["token_embeddings"]
-
-
-def _other_texts(documents: Documents) -> dict[str, Tensor]:
-    """The documents as a column, every second of them and all padding with other tokens."""
-    column = documents.column
-    tokens, texts = column["input_ids"], column["attention_mask"] != 0
-    texts[1::2] = False
-    return {**column, "input_ids": torch.where(texts, tokens, tokens.flip(0).roll(1, 1))}
-
-
-@contextmanager
-def _unlike_each_other(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this, modules of somebody's own have no parameters near zero, and none are copies of others.
-
-    What a gate that begins at zero lets through, and what heads make of different texts that begin as copies of each other,
-    would show only after some steps, when all has been decided.
-    """
-    # Where FSDP divided parameters, they are gathered by its own calls only.
-    divided = unsharded(core) is not core
-    weights = [weight for module in own if not divided for weight in module.parameters(recurse=False)]
-    before = []
-    try:
-        for number, weight in enumerate(dict.fromkeys(weights), 1):
-            if weight.is_floating_point() and type(weight) is nn.Parameter and weight.numel():
-                value = weight.detach()
-                before.append((value, value.clone()))
-                if value.abs().max() < _NEAR_ZERO:
-                    other = torch.linspace(-0.5, 0.5, value.numel(), device=value.device)
-                else:
-                    places = torch.arange(value.numel(), device=value.device)
-                    other = value.flatten() * (1 + torch.cos(places * number) / 4)
-                value.data.copy_(other.view(value.shape))
-        yield
-    finally:
-        for value, kept in before:
-            value.data.copy_(kept)
-
-
-def _compare_plans(
-    core: nn.Module,
-    plans: Sequence[EncodingPlan],
-    values: Sequence[list[Tensor]],
-    expected: Tensor,
-    dtypes: set[torch.dtype],
-    how: str,
-) -> None:
     for plan, of_plan in zip(plans, values, strict=True):
         batch = plan.batch(of_plan)
         offsets = torch.arange(batch.max_length, device=batch.device)
         rows = (batch.starts[:, None] + offsets)[offsets < batch.lengths[:, None]]
         ours = batch.values[rows[batch.keep[rows]]]
-        _compare(core, ours, expected[: len(ours)], dtypes, how)
+        _compare(core, ours, expected[: len(ours)], dtypes, "without padding than with it")
 
 
 def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tensor]) -> None:
@@ -352,12 +231,11 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     queries["attention_mask"][1, 1:][-1:] = 0
     (of_documents,) = _packed(core, documents).calls
     call = joint_call(core, of_documents, queries)
-    own = own_modules(core, encoder_of(core))
-    with untouched(core, own), _evaluating(core), _recorded_dtypes(core) as dtypes:
+    with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
         apart = [of_documents, queries]
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
-    if _remembers(core, [call], own):
+    if _remembers(core, [call]):
         raise PackingUnsupported(f"{_name(core)} remembers something of each call")
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
@@ -373,7 +251,7 @@ def _verify_alone(core: nn.Module, queries: dict[str, Tensor]) -> None:
     if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
         # Of queries that are all as long as they may be, this one has padding too: later ones will have some.
         twice["attention_mask"][:, -1] = 0
-    with untouched(core, own_modules(core, encoder_of(core))), _evaluating(core), _recorded_dtypes(core) as dtypes:
+    with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
         beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
     if not core.do_query_expansion:
         attended = twice["attention_mask"][0] != 0
@@ -411,26 +289,18 @@ def _alike(ours: Tensor, expected: Tensor) -> bool:
     return torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
-def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]], own: Sequence[nn.Module]) -> bool:
+def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> bool:
     """Make calls as the model is, in training with dropout, which may be what packed attention cannot do.
 
     Returns whether the model keeps statistics over the texts of a call, which differ where texts are divided into other
     calls.
     """
-    with _as_in_training(core, own) as before:
+    with torch.no_grad(), warnings.catch_warnings(), untouched(core) as before:
+        # Reentrant checkpointing warns of inputs without gradients.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         for call in calls:
             token_embeddings(core, call)
         return before.state_changed()
-
-
-@contextmanager
-def _as_in_training(core: nn.Module, own: Sequence[nn.Module]) -> Iterator[Before]:
-    """Within this, calls of a model without gradients leave its statistics as they were."""
-    with torch.no_grad(), warnings.catch_warnings():
-        # Reentrant checkpointing warns of inputs without gradients.
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-        with untouched(core, own) as before:
-            yield before
 
 
 def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.dtype], how: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,15 @@ LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 # Whose code is as they came: the libraries that are patched, and this package, whose replacements stand in for theirs.
 HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
 
-# Whose hooks leave embeddings as they are.
-_WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "pylate_fastmaxsim")
+# Whose hooks leave embeddings and gradients as they are.
+_WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "wandb", "pylate_fastmaxsim")
 
-# Whose layers make of a text what they make of it alone, or else are caught outside of training.
+# Whose layers make of a text what they make of it alone, or else are caught by calls outside of training.
 _WRITERS_OF_LAYERS = (
     *LIBRARIES,
     *HOSTS,
     "transformers_modules",
-    *("bitsandbytes", "torchao", "liger_kernel", "flash_attn", "kernels"),
+    *("bitsandbytes", "torchao", "liger_kernel", "flash_attn", "fla", "mamba_ssm", "kernels"),
 )
 
 # Who writes scoring functions that give PyLate's scores: itself, this package, and those that PyLate scores through.
@@ -118,25 +118,6 @@ def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool 
     return all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks)
 
 
-def hook_in_backward(core: nn.Module, of_weights: bool) -> str | None:
-    """A sentence about a hook of somebody's own on the backward of a model, which no trial calls; None if there is none.
-
-    ``of_weights``: also on gradients of weights.
-    """
-    everywhere = nn.modules.module
-    of_all = [*everywhere._global_backward_hooks.values(), *everywhere._global_backward_pre_hooks.values()]
-    for module in core.modules():
-        hooks = [*of_all, *module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if not all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks):
-            return f"a backward hook on {type(module).__name__} may use all of a call"
-    for name, weight in core.named_parameters() if of_weights else ():
-        hooks = [*(weight._backward_hooks or {}).values(), *(weight._post_accumulate_grad_hooks or {}).values()]
-        # Not those of transformers, which let optimizers make a step.
-        if not all(written_in(hook, LIBRARIES) for hook in hooks):
-            return f"a hook on {name} sees the gradient of each call"
-    return None
-
-
 def readers(core: nn.Module) -> list[nn.Module]:
     """The modules of a PyLate model, itself among them, that may look at anything in the features.
 
@@ -162,27 +143,64 @@ def reader(core: nn.Module) -> nn.Module | None:
     return next(iter(readers(core)), None)
 
 
-def own_modules(core: nn.Module, encoder: nn.Module) -> list[nn.Module]:
-    """Of a PyLate model the modules of somebody's own and those with hooks or a forward of somebody's own, with all in them.
+# Outside of what is compiled, as written_in.
+@torch.compiler.disable
+def own_code(core: nn.Module, backwards: bool) -> str | None:
+    """What in a model is of somebody's own, and may make of a text what depends on the other texts of its call.
 
-    In the encoder these modules alone, and none if the encoder itself is somebody's own. Of a model with a forward of its
-    own no more than itself.
+    What it does cannot be found out by calls: it may do so only in training, after some steps, or in the backward.
+
+    Parameters
+    ----------
+    core
+        A ``pylate.models.ColBERT``.
+    backwards
+        Whether each call has a backward of its own, as in GradCache: then hooks on weights see the gradients of each.
+
+    Returns
+    -------
+    str or None
+        The beginning of a sentence about a module that no known library wrote, or about a hook.
     """
-    core = unsharded(core)
-    known = set(encoder.modules())
-    found = readers(core)
-    found += [each for each in (core, *map(unsharded, core.children())) if not hooks_change_nothing(each)]
-    parts = [part for each in found for part in ([each] if each is core else each.modules())]
-    parts = [part for part in parts if part not in known]
-    parts += [each for each in core.modules() if each not in known and _hooked(each)]
-    if written_in(type(encoder).forward, _WRITERS_OF_LAYERS):
-        # Of each the forward that is called, which need not be its class's.
-        parts += [each for each in known if _hooked(each) or not written_in(each.forward, _WRITERS_OF_LAYERS)]
-    return list(dict.fromkeys(parts))
+    everywhere = nn.modules.module
+    of_all = (
+        everywhere._global_forward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+    )
+    if _has_own(of_all):
+        return "a hook of your own is on all modules"
+    for module in core.modules():
+        if not (_of_libraries(type(module)) and ("forward" not in vars(module) or _is_known(module.forward))):
+            return f"{type(module).__name__} is a module of your own"
+        if _has_own(
+            (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        ):
+            return f"a hook of your own is on {type(module).__name__}"
+    for name, weight in core.named_parameters() if backwards else ():
+        if _has_own((weight._backward_hooks or {}, weight._post_accumulate_grad_hooks or {})):
+            return f"a hook of your own is on the gradient of {name}"
+    return None
 
 
-def _hooked(module: nn.Module) -> bool:
-    return not hooks_change_nothing(module, of_all=False)
+def _has_own(hooks: Iterable[Mapping[int, Callable]]) -> bool:
+    return any(not written_in(hook, _WRITERS_OF_HOOKS) for each in hooks if each for hook in each.values())
+
+
+@lru_cache(maxsize=1024)
+def _of_libraries(kind: type[nn.Module]) -> bool:
+    return _is_known(kind.forward) and _is_known(kind.__call__)
+
+
+def _is_known(function: Callable) -> bool:
+    """Whether known libraries wrote a function and, if it is decorated, all that is decorated in it."""
+    while written_in(function, _WRITERS_OF_LAYERS):
+        inner = getattr(function, "__wrapped__", None)
+        if inner is None:
+            return True
+        function = inner
+    return False
 
 
 # Outside of what is compiled: dynamo cannot trace it.
