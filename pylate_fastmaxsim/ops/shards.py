@@ -62,23 +62,27 @@ def rank_and_ranks() -> tuple[int, int]:
     return 0, 1
 
 
-def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
+def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = False) -> Shards:
     """Exchange what the ranks have to know of each other's documents. Waits for the other ranks once.
+
+    ``in_ring``: whether this rank will pass documents on, and not gather them.
 
     Raises
     ------
     ValueError
-        The ranks differ in the number of documents, in d, in dtype or in whether there is a ``zero_floor``.
+        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what they
+        will do with the documents.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
-    numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None]
+    numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring]
     sizes = _numbers_of_all(numbers, documents.device)
-    all_rows, max_lengths, counts, dims, dtypes, floored = zip(*sizes, strict=True)
+    all_rows, max_lengths, counts, dims, dtypes, floored, in_rings = zip(*sizes, strict=True)
     # Every rank finds the same, before anything of a size that another one does not expect is sent.
     for what, of_ranks in (
         ("have the same number of documents", counts),
         ("have documents of the same d", dims),
         ("give a zero_floor or none must", [bool(given) for given in floored]),
+        ("pass documents in a ring or none must", [bool(passed) for passed in in_rings]),
     ):
         if len(set(of_ranks)) > 1:
             raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")
