@@ -29,6 +29,10 @@ class DtypesDiffer(ValueError):
         self.widest = reduce(torch.promote_types, dtypes)
 
 
+class Withdrawn(Exception):
+    """A rank has no documents for the others. All that asked for them raise it."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """Where the documents of each of R ranks lie in its vectors, Nd of each: small beside the vectors themselves.
@@ -72,12 +76,16 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
     ValueError
         The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what they
         will do with the documents.
+    Withdrawn
+        Another rank calls :func:`withdraw` instead.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
     numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring]
     sizes = _numbers_of_all(numbers, documents.device)
     all_rows, max_lengths, counts, dims, dtypes, floored, in_rings = zip(*sizes, strict=True)
     # Every rank finds the same, before anything of a size that another one does not expect is sent.
+    if min(all_rows) < 0:
+        raise Withdrawn
     for what, of_ranks in (
         ("have the same number of documents", counts),
         ("have documents of the same d", dims),
@@ -104,6 +112,11 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
         keep=_all_gather(F.pad(keep, (0, most - rows))),
         zero_floor=None if zero_floor is None else layouts[:, 2] != 0,
     )
+
+
+def withdraw(device: torch.device) -> None:
+    """Take part in the exchange of :func:`describe` without documents."""
+    _numbers_of_all([-1] * 7, device)
 
 
 def _numbers_of_all(numbers: list[int], device: torch.device) -> list[list[int]]:
