@@ -178,6 +178,41 @@ def _hook_on_one_rank(wrap: Callable, hook: Callable, mode: str) -> Callable[[st
     return run
 
 
+def _one_changes_masks(wrap: Callable, ring: bool) -> Callable[[str], None]:
+    """The second batch of one rank has its masks changed, as by a module that leaves tokens out of long texts only."""
+
+    def run(folder: str) -> None:
+        rank = dist.get_rank()
+        core = load_model(f"{folder}/modernbert").double()
+        batch, changes = _batch(core, rank), False
+
+        def leave_out(_module, args):
+            if changes and rank == 1:
+                args[0]["attention_mask"][:, 2::3] = 0
+
+        core.register_forward_pre_hook(leave_out)
+        model = wrap(core)
+        loss_function = losses.Contrastive(model, gather_across_devices=True)
+
+        def train() -> list[float]:
+            nonlocal changes
+            found = []
+            for second in (False, True, False):
+                changes = second
+                core.zero_grad()
+                loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
+                loss.backward()
+                gradients = (getattr(weight.grad, "_local_tensor", weight.grad) for weight in core.parameters())
+                found += [loss.item(), *(gradient.norm().item() for gradient in gradients)]
+            return found
+
+        stock = train()
+        with pylate_fastmaxsim.enabled(stock_masking=True, ring=ring):
+            assert train() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+
+    return run
+
+
 class _Around(torch.nn.Module):
     """A first module of somebody's own, which has no encoder."""
 
@@ -367,11 +402,16 @@ CASES["cached xtr"] = _compare(
     losses.CachedContrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )
 CASES["disagreeing"] = _disagreeing
+_unbuffered = partial(data_parallel, broadcast_buffers=False)
+CASES["one changes masks"] = _one_changes_masks(_unbuffered, ring=False)
+CASES["one changes masks in a ring"] = _one_changes_masks(_unbuffered, ring=True)
+for _wrap in (data_parallel, fully_sharded, encoder_sharded):
+    CASES[f"one changes masks {_wrap.__name__}"] = _one_changes_masks(_wrap, ring=False)
 CASES["apart"] = _apart
 CASES["static graph"] = _static_graph
 CASES["static graph of somebody's own"] = _static_graph_of_somebodys_own
 CASES["one with scores of its own"] = _ranks_that_differ(
-    partial(data_parallel, broadcast_buffers=False),
+    _unbuffered,
     score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs),
 )
 CASES["too few documents"] = _too_few_to_divide((2, 9), packed=False)

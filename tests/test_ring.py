@@ -160,6 +160,15 @@ def _different_kinds(folder: str) -> None:
         assert ring_maxsim(torch.ones(1, 3, DIM), TokenBatch.from_padded(plain)).unique().tolist() == [3 * DIM]
 
 
+def _one_in_a_ring(folder: str) -> None:
+    """What the others send each other it would wait for, and so would they."""
+    model = load_model(f"{folder}/modernbert")
+    loss_function, batch = losses.Contrastive(model, gather_across_devices=True), _batch(model, dist.get_rank())
+    pylate_fastmaxsim.enable(ring=dist.get_rank() == 0)
+    with pytest.raises(ValueError, match="all must pass documents in a ring or none must, got True, False"):
+        loss_function(batch)
+
+
 def _second_derivatives(folder: str) -> None:
     documents = TokenBatch.from_padded(torch.randn(2, 5, DIM, requires_grad=True))
     queries = torch.randn(1, 3, DIM, requires_grad=True)
@@ -311,6 +320,7 @@ CASES = {
     "operator under autocast": _operator(torch.float32, 1e-2, autocast=True),
     "different counts": _different_counts,
     "different kinds": _different_kinds,
+    "one in a ring": _one_in_a_ring,
     "second derivatives": _second_derivatives,
     "memory": _memory,
     "contrastive": _losses(losses.Contrastive),

@@ -21,7 +21,10 @@ Masks = dict[str, tuple[Tensor, int]]
 
 
 class MasksChanged(Exception):
-    """A model left other ids or another mask in what it was given."""
+    """A model left other ids or another mask in what it was given. ``dim`` is the size of its embeddings."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
 
 
 def as_given(features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

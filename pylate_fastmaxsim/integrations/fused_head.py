@@ -103,7 +103,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
     with uninspected():
         output = model(given)
     if masks_stay and changed(given, before):
-        raise MasksChanged
+        raise MasksChanged(output["token_embeddings"].shape[-1])
     made = output.get(_UNIT)
     return unit(output["token_embeddings"]) if made is None else made.values
 

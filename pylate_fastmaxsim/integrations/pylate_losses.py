@@ -35,7 +35,7 @@ from pylate_fastmaxsim.integrations.wrappers import SCORING, of_outermost, unsen
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim
-from pylate_fastmaxsim.ops.shards import DtypesDiffer
+from pylate_fastmaxsim.ops.shards import DtypesDiffer, Withdrawn, withdraw
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 from pylate_fastmaxsim.winners import queries_at_once
@@ -77,7 +77,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                     before = features if isinstance(self, CachedContrastive) else as_given(features)
                     try:
                         return fast(self, options, features, *labels, **named_labels)
-                    except MasksChanged:
+                    except (MasksChanged, Withdrawn):
                         changing.add(unwrap(self.model))
                         features, reason = before, _reason_in_model(self)
                 name = type(self).__name__
@@ -142,7 +142,7 @@ class _Scored:
 
 @_replaces(Contrastive.forward)
 def contrastive(self: Contrastive, options: Options, features: Features, labels: Tensor | None = None) -> Tensor:
-    queries, documents = _encode(self.model, features)
+    queries, documents = _encode(self, features)
     queries_mask = _queries_mask(self.model, features)
     scored = _scored(self, options, documents, features)
     # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
@@ -161,7 +161,7 @@ def contrastive(self: Contrastive, options: Options, features: Features, labels:
 @_replaces(Distillation.forward)
 def distillation(self: Distillation, options: Options, features: Features, labels: Tensor) -> Tensor:
     features = features[:2]
-    queries, documents = _encode(self.model, features)
+    queries, documents = _encode(self, features)
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
     scored = _scored(self, options, documents, features)
     scores = _score(queries, _queries_mask(self.model, features), scored, candidates)
@@ -326,10 +326,25 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
     return iter(tqdm.tqdm(steps, desc=description, disable=not self.show_progress_bar))
 
 
-def _encode(model: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
+def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
-    skiplist = of_outermost(model, "skiplist")
-    return packing.encode_batch(model, features, skiplist, partial(unit_embeddings, masks_stay=True))
+    changes: list[int] = []
+
+    def embed(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        try:
+            return unit_embeddings(model, call, masks_stay=True)
+        except MasksChanged as change:
+            # Perhaps on this rank only: it makes all calls that the others make, which may wait for it in each.
+            changes.append(change.dim)
+            ids = call["input_ids"]
+            return torch.zeros(*ids.shape, change.dim, device=ids.device)
+
+    encoded = packing.encode_batch(loss.model, features, of_outermost(loss.model, "skiplist"), embed)
+    if changes:
+        if getattr(loss, "gather_across_devices", False):
+            withdraw(features[0]["input_ids"].device)
+        raise MasksChanged(changes[0])
+    return encoded
 
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:

@@ -64,7 +64,7 @@ def ring_maxsim(
     ------
     ValueError
         Shapes, dtypes or devices do not fit together, or the ranks differ in the number of documents, in d, in dtype or in
-        whether there is a ``zero_floor``.
+        whether there is a ``zero_floor``, or some of them gather instead.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -122,7 +122,7 @@ class _Chunk:
 
 def _shards(documents: TokenBatch, zero_floor: Tensor | None) -> list[_Shard]:
     """The documents of every rank."""
-    shards = describe(documents, zero_floor)
+    shards = describe(documents, zero_floor, in_ring=True)
     floors = [None] * len(shards.rows) if shards.zero_floor is None else shards.zero_floor
     return [
         _Shard(rows, starts, lengths, max_length, keep[:rows], floor)

@@ -29,6 +29,10 @@ class DtypesDiffer(ValueError):
         self.widest = reduce(torch.promote_types, dtypes)
 
 
+class Withdrawn(Exception):
+    """A rank has no documents for the others. All that asked for them raise it."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """Where the documents of each of R ranks lie in its vectors, Nd of each: small beside the vectors themselves.
@@ -62,23 +66,31 @@ def rank_and_ranks() -> tuple[int, int]:
     return 0, 1
 
 
-def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
+def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = False) -> Shards:
     """Exchange what the ranks have to know of each other's documents. Waits for the other ranks once.
+
+    ``in_ring``: whether this rank will pass documents on, and not gather them.
 
     Raises
     ------
     ValueError
-        The ranks differ in the number of documents, in d, in dtype or in whether there is a ``zero_floor``.
+        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what they
+        will do with the documents.
+    Withdrawn
+        Another rank calls :func:`withdraw` instead.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
-    numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None]
+    numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring]
     sizes = _numbers_of_all(numbers, documents.device)
-    all_rows, max_lengths, counts, dims, dtypes, floored = zip(*sizes, strict=True)
+    all_rows, max_lengths, counts, dims, dtypes, floored, in_rings = zip(*sizes, strict=True)
     # Every rank finds the same, before anything of a size that another one does not expect is sent.
+    if min(all_rows) < 0:
+        raise Withdrawn
     for what, of_ranks in (
         ("have the same number of documents", counts),
         ("have documents of the same d", dims),
         ("give a zero_floor or none must", [bool(given) for given in floored]),
+        ("pass documents in a ring or none must", [bool(passed) for passed in in_rings]),
     ):
         if len(set(of_ranks)) > 1:
             raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")
@@ -100,6 +112,11 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None) -> Shards:
         keep=_all_gather(F.pad(keep, (0, most - rows))),
         zero_floor=None if zero_floor is None else layouts[:, 2] != 0,
     )
+
+
+def withdraw(device: torch.device) -> None:
+    """Take part in the exchange of :func:`describe` without documents."""
+    _numbers_of_all([-1] * 7, device)
 
 
 def _numbers_of_all(numbers: list[int], device: torch.device) -> list[list[int]]:
