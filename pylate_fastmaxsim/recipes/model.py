@@ -195,7 +195,7 @@ def load_trained(
     """The model of a section with the weights of a checkpoint of its training."""
     if section.visual:
         return _visual(section).load_retriever(section, device, checkpoint)
-    return load_model(replace(section, name_or_path=str(checkpoint)), device, 0)
+    return load_model(replace(section, name_or_path=str(checkpoint)), device, 0, key="output_dir")
 
 
 def _visual(section: ModelSection) -> ModuleType:
