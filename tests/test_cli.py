@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes import commands
+from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.commands import app
 
 SCRIPT = """
@@ -123,6 +124,21 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
     last = errors.strip().splitlines()[-1]
     assert last.startswith(f"Interrupted: {tmp_path}/out/checkpoint-") and "goes on from there" in last
     assert "Traceback" not in errors
+
+
+def test_an_interrupt_with_no_resume_does_not_name_the_command_that_removes_what_is_kept(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    file, checkpoint = write(tmp_path, tiny(tmp_path)), tmp_path / "out" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    monkeypatch.setattr(training, "train", interrupted)
+    done = CliRunner().invoke(app, ["train", str(file), "--no-resume"])
+    assert done.exit_code == 130
+    assert done.stderr.strip() == (
+        f"Interrupted: {checkpoint} is kept, and the same command without --no-resume goes on from there."
+    )
 
 
 def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):

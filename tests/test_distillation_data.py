@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -281,14 +282,20 @@ def test_missing_columns_and_files_are_named(tmp_path):
         load(tmp_path, tmp_path, "data.columns=[query, documents, scores]")
 
 
+@pytest.mark.parametrize("timeless", [False, True])
 @pytest.mark.parametrize("write_data", [write_files, lambda folder, subsets: hub_dataset(folder, **subsets)])
-def test_a_folder_that_is_written_anew_is_read_anew(write_data, tmp_path):
+def test_a_folder_that_is_written_anew_is_read_anew(write_data, timeless, tmp_path):
+    def written(folder, subsets):
+        write_data(folder, subsets)
+        for file in folder.rglob("*") if timeless else ():  # as of an archive in which all files have one time
+            os.utime(file, ns=(0, 0))
+
     folder = tmp_path / "data"
-    write_data(folder, kd_subsets())
+    written(folder, kd_subsets())
     before = by_query(load(tmp_path, folder))
     shutil.rmtree(folder)
     changed = kd_subsets()
     changed["documents"] = [row | {"text": f"new {row['text']}"} for row in changed["documents"]]
-    write_data(folder, changed)
+    written(folder, changed)
     after = by_query(load(tmp_path, folder))
     assert [[f"new {text}" for text in row[1]] for row in before] == [row[1] for row in after]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -173,3 +174,26 @@ def test_a_run_that_goes_on_saves_and_logs_as_often_as_is_asked_now(tmp_path, mo
     assert [step for step, _ in result["losses"]] == [1, 6, 8, 10, 12, 14]
     saved = sorted(int(path.name.partition("-")[2]) for path in (tmp_path / "out").glob("checkpoint-*"))
     assert saved == [4, 5, 10, 14]
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_what_decides_the_next_step_is_not_gone_on_from(file, tmp_path, monkeypatch):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, training={"max_steps": 8})))
+    checkpoint = Path(recipe.output_dir, interrupt(recipe, monkeypatch, Interrupt(4)))
+    (checkpoint / file).unlink()
+    with pytest.raises(RecipeError) as error:
+        training.train(recipe)
+    assert str(error.value) == (
+        f"output_dir: {checkpoint} has no {file}, without which the training would not go on as it was; bring it back, "
+        "choose another output_dir, or start over with --no-resume."
+    )
+    assert checkpoint.exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "rng_state.pth", "config.json"])
+def test_a_damaged_checkpoint_gets_one_sentence(file, tmp_path, monkeypatch):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, training={"max_steps": 8})))
+    checkpoint = Path(recipe.output_dir, interrupt(recipe, monkeypatch, Interrupt(4)))
+    (checkpoint / file).write_bytes((checkpoint / file).read_bytes()[:200])
+    with pytest.raises(RecipeError, match=f"^output_dir: {re.escape(str(checkpoint))} cannot be read to go on from"):
+        training.train(recipe)

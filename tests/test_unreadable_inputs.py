@@ -15,6 +15,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("pylate")
 
 import pyarrow.parquet as pq
+import torch
 from datasets import Dataset, DatasetDict
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
@@ -25,7 +26,8 @@ from pylate_fastmaxsim.recipes.digest import content_digest
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mined import mined_digest, read_summary, settings_of
-from pylate_fastmaxsim.recipes.schema import DataSection, ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.mining_scores import load_teacher
+from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, ModelSection, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table
 
 LOAD = """
@@ -142,6 +144,41 @@ def test_a_file_of_the_model(name, encoder, tmp_path):
     done = as_a_user("-m", "pylate_fastmaxsim.cli", "train", str(write(tmp_path, values)))
     sentence = f"model.name_or_path {model} cannot be loaded: {model / name} cannot be read."
     assert (done.returncode, done.stderr) == (2, f"fastmaxsim: {sentence}\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None])
+@pytest.mark.parametrize("key", ["model.name_or_path", "mining.teacher"])
+def test_a_model_whose_weights_are_not_whole(key, content, encoder, tmp_path):
+    model = shutil.copytree(encoder("modernbert"), tmp_path / "model")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000] if content is None else content)
+    with pytest.raises(RecipeError) as error:
+        if key == "model.name_or_path":
+            models.load_model(ModelSection(name_or_path=str(model)), "cpu", seed=0)
+        else:
+            load_teacher(MiningSection(pairs=DataSection("hub"), teacher=str(model)), torch.device("cpu"))
+    assert str(error.value) == (
+        f"{key} {model} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone without "
+        "Git LFS."
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "override", "what"),
+    [
+        ("model.name_or_path", "model={name_or_path: FILE}", "a model"),
+        ("data.name", "data={source: hub, name: FILE}", "data"),
+        ("evaluation.beir", "evaluation={beir: FILE}", "a collection"),
+        ("mining.teacher", "mining={teacher: FILE, pairs: {source: hub, name: a/b}}", "a model"),
+        ("mining.pairs.name", "mining={teacher: a/b, pairs: {source: hub, name: FILE}}", "data"),
+    ],
+)
+def test_a_file_where_a_name_on_the_hub_is_meant(key, override, what, tmp_path, monkeypatch):
+    recipe = write(tmp_path, tiny(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, [override.replace("FILE", "pairs.jsonl")])
+    assert str(error.value) == f"{key} must be {what} on the Hub or a directory, but pairs.jsonl is a file."
 
 
 @pytest.mark.parametrize("others", [{"query": "q", "positive": "d", "answer": "a"}, {"query": "q", "answer": "a"}])

@@ -94,10 +94,17 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(f"output_dir must be a directory or a path yet to be made, but {there} is a file.")
 
 
+def _require_no_file(key: str, what: str, path: str | None) -> None:
+    """Refuse a file where a name on the Hub or a folder is meant: it would be looked for on the Hub, or read as weights."""
+    if path is not None and Path(path).is_file():
+        raise RecipeError(f"{key} must be {what} on the Hub or a directory, but {path} is a file.")
+
+
 def _check_model(recipe: Recipe) -> None:
     model = recipe.model
     if (model.name_or_path is None) == (model.build is None):
         raise RecipeError("model must have exactly one of name_or_path and build.")
+    _require_no_file("model.name_or_path", "a model", model.name_or_path)
     if model.name_or_path is not None:
         path = model.name_or_path
         if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
@@ -169,6 +176,7 @@ def _check_visual(recipe: Recipe) -> None:
 def _check_evaluation(evaluation: EvaluationSection) -> None:
     if (evaluation.rows > 0) + (evaluation.beir is not None) + (evaluation.nano_beir is not None) > 1:
         raise RecipeError("evaluation must have at most one of rows, beir and nano_beir.")
+    _require_no_file("evaluation.beir", "a collection", evaluation.beir)
     if evaluation.nano_beir is not None:
         # Imported where it is used: it brings all of PyLate, which other recipes need only later.
         from pylate_fastmaxsim.recipes.nano_beir import check_names
@@ -177,6 +185,7 @@ def _check_evaluation(evaluation: EvaluationSection) -> None:
 
 
 def _check_mining(mining: MiningSection) -> None:
+    _require_no_file("mining.teacher", "a model", mining.teacher)
     for section, data in {"mining.pairs": mining.pairs, "mining.corpus": mining.corpus}.items():
         if data is not None and data.source not in ("hub", "files"):
             raise RecipeError(f"{section}.source must be hub or files, got {data.source!r}.")
@@ -197,6 +206,7 @@ def _check_data(data: DataSection, section: str) -> None:
     required = own[0]
     if getattr(data, required) is None:
         raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
+    _require_no_file(f"{section}.name", "data", data.name)
     for file in data.files or []:
         if Path(file).suffix not in FILE_TYPES:
             raise RecipeError(f"{section}.files must end in {' or '.join(FILE_TYPES)}, got {file}.")

@@ -138,6 +138,11 @@ def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
     return f"{checkpoint} is kept: {', or '.join(options)}"
 
 
+def _again(resume: bool) -> str:
+    """The command that goes on from what one with this option has left, which --no-resume would remove."""
+    return "the same command" if resume else "the same command without --no-resume"
+
+
 def _say_interrupted(kept: str | None = None) -> None:
     # Ctrl-C reaches every process of a launcher.
     if int(os.environ.get("RANK", "0")) == 0:
@@ -166,7 +171,7 @@ def train(
             checkpoint = last_checkpoint(loaded)
             if checkpoint is None:
                 return "there is no checkpoint yet, and the same command starts again"
-            return f"{checkpoint} is kept, and the same command goes on from there"
+            return f"{checkpoint} is kept, and {_again(resume)} goes on from there"
 
         _quiet_libraries()
         try:
@@ -195,8 +200,7 @@ def mine(
         from pylate_fastmaxsim.recipes.mining import mine as run
         from pylate_fastmaxsim.recipes.report import mining_table
 
-        again = "the same command" if resume else "the same command without --no-resume"
-        kept = f"what is done is kept, and {again} goes on from there"
+        kept = f"what is done is kept, and {_again(resume)} goes on from there"
         _quiet_libraries()
         try:
             with _one_sentence_for_a_full_disk(lambda: kept):

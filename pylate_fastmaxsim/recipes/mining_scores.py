@@ -75,7 +75,7 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
     try:
         encoder = CrossEncoder(name, device="cpu")
         drawn = _drawn_at_random(encoder, name)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # as in load_model
         raise loading_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
     if is_empty(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from pylate import models
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
@@ -65,7 +66,7 @@ def load_model(
         model = _colbert(section, device)
     except RecipeError:
         raise
-    except (OSError, ImportError, *BAD_VALUE) as error:
+    except Exception as error:  # weights, tokenizer and configuration are read by libraries with errors of their own
         raise loading_failure(key, section, error) from error
     if is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
@@ -139,12 +140,29 @@ def loading_failure(key: str, section: ModelSection, error: Exception) -> Recipe
     """The sentence for an error of the libraries that load the model that ``key`` names."""
     name = section.name_or_path
     # Of a file that may not be read they say that it is not there, or that there is no tokenizer.
-    files = (path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES)
+    files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
     if file := next((path for path in files if not os.access(path, os.R_OK)), None):
         return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
+    if file := next(filter(_is_cut, files), None):  # of which safetensors does not say the name
+        return RecipeError(
+            f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
+            "without Git LFS."
+        )
     if lacks_tokenizer(section):
         return RecipeError(NO_TOKENIZER.format(key, name))
-    return RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}")
+    reason = repr(error) if isinstance(error, KeyError) else first_line(error)  # it says no more than the key
+    return RecipeError(f"{key} {name} cannot be loaded: {reason}")
+
+
+def _is_cut(file: Path) -> bool:
+    """Whether a file of weights has another size than it begins with, or does not begin as one."""
+    if file.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(file, framework="pt"):
+            return False
+    except SafetensorError:
+        return True
 
 
 def lacks_tokenizer(section: ModelSection) -> bool:
@@ -152,11 +170,11 @@ def lacks_tokenizer(section: ModelSection) -> bool:
     options = {"trust_remote_code": section.trust_remote_code}
     try:
         AutoConfig.from_pretrained(section.name_or_path, **options)
-    except (OSError, ValueError, ImportError):
+    except Exception:
         return False
     try:
         AutoTokenizer.from_pretrained(section.name_or_path, **options)
-    except (OSError, ValueError, ImportError):
+    except Exception:
         return True
     return False
 
@@ -177,7 +195,7 @@ def load_trained(
     """The model of a section with the weights of a checkpoint of its training."""
     if section.visual:
         return _visual(section).load_retriever(section, device, checkpoint)
-    return load_model(replace(section, name_or_path=str(checkpoint)), device, 0)
+    return load_model(replace(section, name_or_path=str(checkpoint)), device, 0, key="output_dir")
 
 
 def _visual(section: ModelSection) -> ModuleType:

@@ -193,7 +193,7 @@ def _require_recorded(directory: Path, writes: bool) -> None:
 def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """What tells each of ``data.files`` or ``data.packages``, or the folder ``data.name``, from another of its name.
 
-    A file with the size and time that it had when ``output_dir`` was last written is not read again. Data on the Hub has
+    A file with the size and times that it had when ``output_dir`` was last written is not read again. Data on the Hub has
     no digest.
     """
     data = recipe.data
@@ -264,7 +264,8 @@ def _folder_content(key: str, folder: Path, files: Iterable[str | Path], known: 
 
 def _file_content(key: str, file: Path, known: dict[str, Any]) -> dict[str, Any]:
     status = os.stat(file)
-    kept = {"size": status.st_size, "modified": status.st_mtime_ns}
+    # The third because the second may be kept, or be the same for all files, and the first is often the same.
+    kept = {"size": status.st_size, "modified": status.st_mtime_ns, "changed": status.st_ctime_ns}
     same = all(known.get(name) == value for name, value in kept.items())
     # The content decides: a copy that is made anew for each job has another time and the same rows.
     return kept | {"digest": known["digest"] if same else content_digest(key, [file])}

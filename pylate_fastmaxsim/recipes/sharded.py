@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from pylate_fastmaxsim.recipes.epochs import batches_done
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError, first_line
 
 
 @contextmanager
@@ -81,6 +83,40 @@ class Undivided:
         super()._save_rng_state(output_dir)
         # The main process goes on with the file by which a checkpoint is complete; others may end before this one.
         self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, checkpoint: str, *arguments: Any) -> None:
+        with _read_whole(checkpoint):
+            super()._load_from_checkpoint(checkpoint, *arguments)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and not self.is_deepspeed_enabled:
+            # Where one is missing, as where somebody made room, the trainer begins both anew without a word.
+            for name in ("optimizer", "scheduler"):
+                if not any(Path(checkpoint).glob(f"{name}*")):
+                    raise RecipeError(
+                        f"output_dir: {checkpoint} has no {name}.pt, without which the training would not go on as it was; "
+                        "bring it back, choose another output_dir, or start over with --no-resume."
+                    )
+        with _read_whole(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _read_whole(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+
+@contextmanager
+def _read_whole(checkpoint: str | None) -> Iterator[None]:
+    """Say of which checkpoint a file cannot be read, for which each library has an error of its own."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise RecipeError(
+            f"output_dir: {checkpoint} cannot be read to go on from ({type(error).__name__}: {first_line(error)}); remove "
+            "it to go on from the one before, if there is one, choose another output_dir, or start over with --no-resume."
+        ) from error
 
 
 class RecipeTrainer(Undivided, SentenceTransformerTrainer):

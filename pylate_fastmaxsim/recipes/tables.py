@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,7 +55,7 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
         if is_folder:
             path, subset, options = _files_of_folder(path, subset, options)
         with progress_shown():
-            table = load_dataset(path, subset, **_literal(options))
+            table = load_dataset(path, subset, **_literal(options), **_told_apart(options.get("data_files")))
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if reason := read_failure(error):
             raise RecipeError(f"{key}: {reason}.") from error
@@ -141,6 +142,16 @@ def _literal(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "data_files": escaped(files)}
 
 
+def _told_apart(files: Any) -> dict[str, str]:
+    """An option of no effect in which files differ that have one path and one time.
+
+    ``datasets`` keeps what it made of a file by these two, and would return earlier rows where times are kept or are
+    all the same, as of a copy with its times, an archive or a bucket.
+    """
+    status = [os.stat(file) for file in _flat(files) if os.path.exists(file)]  # not those on the Hub
+    return {"description": str([(each.st_size, each.st_ctime_ns) for each in status])} if status else {}
+
+
 def loading_failure(key: str, error: Exception) -> RecipeError:
     """The sentence for an error of the libraries that load what ``key`` names."""
     return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
@@ -170,7 +181,7 @@ def _files_of_folder(path: str, subset: str | None, options: dict[str, Any]) -> 
     """The same table by its files.
 
     ``datasets`` keeps what it made of a folder under the folder's last name only, and would return the rows of
-    another folder of that name, or of this one before it was written anew. Files it tells apart by path and time.
+    another folder of that name, or of this one before it was written anew. Of files it looks at path and time.
     """
     files = load_dataset_builder(path, subset).config.data_files
     kinds = {FOLDER_FILE_TYPES.get(Path(file).suffix) for parts in files.values() for file in parts}
