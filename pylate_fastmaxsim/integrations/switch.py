@@ -128,7 +128,8 @@ def enable(
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
-        queries in the same forward. PyLate only. PyLate's collator then adds ``token_total`` to every column, from which
+        queries in the same forward. ``"always"``: also where the model has modules or hooks of your own, which you know
+        to treat each text by itself. PyLate only. PyLate's collator then adds ``token_total`` to every column, from which
         the host knows how many tokens it has. Its rows may be split, picked and reordered with those of the column. The
         trainer takes it out before a loss sees the columns. In a loop of your own, code that joins columns or changes
         masks has to leave it out: to join it is an error of PyTorch's, and after a changed mask a later batch raises a
@@ -160,7 +161,7 @@ def enable(
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
         ``"auto"`` nor ``None``.
     TypeError
-        Another option is neither True nor False.
+        Another option is neither True nor False, nor is ``padding_free`` ``"always"``.
 
     Notes
     -----

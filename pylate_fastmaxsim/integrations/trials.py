@@ -66,12 +66,9 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
         longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
     lengths = [min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest]
     lengths = [max(1, length) for length in lengths]
-    places = torch.arange(width, device=tokens.device)
-    mask = places < torch.tensor(lengths, device=tokens.device)[:, None]
-    # Each begins as a document of the batch: what does something else with it may know it by that.
-    begins = documents.cu_seqlens[torch.arange(len(lengths), device=tokens.device) % len(documents)]
+    mask = torch.arange(width, device=tokens.device) < torch.tensor(lengths, device=tokens.device)[:, None]
     rows = {
-        "input_ids": torch.where(mask, tokens[(begins[:, None] + places) % len(tokens)], padding),
+        "input_ids": torch.where(mask, tokens.repeat(-(-width // len(tokens)))[:width], padding),
         "attention_mask": mask.to(documents.attention_mask.dtype),
     }
     if documents.token_type_ids is not None:
