@@ -92,6 +92,19 @@ def allocator_table() -> str:
     return "\n".join(lines)
 
 
+def encoders_table() -> str:
+    """Steps of other encoders than ModernBERT."""
+    cells = results("encoders_h100")["cells"]
+    lines = ["| encoder | PyLate | this package | speed | memory |", "|---" * 5 + "|"]
+    for name, title in {"eurobert": "EuroBERT-210m", "mpnet": "MPNet-base, in groups"}.items():
+        pair = [cells[f"{name}/{path}/batch=64"] for path in ("stock", "fast")]
+        stock, fast = pair
+        entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in pair]
+        ratios = [f"{stock['step_ms'] / fast['step_ms']:.2f}x", f"{fast['peak_gib'] / stock['peak_gib']:.0%}"]
+        lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
+    return "\n".join(lines)
+
+
 def deepspeed_table() -> str:
     """Steps on two GPUs under DeepSpeed: speed relative to stock under the same."""
     trial = results("kernel_trials")["deepspeed"]
@@ -159,6 +172,7 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/measurements.md": {
             "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
+            "encoders-table": encoders_table(),
             "allocator-table": allocator_table(),
             "long-documents-table": long_documents_table(),
             "corpus-search-table": corpus_markdown(results("corpus_search")),
