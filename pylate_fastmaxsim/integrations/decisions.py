@@ -137,8 +137,8 @@ def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) ->
 def _state(core: nn.Module) -> tuple[Hashable, ...]:
     """What users change of a model between batches.
 
-    Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which has too many
-    modules to look at each in every step, which it is and in what, the dtype of its parameters, its attention, and NEFTune's noise.
+    Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which it is and in
+    what, the dtype of its parameters, its attention, and NEFTune's noise.
     """
     children = list(unsharded(core).children())
     flags = [module.training for child in children[1:] for module in child.modules()]

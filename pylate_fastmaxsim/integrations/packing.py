@@ -421,14 +421,11 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
 
 
 def _reason_in_own_code(core: nn.Module, backwards: bool) -> str | None:
-    if switch.options() is not None and switch.options().padding_free == "always":
+    options = switch.options()
+    if options is not None and options.padding_free == "always":
         return None
     own = own_code(core, backwards)
-    return (
-        None
-        if own is None
-        else (f'{own}, and may not treat each text by itself (if it does, switch on with padding_free="always")')
-    )
+    return own and f'{own}, and may not treat each text by itself (if it does, switch on with padding_free="always")'
 
 
 def _reason_in_training(core: nn.Module) -> str | None:
