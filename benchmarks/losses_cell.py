@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["PYLATE_SCORES_BACKEND"] = SCORING[options.path]
     if options.path == "fast":
-        pylate_fastmaxsim.enable()
+        pylate_fastmaxsim.enable(padding_free="always")  # of Embedded, a module of our own
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recorded = environment()
     serve(lambda cell: {**run_cell(cell, device), "environment": recorded})

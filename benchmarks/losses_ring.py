@@ -56,7 +56,7 @@ def run_cell(cell: dict, device: torch.device, iterations: int) -> dict:
     default = ring.KEPT_WINNER_BYTES
     ring.KEPT_WINNER_BYTES = default if kept is None else kept
     try:
-        with pylate_fastmaxsim.enabled(ring=in_ring):
+        with pylate_fastmaxsim.enabled(ring=in_ring, padding_free="always"):  # as in losses_cell.py
             step = Step(
                 cell["loss"],
                 cell["queries"],
