@@ -109,19 +109,30 @@ def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool 
 
     With ``of_all`` also those that all modules have, with ``backward`` also its backward hooks.
     """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    if backward:
-        hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-    if of_all:
-        everywhere = nn.modules.module
-        hooks += [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
-    return all(written_in(hook, _WRITERS_OF_HOOKS) for hook in hooks)
+    return not _has_own(_hooks_of(module, backward)) and not (of_all and _has_own(_hooks_of_all(backward=False)))
 
 
-def readers(core: nn.Module) -> list[nn.Module]:
-    """The modules of a PyLate model, itself among them, that may look at anything in the features.
+def _hooks_of(module: nn.Module, backward: bool) -> tuple[Mapping[int, Callable], ...]:
+    forward = module._forward_hooks, module._forward_pre_hooks
+    return (*forward, module._backward_hooks, module._backward_pre_hooks) if backward else forward
 
-    They have no forward that is known not to: those of PyLate's model and Dense and of Sentence Transformers'
+
+def _hooks_of_all(backward: bool) -> tuple[Mapping[int, Callable], ...]:
+    everywhere = nn.modules.module
+    forward = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
+    if not backward:
+        return forward
+    return *forward, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks
+
+
+def _has_own(hooks: Iterable[Mapping[int, Callable]]) -> bool:
+    return any(not written_in(hook, _WRITERS_OF_HOOKS) for each in hooks if each for hook in each.values())
+
+
+def reader(core: nn.Module) -> nn.Module | None:
+    """The first module of a PyLate model, itself among them, that may look at anything in the features.
+
+    It has no forward that is known not to: those of PyLate's model and Dense and of Sentence Transformers'
     Transformer, as these libraries have them.
     """
     from pylate.models import ColBERT, Dense
@@ -129,18 +140,11 @@ def readers(core: nn.Module) -> list[nn.Module]:
 
     known = (ColBERT.forward, Dense.forward, Transformer.forward)
     core = unsharded(core)
-    return [
-        module
-        for module in (core, *map(unsharded, core.children()))
-        if type(module).forward not in known
-        or not written_in(type(module).forward, HOSTS)
-        or not forward_is_own(module)
-    ]
-
-
-def reader(core: nn.Module) -> nn.Module | None:
-    """The first of :func:`readers`."""
-    return next(iter(readers(core)), None)
+    for module in (core, *map(unsharded, core.children())):
+        forward = type(module).forward
+        if forward not in known or not written_in(forward, HOSTS) or not forward_is_own(module):
+            return module
+    return None
 
 
 # Outside of what is compiled, as written_in.
@@ -162,30 +166,17 @@ def own_code(core: nn.Module, backwards: bool) -> str | None:
     str or None
         The beginning of a sentence about a module that no known library wrote, or about a hook.
     """
-    everywhere = nn.modules.module
-    of_all = (
-        everywhere._global_forward_hooks,
-        everywhere._global_forward_pre_hooks,
-        everywhere._global_backward_hooks,
-        everywhere._global_backward_pre_hooks,
-    )
-    if _has_own(of_all):
+    if _has_own(_hooks_of_all(backward=True)):
         return "a hook of your own is on all modules"
     for module in core.modules():
         if not (_of_libraries(type(module)) and ("forward" not in vars(module) or _is_known(module.forward))):
             return f"{type(module).__name__} is a module of your own"
-        if _has_own(
-            (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        ):
+        if _has_own(_hooks_of(module, backward=True)):
             return f"a hook of your own is on {type(module).__name__}"
     for name, weight in core.named_parameters() if backwards else ():
         if _has_own((weight._backward_hooks or {}, weight._post_accumulate_grad_hooks or {})):
             return f"a hook of your own is on the gradient of {name}"
     return None
-
-
-def _has_own(hooks: Iterable[Mapping[int, Callable]]) -> bool:
-    return any(not written_in(hook, _WRITERS_OF_HOOKS) for each in hooks if each for hook in each.values())
 
 
 @lru_cache(maxsize=1024)

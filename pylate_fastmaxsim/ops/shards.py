@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,18 @@ class DtypesDiffer(ValueError):
 
 class Withdrawn(Exception):
     """A rank has no documents for the others. All that asked for them raise it."""
+
+
+class _Sizes(NamedTuple):
+    """What is exchanged first: a number of each rank, or what all ranks have."""
+
+    rows: Any
+    max_length: Any
+    documents: Any
+    dim: Any
+    dtype: Any
+    floored: Any
+    in_ring: Any
 
 
 @dataclass(frozen=True)
@@ -80,22 +94,21 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
         Another rank calls :func:`withdraw` instead.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
-    numbers = [rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring]
-    sizes = _numbers_of_all(numbers, documents.device)
-    all_rows, max_lengths, counts, dims, dtypes, floored, in_rings = zip(*sizes, strict=True)
+    sizes = _Sizes(rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring)
+    of_all = _Sizes(*zip(*_numbers_of_all(sizes, documents.device), strict=True))
     # Every rank finds the same, before anything of a size that another one does not expect is sent.
-    if min(all_rows) < 0:
+    if min(of_all.rows) < 0:
         raise Withdrawn
     for what, of_ranks in (
-        ("have the same number of documents", counts),
-        ("have documents of the same d", dims),
-        ("give a zero_floor or none must", [bool(given) for given in floored]),
-        ("pass documents in a ring or none must", [bool(passed) for passed in in_rings]),
+        ("have the same number of documents", of_all.documents),
+        ("have documents of the same d", of_all.dim),
+        ("give a zero_floor or none must", [bool(given) for given in of_all.floored]),
+        ("pass documents in a ring or none must", [bool(passed) for passed in of_all.in_ring]),
     ):
         if len(set(of_ranks)) > 1:
             raise ValueError(f"maxsim across ranks: all must {what}, got {', '.join(map(str, of_ranks))}.")
-    if len(set(dtypes)) > 1:
-        raise DtypesDiffer([_DTYPES[dtype] for dtype in dtypes])
+    if len(set(of_all.dtype)) > 1:
+        raise DtypesDiffer([_DTYPES[dtype] for dtype in of_all.dtype])
     layout = [documents.starts, documents.lengths]
     if zero_floor is not None:
         layout.append(zero_floor.long())
@@ -103,10 +116,10 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
     keep = documents.keep
     if keep is None:
         keep = torch.ones(rows, dtype=torch.bool, device=documents.device)
-    most = -(-max(all_rows) // _ALIGNED) * _ALIGNED
+    most = -(-max(of_all.rows) // _ALIGNED) * _ALIGNED
     return Shards(
-        rows=list(all_rows),
-        max_lengths=list(max_lengths),
+        rows=list(of_all.rows),
+        max_lengths=list(of_all.max_length),
         starts=layouts[:, 0],
         lengths=layouts[:, 1],
         keep=_all_gather(F.pad(keep, (0, most - rows))),
@@ -116,10 +129,10 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
 
 def withdraw(device: torch.device) -> None:
     """Take part in the exchange of :func:`describe` without documents."""
-    _numbers_of_all([-1] * 7, device)
+    _numbers_of_all([-1] * len(_Sizes._fields), device)
 
 
-def _numbers_of_all(numbers: list[int], device: torch.device) -> list[list[int]]:
+def _numbers_of_all(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """The numbers of all ranks. Waits for these, and not for what the device has been given to compute."""
     if device.type != "cuda":
         return _all_gather(torch.tensor(numbers, device=device)).tolist()
