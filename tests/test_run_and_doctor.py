@@ -52,6 +52,13 @@ def test_a_script_runs_accelerated_with_its_own_arguments(script, tmp_path):
     assert done.stderr.count("accelerated: fused MaxSim") == 1
 
 
+def test_own_code_may_be_said_to_treat_each_text_by_itself(script, tmp_path):
+    assert "Options(padding_free='always'," in run("--padding-free", "always", script, cwd=tmp_path).stdout
+    for words in (["--padding-free", "never"], ["--padding-free", "always", "--no-padding-free"]):
+        refused = run(*words, script, cwd=tmp_path)
+        assert refused.returncode == 2 and not refused.stdout and "--padding-free" in refused.stderr.splitlines()[-1]
+
+
 def test_to_ask_whether_pylate_is_there_is_not_to_import_it(script, tmp_path):
     asks = "from importlib.util import find_spec\nassert find_spec('pylate')\nfind_spec('colpali_engine')\n"
     (tmp_path / "asks.py").write_text(asks)

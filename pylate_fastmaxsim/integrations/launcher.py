@@ -30,8 +30,9 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     Parameters
     ----------
     arguments
-        The words of the command line: ``[--no-padding-free] [--compile] [--stock-masking] [--grad-filter auto]
-        [--ring] [--no-fused-head] SCRIPT.py ARGS...``, or ``-m module`` in the place of ``SCRIPT.py``. What follows belongs to the script.
+        The words of the command line: ``[--no-padding-free | --padding-free always] [--compile] [--stock-masking]
+        [--grad-filter auto] [--ring] [--no-fused-head] SCRIPT.py ARGS...``, or ``-m module`` in the place of
+        ``SCRIPT.py``. What follows belongs to the script.
     prog
         What the command is called in its messages.
 
@@ -133,14 +134,23 @@ def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Run a training script of PyLate or colpali-engine accelerated, without editing it.",
-        usage="%(prog)s [--no-padding-free] [--compile] [--stock-masking] [--grad-filter auto] [--ring] [--no-fused-head] (SCRIPT.py | -m MODULE) [ARGS ...]",
+        usage="%(prog)s [--no-padding-free | --padding-free always] [--compile] [--stock-masking] [--grad-filter auto] "
+        "[--ring] [--no-fused-head] (SCRIPT.py | -m MODULE) [ARGS ...]",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    padding = parser.add_mutually_exclusive_group()
+    padding.add_argument(
         "--no-padding-free",
         dest="padding_free",
         action="store_false",
         help="encode documents with padding, as stock PyLate does",
+    )
+    padding.add_argument(
+        "--padding-free",
+        choices=["always"],
+        default=True,
+        help="always: without padding also where the model has modules or hooks of your own, which you know to treat "
+        "each text by itself",
     )
     parser.add_argument("--compile", action="store_true", help="compile the encoder's layers")
     parser.add_argument(
