@@ -27,15 +27,17 @@ def number_of_groups(lengths: Sequence[int], on_gpu: bool) -> int:
     most = min(len(lengths), 8, max(2, len(lengths) // 5))
     if not on_gpu:
         return most
-    best, shortest = 1, float("inf")
-    for count in range(1, most + 1):
-        launched = count * TOKENS_PER_CALL
-        encoded = sum(len(group) * max(lengths[index] for index in group) for group in group_by_length(lengths, count))
+    _, _, size = _sizes(lengths)
+    number, shortest = 1, float("inf")
+    best = size[:, 0]
+    for count in range(1, min(most, len(size) - 1) + 1):
+        launched, encoded = count * TOKENS_PER_CALL, best[-1]
         if max(launched, encoded) < shortest:
-            best, shortest = count, max(launched, encoded)
+            number, shortest = count, max(launched, encoded)
         if launched >= encoded:
             break
-    return best
+        best = (best[:-1] + size).min(axis=1)
+    return number
 
 
 def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:
@@ -61,24 +63,32 @@ def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:
     >>> group_by_length([9, 2, 30, 3, 8], groups=3)
     [[1, 3], [4, 0], [2]]
     """
+    order, ends, size = _sizes(lengths)
+    best, previous = size[:, 0], []
+    for _ in range(min(groups, len(size) - 1) - 1):
+        total = best[:-1] + size
+        previous.append(total.argmin(axis=1))
+        best = total.min(axis=1)
+    boundaries = [len(size) - 1]
+    for choice in reversed(previous):
+        boundaries.append(int(choice[boundaries[-1]]))
+    parts = np.split(order, ends[boundaries[:0:-1]])
+    return split_until([part.tolist() for part in parts], groups)
+
+
+def _sizes(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The documents by length, how many of them each distinct length ends, and what groups of neighbours hold.
+
+    ``size[j, i]`` are the tokens of the group of the distinct lengths ``i`` to ``j - 1``, padding included. With ``best[j]``
+    tokens in the best division of the first ``j`` lengths, the best with one group more has the minimum over ``i`` of
+    ``best[i] + size[j, i]``.
+    """
     order = np.argsort(np.asarray(lengths), kind="stable")
     distinct, counts = np.unique(np.asarray(lengths)[order], return_counts=True)
     ends = np.concatenate([[0], np.cumsum(counts)])
-    # size[i, j]: tokens of the group that holds the distinct lengths i to j - 1, padding included.
-    size = (ends[None, 1:] - ends[:-1, None]) * distinct[None, :].astype(np.float64)
-    size = np.concatenate([np.full((len(distinct), 1), np.inf), np.where(size > 0, size, np.inf)], axis=1)
-    wanted = min(groups, len(distinct))
-    best, previous = size[0], []
-    for _ in range(wanted - 1):
-        total = best[:-1, None] + size
-        previous.append(total.argmin(axis=0))
-        best = total.min(axis=0)
-    boundaries = [len(distinct)]
-    for choice in reversed(previous):
-        boundaries.append(int(choice[boundaries[-1]]))
-    boundaries = [*ends[boundaries[::-1]]]
-    parts = np.split(order, boundaries[:-1])
-    return split_until([part.tolist() for part in parts], groups)
+    size = (ends[1:, None] - ends[None, :-1]) * distinct[:, None].astype(np.float64)
+    size = np.concatenate([np.full((1, len(distinct)), np.inf), np.where(size > 0, size, np.inf)])
+    return order, ends, size
 
 
 def fill_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
