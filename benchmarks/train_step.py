@@ -44,6 +44,14 @@ def row_title(path: str, compiled: bool) -> str:
     return PATHS[path] + (", `compile=True`" if path == "fast" else " + torch.compile")
 
 
+def time_and_memory(cell: dict) -> str:
+    """What a step took, or why there is none; on a CPU memory is not measured, and † says that the host's clock timed."""
+    if cell["status"] != "ok":
+        return cell["status"]
+    text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
+    return text + ("" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB")
+
+
 def markdown_table(cells: dict, checkpointing: bool) -> str:
     """Step time and peak memory by path and batch, with the ratio to stock of the same batch, ‡ if of another run.
 
@@ -61,12 +69,9 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
                 smaller = (cells.get(cell_name(path, b, compiled, checkpointing), {}) for b in batches if b < batch)
                 failed = any(other.get("status") == OUT_OF_MEMORY for other in smaller)
                 entries.append(OUT_OF_MEMORY if failed else "")
-            elif cell["status"] != "ok":
-                entries.append(cell["status"])
             else:
-                text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
-                text += "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-                if stock and stock["status"] == "ok" and cell is not stock:
+                text = time_and_memory(cell)
+                if stock and stock["status"] == cell["status"] == "ok" and cell is not stock:
                     text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
                 entries.append(text)
         if any(entries):

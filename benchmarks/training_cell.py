@@ -22,7 +22,8 @@ from workers import say
 
 QUERY_LENGTH = 32
 DOCUMENT_LENGTH = 300
-MEAN_WORDS = 77.0  # with [CLS], the document prefix and [SEP]: 80 tokens
+MEAN_TOKENS = 80.0
+SPECIAL_TOKENS = 3  # [CLS], the document prefix and [SEP]
 SIGMA = 0.5
 VOCABULARY = 30_000
 # Published sizes: EuroBERT-210m and Qwen3-Embedding-0.6B. The defaults of the others are their base.
@@ -90,14 +91,16 @@ def build_model(directory: Path, layers: int | None, document_length: int, encod
     )
 
 
-def make_rows(count: int, negatives: int, loss: str, draw: random.Random) -> list[dict]:
-    """Rows of random words with the lengths of MS MARCO: a query, a positive and its negatives.
+def make_rows(
+    count: int, negatives: int, loss: str, draw: random.Random, mean_tokens: float = MEAN_TOKENS
+) -> list[dict]:
+    """Rows of random words with the lengths of MS MARCO, or with another mean: a query, a positive and its negatives.
 
     For distillation the documents stand in one column, with a teacher's score for each.
     """
     import math
 
-    location = math.log(MEAN_WORDS) - SIGMA**2 / 2
+    location = math.log(mean_tokens - SPECIAL_TOKENS) - SIGMA**2 / 2
 
     def text(words: int) -> str:
         return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(max(words, 1)))
@@ -118,12 +121,12 @@ def make_rows(count: int, negatives: int, loss: str, draw: random.Random) -> lis
 def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> dict:
     """A collated batch; with ``--tile`` of so many different rows, one copy of them after the other."""
     if options.tile is None or options.tile >= options.batch:
-        return collator(make_rows(options.batch, options.negatives, options.loss, draw))
+        return collator(make_rows(options.batch, options.negatives, options.loss, draw, options.mean_tokens))
     import torch
 
     from pylate_fastmaxsim.integrations.documents import TOKEN_TOTAL
 
-    batch = collator(make_rows(options.tile, options.negatives, options.loss, draw))
+    batch = collator(make_rows(options.tile, options.negatives, options.loss, draw, options.mean_tokens))
     copies = -(-options.batch // options.tile)
 
     def tiled(value):
@@ -337,6 +340,9 @@ def main() -> None:
     parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
+    parser.add_argument(
+        "--mean-tokens", type=float, default=MEAN_TOKENS, help="of a document, before it is cut at --document-length"
+    )
     parser.add_argument("--encoder", choices=list(ENCODERS), default="modernbert")
     parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
     parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
@@ -364,6 +370,8 @@ def main() -> None:
         parser.error("--warmup must be at least 1")
     if options.ranks < 1:
         parser.error("--ranks must be at least 1")
+    if not options.mean_tokens > SPECIAL_TOKENS:
+        parser.error(f"--mean-tokens must be more than {SPECIAL_TOKENS}: each document has as many around its words")
     if options.chunks is not None and (options.path, options.loss) != ("fast", "cached_contrastive"):
         parser.error("--chunks goes with --path fast and --loss cached_contrastive")
     if options.ranks > 1 and "LOCAL_RANK" not in os.environ:

@@ -40,7 +40,7 @@ def collator(cell, tmp_path_factory):
 @pytest.mark.parametrize("tile", [None, 2])
 @pytest.mark.parametrize("loss", ["contrastive", "cached_contrastive", "distillation"])
 def test_a_batch_holds_so_many_queries_and_documents(cell, collator, loss, tile):
-    options = Namespace(batch=5, negatives=3, loss=loss, tile=tile)
+    options = Namespace(batch=5, negatives=3, loss=loss, tile=tile, mean_tokens=30)
     queries, *documents = cell.collect_features(cell.make_batch(collator, options, random.Random(0)))[0]
     assert len(queries["input_ids"]) == 5
     assert [len(column["input_ids"]) for column in documents] == ([20] if loss == "distillation" else [5] * 4)
@@ -48,8 +48,18 @@ def test_a_batch_holds_so_many_queries_and_documents(cell, collator, loss, tile)
         assert column["input_ids"].shape[1] == 40 and column["attention_mask"].sum(1).max() <= 40
 
 
+def test_documents_have_the_mean_that_is_asked_for_until_they_are_cut(cell, collator):
+    def lengths(mean_tokens):
+        options = Namespace(batch=200, negatives=0, loss="contrastive", tile=None, mean_tokens=mean_tokens)
+        _, documents = cell.collect_features(cell.make_batch(collator, options, random.Random(0)))[0]
+        return documents["attention_mask"].sum(1)
+
+    assert lengths(12).double().mean() == pytest.approx(12, rel=0.1)
+    assert (lengths(3000) == 40).all()
+
+
 def test_a_teacher_scores_every_document(cell, collator):
-    options = Namespace(batch=4, negatives=15, loss="distillation", tile=None)
+    options = Namespace(batch=4, negatives=15, loss="distillation", tile=None, mean_tokens=30)
     _, labels = cell.collect_features(cell.make_batch(collator, options, random.Random(0)))
     assert labels.shape == (4, 16)
 
@@ -67,6 +77,36 @@ def test_ranks_train_together_and_one_says_how_long_it_took():
     assert result["status"] == "ok" and result["steps"] == len(result["each_ms"]) == 2
     # As PyLate does with negatives of all ranks, each returns its loss times their number.
     assert result["losses"][0] > measured("--batch", "4", "--steps", "1")[0]["losses"][0]
+
+
+def test_steps_of_several_lengths_are_measured_drawn_and_kept(tmp_path):
+    results = tmp_path / "lengths.json"
+    small = [
+        "--batch",
+        "2",
+        "--compile",
+        "no",
+        "--document-length",
+        "30",
+        "--layers",
+        "1",
+        "--warmup",
+        "1",
+        "--steps",
+        "1",
+    ]
+
+    def run(*options):
+        command = [sys.executable, str(BENCHMARKS / "lengths.py"), "--results", str(results), *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    *_, half, full = run(*small, "--tokens", "15", "3000")
+    assert full.startswith("| 0% | ") and "x) |" in full and half.startswith("| ") and not half.startswith("| 0%")
+    before = results.read_text()
+    assert run(*small, "--tokens", "15", "3000")[-2:] == run("--render-only")[-2:] == [half, full]
+    assert results.read_text() == before and (tmp_path / "lengths.png").exists()
 
 
 def test_memory_is_measured_up_to_some_chunks(cell, monkeypatch, capsys):
