@@ -22,6 +22,7 @@ from transformers import (
     ElectraConfig,
     FNetConfig,
     FunnelConfig,
+    Gemma3nTextConfig,
     GPT2Config,
     IBertConfig,
     Lfm2Config,
@@ -141,7 +142,9 @@ def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, 
     if right >= 0:
         seen &= -distance <= right
     states = (part.transpose(0, 1) for part in (query, key, value))
-    output = F.scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, dropout_p=dropout)
+    output = F.scaled_dot_product_attention(
+        *states, attn_mask=seen, scale=scale, dropout_p=dropout, enable_gqa=key.shape[1] != query.shape[1]
+    )
     return output.transpose(0, 1)
 
 
@@ -211,6 +214,15 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
         # Causal, and both heads share their keys and values.
         grouped = {"num_key_value_heads": 1, "head_dim": 16}
         return Qwen3Config(**{**common, **grouped, **changes})
+    if family == "gemma3n":
+        grouped = {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "vocab_size_per_layer_input": vocabulary + 8,
+            "laurel_rank": 4,
+        }
+        altup = {"hidden_size_per_layer_input": 8, "sliding_window": 8}
+        return Gemma3nTextConfig(**{**common, **grouped, **altup, **changes})
     if family == "ministral3":
         # Attention is sharpened from the 256th token of a row on, as by the model that was published from the 16,384th.
         rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 256}

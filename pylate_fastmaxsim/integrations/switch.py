@@ -69,7 +69,10 @@ _HOSTS = (
         "pylate",
         "1.5.1",
         "2",
-        ("pylate_scores", "pylate_xtr", "pylate_losses", "pylate_collator", "uninspected_masks", "fused_head"),
+        (
+            *("pylate_scores", "pylate_xtr", "pylate_losses", "pylate_collator"),
+            *("uninspected_masks", "uncached", "fused_head"),
+        ),
     ),
     _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali",)),
 )
