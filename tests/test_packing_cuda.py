@@ -80,11 +80,12 @@ def _assert_as_exact(ours, stock):
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("window", [(-1, -1), (3, 3), (-1, 0), (3, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_stays_inside_documents_and_windows(dtype, window, dropout):
+@pytest.mark.parametrize("heads", [2, 6])
+def test_attention_stays_inside_documents_and_windows(heads, dtype, window, dropout):
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = [5, 1, 0, 17, 9]
     query, key, value = (
-        torch.randn(sum(lengths), 2, 32, generator=generator, device="cuda", dtype=dtype) for _ in range(3)
+        torch.randn(sum(lengths), count, 32, generator=generator, device="cuda", dtype=dtype) for count in (heads, 2, 2)
     )
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device="cuda", dtype=torch.int32)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
@@ -100,9 +101,9 @@ def test_attention_stays_inside_documents_and_windows(dtype, window, dropout):
 
     inputs = [states.clone().requires_grad_() for states in (query, key, value)]
     exact = [states.detach().double().requires_grad_() for states in inputs]
-    expected = F.scaled_dot_product_attention(*(states.transpose(0, 1) for states in exact), attn_mask=seen).transpose(
-        0, 1
-    )
+    expected = F.scaled_dot_product_attention(
+        *(states.transpose(0, 1) for states in exact), attn_mask=seen, enable_gqa=True
+    ).transpose(0, 1)
     upstream = torch.randn_like(expected)
     expected.backward(upstream)
     if dropout == 0:
@@ -134,14 +135,18 @@ def _leave_nan_behind(like: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (20, 20)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_to_fewer_rows_than_attend(dtype, window):
+@pytest.mark.parametrize("heads", [2, 6])
+def test_attention_to_fewer_rows_than_attend(heads, dtype, window):
     """As of queries: behind each text come rows of a text of which no row attends, and nobody to them."""
     generator = torch.Generator("cuda").manual_seed(0)
     lengths, attended = torch.tensor([5, 1, 0, 300, 17, 9]), torch.tensor([3, 1, 0, 300, 4, 9])
     ends = lengths.cumsum(0)
     rows = F.pad(ends.repeat_interleave(2), (1, 0)).int().cuda()
     keys = F.pad(torch.stack([ends - lengths + attended, ends], dim=1).flatten(), (1, 0)).int().cuda()
-    inputs = [torch.randn(int(ends[-1]), 2, 64, generator=generator, device="cuda", dtype=dtype) for _ in range(3)]
+    inputs = [
+        torch.randn(int(ends[-1]), count, 64, generator=generator, device="cuda", dtype=dtype)
+        for count in (heads, 2, 2)
+    ]
     text = torch.repeat_interleave(torch.arange(len(lengths)), lengths).cuda()
     place = torch.arange(len(text)).cuda() - (ends - lengths).cuda()[text]
     seen = (text[:, None] == text) & (place < attended.cuda()[text])
@@ -149,11 +154,14 @@ def test_attention_to_fewer_rows_than_attend(dtype, window):
         # The long text is seen in part, the others whole.
         seen &= (place[:, None] - place).abs() <= window[0]
     exact = [states.double().requires_grad_() for states in inputs]
-    expected = F.scaled_dot_product_attention(*(states.transpose(0, 1) for states in exact), attn_mask=seen)
-    upstream = torch.randn(len(text), 2, 64, generator=generator, device="cuda").to(dtype)
+    expected = F.scaled_dot_product_attention(
+        *(states.transpose(0, 1) for states in exact), attn_mask=seen, enable_gqa=True
+    )
+    upstream = torch.randn(len(text), heads, 64, generator=generator, device="cuda").to(dtype)
     expected.backward(upstream.double().transpose(0, 1))
     for _ in range(3):
-        _leave_nan_behind(inputs[0])
+        for states in inputs[:2]:
+            _leave_nan_behind(states)
         ours = [states.clone().requires_grad_() for states in inputs]
         output = variable_length_attention(
             *ours, rows, 300, scale=None, window=window, dropout=0.0, key_cu_seqlens=keys
@@ -279,7 +287,7 @@ def test_gradient_checkpointing(small, stock, reentrant, family):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert"])
+@pytest.mark.parametrize("family", ["modernbert", "wide modernbert", "bert", "qwen3"])
 def test_compiled_layers_do_not_recompile_as_batches_vary(small, stock, family, checkpointing):
     model = small(family)
     if checkpointing:

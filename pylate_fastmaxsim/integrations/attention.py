@@ -16,9 +16,12 @@ from pylate_fastmaxsim.integrations.wrappers import HOSTS, written_in
 try:
     from torch.nn.attention.varlen import varlen_attn
 
-    _HAS_VARLEN_ATTN = "window_size" in inspect.signature(varlen_attn).parameters
+    _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
 except ImportError:
-    _HAS_VARLEN_ATTN = False
+    _VARLEN_OPTIONS = {}
+_HAS_VARLEN_ATTN = "window_size" in _VARLEN_OPTIONS
+# Fewer heads of keys than of queries: newer releases want to be told, before that it goes without saying.
+_SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
 
 # Attention implementations of transformers that understand a packed mask now: name -> that, and what was there before.
 _replaced: dict[str, tuple[Callable, Callable]] = {}
@@ -121,7 +124,8 @@ def variable_length_attention(
     Parameters
     ----------
     query, key, value
-        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device.
+        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. Keys and values may have fewer heads, by a whole
+        factor; so many heads of the queries in a row share one of theirs.
     cu_seqlens
         ``[N + 1]``, int32.
     max_length
@@ -157,7 +161,10 @@ def variable_length_attention(
         key_cu_seqlens = cu_seqlens
     if _HAS_VARLEN_ATTN and dropout == 0:
         return varlen_attn(
-            query, key, value, cu_seqlens, key_cu_seqlens, max_length, max_length, scale=scale, window_size=window
+            *(query, key, value, cu_seqlens, key_cu_seqlens, max_length, max_length),
+            scale=scale,
+            window_size=window,
+            **_SHARED_HEADS,
         )
     # The public function has no dropout (and in older releases no window); the operator below it has both.
     return torch.ops.aten._flash_attention_forward(
@@ -282,9 +289,6 @@ def _packed_attention(
                 else f"a window of attention reaches {reach} tokens, fewer than a query has"
             )
         )
-    if key.shape[1] != query.shape[1]:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     # The backward keeps the values. As a view of the product that made queries, keys and values they would keep all
     # three, two of which live on in rotated form as well.
     value = value.contiguous()
