@@ -13,6 +13,7 @@ from pathlib import Path
 
 from corpus_search import markdown as corpus_markdown
 from cranfield_table import markdown as cranfield_markdown
+from lengths import markdown_table as lengths_table
 from losses_table import markdown as losses_markdown
 from losses_table import ring_table
 from operators_table import readme_table
@@ -167,6 +168,7 @@ def tables() -> dict[str, dict[str, str]]:
         "README.md": {
             "train-step-table": train_step_tables(),
             "summary-table": summary_table(),
+            "lengths-table": lengths_table(results("lengths")["cells"]),
             "operators-table": readme_table(results("operators")),
             "page-step-table": page_table(results("page_step")),
         },
