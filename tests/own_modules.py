@@ -6,9 +6,12 @@ import copy
 from functools import partial
 
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from models import Behind
 from pylate.models import ColBERT
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.bert.modeling_bert import BertLayer
 
 
 class Tokenwise(Behind):
@@ -189,17 +192,51 @@ def _pre_hook(model) -> None:
     )
 
 
-def _backward_hook(model) -> None:
+def _backward_hook(model, decorator=lambda hook: hook) -> None:
     """Gradients of one size, whatever the loss."""
     output_of_last_layer(model).register_full_backward_hook(
-        lambda _module, given, _: tuple(each / each.norm() for each in given)
+        decorator(lambda _module, given, _: tuple(each / each.norm() for each in given))
     )
 
 
-def _forward(model) -> None:
+def _hook_of_accelerate(model) -> None:
+    class Centring(ModelHook):
+        def post_forward(self, module, output):
+            return _centre(output)
+
+    for hook in (ModelHook(), Centring()):
+        add_hook_to_module(output_of_last_layer(model), hook, append=True)
+
+
+def _method(model) -> None:
+    """That the forward of a layer calls."""
+    layer = model[0].auto_model.encoder.layer[-1]
+    method = layer.feed_forward_chunk
+    layer.feed_forward_chunk = lambda hidden: _centre(method(hidden))
+
+
+def _method_of_subclass(model) -> None:
+    class Layer(BertLayer):
+        def feed_forward_chunk(self, attention_output):
+            return _centre(super().feed_forward_chunk(attention_output))
+
+    model[0].auto_model.encoder.layer[-1].__class__ = Layer
+
+
+class Scripted(nn.Module):
+    def forward(self, hidden: torch.Tensor):
+        return hidden - hidden.mean(dim=[0, 1])
+
+
+def _scripted(model) -> None:
+    output = output_of_last_layer(model)
+    output.dense = nn.Sequential(output.dense, torch.jit.script(Scripted()))
+
+
+def _forward(model, decorator=lambda forward: forward) -> None:
     module = output_of_last_layer(model)
     forward = module.forward
-    module.forward = lambda *args: _centre(forward(*args))
+    module.forward = decorator(lambda *args: _centre(forward(*args)))
 
 
 # What to do to a model around a BERT, and how the sentence about it begins.
@@ -219,5 +256,14 @@ ADDED = {
     "hook on linear": (_hook_on_linear, "a hook of your own is on Linear"),
     "pre-hook": (_pre_hook, "a hook of your own is on Dense"),
     "backward hook": (_backward_hook, "a hook of your own is on BertOutput"),
+    "decorated hook": (partial(_backward_hook, decorator=torch.no_grad()), "a hook of your own is on BertOutput"),
+    "hook of accelerate": (_hook_of_accelerate, "a hook of your own is on BertOutput"),
     "forward": (_forward, "BertOutput is a module of your own"),
+    "forward in a partial": (
+        partial(_forward, decorator=lambda forward: partial(checkpoint, forward, use_reentrant=False)),
+        "BertOutput is a module of your own",
+    ),
+    "method": (_method, "BertLayer is a module of your own"),
+    "method of a subclass": (_method_of_subclass, "Layer is a module of your own"),
+    "scripted": (_scripted, "RecursiveScriptModule is a module of your own"),
 }

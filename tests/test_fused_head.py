@@ -132,6 +132,20 @@ def _hook_on_dense(model):
     model[-1].register_forward_hook(lambda _module, _args, output: _cut_short(output))
 
 
+def _decorated_hook_on_dense(model):
+    model[-1].register_forward_hook(
+        torch.autocast("cpu", enabled=False)(lambda _module, _args, output: _cut_short(output))
+    )
+
+
+def _call_of_dense(model):
+    class Calling(Dense):
+        def __call__(self, *args, **kwargs):
+            return _cut_short(super().__call__(*args, **kwargs))
+
+    model[-1].__class__ = Calling
+
+
 def _hook_on_model(model):
     model.register_forward_hook(lambda _module, _args, output: _cut_short(output))
 
@@ -256,6 +270,8 @@ def test_hooks_of_all_modules_are_called(encoder, register):
         (_backward_hook, "has hooks"),
         (_backward_pre_hook, "has hooks"),
         (_hook_on_dense, "Dense has forward hooks"),
+        (_decorated_hook_on_dense, "Dense has forward hooks"),
+        (_call_of_dense, "__call__ of Calling is not PyTorch's own"),
         (_hook_on_model, "ColBERT has forward hooks"),
         (_linear_forward, "forward of Dense's linear layer was replaced"),
         (_subclass_of_model, "forward of Cutting is not PyLate's own"),
@@ -283,6 +299,16 @@ def test_what_cannot_be_fused_runs_as_stock_and_says_why_once(encoder, projected
             assert_equal(run(loss_function, batch), stock)
     assert not projected
     assert [reason in record.message for record in caplog.records if "head is not fused" in record.message] == [True]
+
+
+def test_a_forward_of_all_linear_layers_is_called(encoder, projected, monkeypatch):
+    model = load_model(encoder("bert")).double()
+    loss_function, batch, forward = losses.Contrastive(model), batch_of(model), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, hidden: forward(self, hidden).tanh())
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert not projected
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

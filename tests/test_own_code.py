@@ -12,6 +12,8 @@ from pylate import losses
 from test_losses import assert_equal, run
 from test_packing import batch_of, mode_of
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from transformers.models.bert.modeling_bert import BertLayer, BertOutput
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.wrappers import own_code
@@ -95,6 +97,41 @@ def test_a_hook_counts_from_the_batch_after_it_is_there_until_it_is_gone(encoder
     assert mode_of(model) == {mode, "padded"}
     hook.remove()
     assert_equal(run(loss_function, batch), plain)
+
+
+@pytest.mark.parametrize("kind, name", [(BertOutput, "forward"), (BertLayer, "feed_forward_chunk")])
+def test_a_method_of_a_class_that_is_replaced_between_batches(encoder, mode, monkeypatch, kind, name):
+    model = load_model(encoder("bert")).double()
+    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
+    method = getattr(kind, name)
+
+    def centred(self, *args):
+        output = method(self, *args)
+        return output - output.mean(dim=(0, 1))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, centred)
+        stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    run(loss_function, batch)
+    assert mode_of(model) == {mode}
+    monkeypatch.setattr(kind, name, centred)
+    assert_equal(run(loss_function, batch), stock)
+    assert mode_of(model) == {mode, "padded"}
+
+
+def test_a_hook_on_what_is_around_the_model(encoder, mode):
+    model = AveragedModel(load_model(encoder("bert")).double())
+    model.register_forward_hook(
+        lambda _module, _args, output: {
+            "token_embeddings": output["token_embeddings"] - output["token_embeddings"].mean()
+        }
+    )
+    loss_function, batch = losses.Contrastive(model), batch_of(model.module, collate=features)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert mode_of(model.module) == {"padded"}
 
 
 def test_hooks_on_weights_see_the_gradients_of_gradcache_that_stock_gives_them(encoder, mode, caplog):

@@ -24,6 +24,7 @@ from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import (
     HOSTS,
+    LIBRARIES,
     divided_by_deepspeed,
     forward_is_own,
     hooks_change_nothing,
@@ -153,7 +154,7 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"the linear layer of Dense is a {_full_name(linear)}"
     if type(linear.weight) not in whole:
         return f"the weight of Dense's linear layer is a {_full_name(linear.weight)}"
-    if "forward" in vars(linear):
+    if "forward" in vars(linear) or not written_in(nn.Linear.forward, LIBRARIES):
         return "the forward of Dense's linear layer was replaced"
     if divided_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
@@ -178,6 +179,8 @@ def _reason_to_expect_changes(module: nn.Module) -> str | None:
         return f"the forward of {name} is not PyLate's own"
     if not forward_is_own(module):
         return f"the forward of {name} was replaced"
+    if not written_in(type(module).__call__, LIBRARIES):
+        return f"the __call__ of {name} is not PyTorch's own"
     if not hooks_change_nothing(module):
         return f"{name} has forward hooks, which may change what it takes or returns"
     return None

@@ -272,7 +272,7 @@ def _mode(
     """How to encode with this model. ``backwards``: where each call has one of its own."""
     decide = partial(_fastest_mode, model, columns, backwards)
     # Alone a process can decide anew in any step; all of them would have to find the same.
-    own = None if group else _reason_in_own_code(unwrap(model), backwards)
+    own = None if group else _reason_in_own_code(model, backwards)
     return decided(_modes, model, columns, decide, group, (_features_that_differ(columns, group), backwards, own))
 
 
@@ -298,7 +298,7 @@ def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], backwa
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(_reason_to_leave(model, columns) or _reason_in_own_code(core, backwards), _PADDED):
+    if not works(_reason_to_leave(model, columns) or _reason_in_own_code(model, backwards), _PADDED):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
     if works(
@@ -420,11 +420,11 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     return _reason_in_training(core)
 
 
-def _reason_in_own_code(core: nn.Module, backwards: bool) -> str | None:
+def _reason_in_own_code(model: nn.Module, backwards: bool) -> str | None:
     options = switch.options()
     if options is not None and options.padding_free == "always":
         return None
-    own = own_code(core, backwards)
+    own = own_code(model, backwards)
     return own and f'{own}, and may not treat each text by itself (if it does, switch on with padding_free="always")'
 
 

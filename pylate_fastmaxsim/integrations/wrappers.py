@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
+from inspect import getattr_static
+from types import CellType, CodeType, FunctionType, MethodType
 
 import torch
 import torch.distributed as dist
@@ -91,7 +93,7 @@ def divided_by_deepspeed(module: nn.Module) -> bool:
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """What is around a model that may change its output: all but what was written in one of the libraries here."""
     around = layers_of_wrapping(model)[:-1]
-    return next((layer for layer in around if not written_in(type(layer).forward, LIBRARIES)), None)
+    return next((layer for layer in around if not wholly_written_in(type(layer).forward, LIBRARIES)), None)
 
 
 def forward_is_own(module: nn.Module) -> bool:
@@ -113,8 +115,17 @@ def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool 
 
 
 def _hooks_of(module: nn.Module, backward: bool) -> tuple[Mapping[int, Callable], ...]:
-    forward = module._forward_hooks, module._forward_pre_hooks
+    forward = module._forward_hooks, module._forward_pre_hooks, _hooks_of_accelerate(module)
     return (*forward, module._backward_hooks, module._backward_pre_hooks) if backward else forward
+
+
+def _hooks_of_accelerate(module: nn.Module) -> Mapping[int, Callable]:
+    """What accelerate calls in a forward that it put in the place of the module's."""
+    hook = vars(module).get("_hf_hook")
+    if hook is None:
+        return {}
+    hooks = getattr(hook, "hooks", (hook,))
+    return dict(enumerate(call for each in hooks for call in (each.pre_forward, each.post_forward)))
 
 
 def _hooks_of_all(backward: bool) -> tuple[Mapping[int, Callable], ...]:
@@ -126,7 +137,7 @@ def _hooks_of_all(backward: bool) -> tuple[Mapping[int, Callable], ...]:
 
 
 def _has_own(hooks: Iterable[Mapping[int, Callable]]) -> bool:
-    return any(not written_in(hook, _WRITERS_OF_HOOKS) for each in hooks if each for hook in each.values())
+    return any(not wholly_written_in(hook, _WRITERS_OF_HOOKS) for each in hooks if each for hook in each.values())
 
 
 def reader(core: nn.Module) -> nn.Module | None:
@@ -149,15 +160,15 @@ def reader(core: nn.Module) -> nn.Module | None:
 
 # Outside of what is compiled, as written_in.
 @torch.compiler.disable
-def own_code(core: nn.Module, backwards: bool) -> str | None:
+def own_code(model: nn.Module, backwards: bool) -> str | None:
     """What in a model is of somebody's own, and may make of a text what depends on the other texts of its call.
 
     What it does cannot be found out by calls: it may do so only in training, after some steps, or in the backward.
 
     Parameters
     ----------
-    core
-        A ``pylate.models.ColBERT``.
+    model
+        A ``pylate.models.ColBERT``, possibly wrapped.
     backwards
         Whether each call has a backward of its own, as in GradCache: then hooks on weights see the gradients of each.
 
@@ -168,8 +179,11 @@ def own_code(core: nn.Module, backwards: bool) -> str | None:
     """
     if _has_own(_hooks_of_all(backward=True)):
         return "a hook of your own is on all modules"
-    for module in core.modules():
-        if not (_of_libraries(type(module)) and ("forward" not in vars(module) or _is_known(module.forward))):
+    *around, core = layers_of_wrapping(model)
+    modules = (*around, *core.modules())
+    of_libraries = {kind: _methods_of_libraries(kind) for kind in set(map(type, modules))}
+    for module in modules:
+        if not _forward_of_libraries(module, of_libraries[type(module)]):
             return f"{type(module).__name__} is a module of your own"
         if _has_own(_hooks_of(module, backward=True)):
             return f"a hook of your own is on {type(module).__name__}"
@@ -179,19 +193,86 @@ def own_code(core: nn.Module, backwards: bool) -> str | None:
     return None
 
 
+def _forward_of_libraries(module: nn.Module, methods: tuple[str, ...]) -> bool:
+    """Whether known libraries wrote the forward of a module, and what it has in place of the methods of its class."""
+    of_instance = vars(module)
+    replaced = [of_instance[name] for name in methods if name in of_instance]
+    return "forward" in methods and all(wholly_written_in(each, _WRITERS_OF_LAYERS) for each in replaced)
+
+
+def _methods_of_libraries(kind: type[nn.Module]) -> tuple[str, ...]:
+    """:func:`_methods_of_forward`, if known libraries wrote all of them; else none."""
+    if issubclass(kind, torch.jit.ScriptModule):  # does not say who wrote what was compiled
+        return ()
+    names = _methods_of_forward(kind)
+    # Anew in every step: somebody may replace them.
+    return names if _all_of_libraries(tuple(getattr(kind, name) for name in names)) else ()
+
+
 @lru_cache(maxsize=1024)
-def _of_libraries(kind: type[nn.Module]) -> bool:
-    return _is_known(kind.forward) and _is_known(kind.__call__)
+def _all_of_libraries(functions: tuple[Callable, ...]) -> bool:
+    return all(wholly_written_in(function, _WRITERS_OF_LAYERS) for function in functions)
 
 
-def _is_known(function: Callable) -> bool:
-    """Whether known libraries wrote a function and, if it is decorated, all that is decorated in it."""
-    while written_in(function, _WRITERS_OF_LAYERS):
-        inner = getattr(function, "__wrapped__", None)
-        if inner is None:
-            return True
-        function = inner
-    return False
+@lru_cache(maxsize=1024)
+def _methods_of_forward(kind: type[nn.Module]) -> tuple[str, ...]:
+    """``__call__``, ``forward``, the methods of a class that its code names, those that their code names, and so on."""
+    found, unread = {"__call__", "forward"}, ["forward"]
+    while unread:
+        name = unread.pop()
+        for function in (vars(cls)[name] for cls in kind.__mro__ if name in vars(cls)):
+            codes = (part.__code__ for part in _parts(function) if type(part) is FunctionType)
+            named = set().union(*map(_names_in, codes)) - found
+            methods = {each for each in named if isinstance(getattr_static(kind, each, None), _METHODS)}
+            found |= methods
+            unread += methods
+    return tuple(found)
+
+
+_METHODS = FunctionType, property, classmethod, staticmethod
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def wholly_written_in(function: Callable, libraries: Iterable[str]) -> bool:
+    """Whether these libraries wrote a function and all functions that it is made of, as what is decorated in it.
+
+    Examples
+    --------
+    >>> own = torch.no_grad()(lambda x: x)
+    >>> written_in(own, ("torch",)), wholly_written_in(own, ("torch",))
+    (True, False)
+    """
+    return all(written_in(part, (*libraries, "contextlib")) for part in _parts(function))
+
+
+def _parts(function: object) -> list[object]:
+    """The functions that a function is made of: what it decorates, what a ``partial`` calls and is given."""
+    parts, inner = {}, [function]
+    while inner:
+        part = inner.pop()
+        if isinstance(part, partial):
+            inner += [part.func, *filter(_is_function, (*part.args, *part.keywords.values()))]
+        elif isinstance(part, property):
+            inner.append(part.fget)
+        elif type(part) in (MethodType, classmethod, staticmethod):
+            inner.append(part.__func__)
+        elif id(part) not in parts:
+            parts[id(part)] = part
+            cells = (cell for cell in getattr(part, "__closure__", None) or () if cell != _EMPTY)
+            held = (*(cell.cell_contents for cell in cells), getattr(part, "__wrapped__", None))
+            inner += filter(_is_function, held)
+    return list(parts.values())
+
+
+_EMPTY = CellType()
+
+
+def _is_function(thing: object) -> bool:
+    return type(thing) in (FunctionType, MethodType, partial)
 
 
 # Outside of what is compiled: dynamo cannot trace it.
@@ -206,8 +287,9 @@ def written_in(function: Callable, libraries: Iterable[str]) -> bool:
     """
     while isinstance(function, partial):
         function = function.func
-    # Not of a decorator's result, which often says the module of what it decorates.
-    written = getattr(getattr(function, "__func__", function), "__globals__", {})
+    function = getattr(function, "__func__", function)
+    # Not of a decorator's result, which often says the module of what it decorates, and may show all that this has.
+    written = function.__globals__ if type(function) is FunctionType else {}
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
 
 
