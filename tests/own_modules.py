@@ -66,6 +66,14 @@ class Collecting(Behind):
         return features
 
 
+class Leaving(Behind):
+    """A term of a regulariser in the features, for a loss that is built on another."""
+
+    def change(self, features):
+        features["term"] = features["token_embeddings"].square().mean()
+        return features
+
+
 class Moving(Behind):
     """A mean of all tokens so far, in a parameter without a gradient as those of codebooks are."""
 

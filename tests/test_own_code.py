@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
-from models import features, load_model
-from own_modules import ADDED, Tokenwise, output_of_last_layer
+from models import collated, features, load_model
+from own_modules import ADDED, Leaving, Tokenwise, output_of_last_layer
 from pylate import losses
 from test_losses import assert_equal, run
 from test_packing import batch_of, mode_of
@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers.models.bert.modeling_bert import BertLayer, BertOutput
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.documents import without_total
 from pylate_fastmaxsim.integrations.wrappers import own_code
 
 ADVICE = 'and may not treat each text by itself (if it does, switch on with padding_free="always")'
@@ -132,6 +133,22 @@ def test_a_hook_on_what_is_around_the_model(encoder, mode):
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, batch), stock)
     assert mode_of(model.module) == {"padded"}
+
+
+@pytest.mark.parametrize("loss_class, columns", [(losses.Contrastive, 3), (losses.Distillation, 2)])
+def test_what_a_module_leaves_in_the_features_is_there_for_a_loss_built_on_another(encoder, mode, loss_class, columns):
+    class Regularised(loss_class):
+        def forward(self, sentence_features, labels=None):
+            loss = super().forward(sentence_features, labels)
+            return loss + sum(column["term"] for column in sentence_features)
+
+    model = load_model(encoder("bert")).double()
+    model[1] = Leaving(model[1])
+    loss_function, batch = Regularised(model), batch_of(model, collate=collated)[:columns]
+    labels = torch.rand(6, 1, dtype=torch.float64)
+    stock = run(loss_function, [without_total(column) for column in batch], labels)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch, labels), stock)
 
 
 def test_hooks_on_weights_see_the_gradients_of_gradcache_that_stock_gives_them(encoder, mode, caplog):

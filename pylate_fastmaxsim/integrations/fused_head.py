@@ -80,7 +80,7 @@ def project(self: Dense, features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: bool = False) -> Tensor:
-    """Token embeddings of length 1, ``[N, L, d]``, of one call of the model, which leaves the features as they are.
+    """Token embeddings of length 1, ``[N, L, d]``, of one call of the model, which changes nothing in the features.
 
     Where the head is fused they have the dtype that the encoder computes in, else that of the model's output.
 
@@ -91,7 +91,8 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
     features
         What the tokenizer made of texts.
     masks_stay
-        Whether the caller goes on with ids and masks as they were.
+        Whether the caller goes on with ids and masks as they were, and with what the modules of the model left beside
+        token embeddings, which the features hold afterwards.
 
     Raises
     ------
@@ -105,6 +106,9 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
         output = model(given)
     if masks_stay and changed(given, before):
         raise MasksChanged(output["token_embeddings"].shape[-1])
+    if masks_stay:
+        left = given.keys() - features.keys() - {_ASKED, _UNIT, "token_embeddings"}
+        features.update((key, given[key]) for key in left)
     made = output.get(_UNIT)
     return unit(output["token_embeddings"]) if made is None else made.values
 

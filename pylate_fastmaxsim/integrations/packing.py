@@ -116,7 +116,13 @@ def encode_batch(
     queries, columns = features[0], features[1:]
     plan = plan_documents(model, columns, skiplist)
     if not _joins(model, queries, columns, plan):
-        return embed(model, without_total(queries)), encode(model, plan, embed)
+        calls = [without_total(queries), *plan.calls]
+        embeddings = embed(model, calls[0]), encode(model, plan, embed)
+        if plan.as_stock:
+            # What modules leave there, as the terms of a regulariser, for a loss that is built on this one.
+            for column, call in zip(features, calls, strict=True):
+                column.update((key, value) for key, value in call.items() if key not in column)
+        return embeddings
     call = joint_call(unwrap(model), plan.calls[0], queries)
     if is_compiled(model):
         compilation.mark_varying(call)
