@@ -164,6 +164,20 @@ def test_hooks_on_weights_see_the_gradients_of_gradcache_that_stock_gives_them(e
     assert "a hook of your own is on the gradient of 0.auto_model.embeddings.word_embeddings.weight" in caplog.text
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_reentrant_checkpointing_has_a_backward_of_each_call_too(encoder, mode, reentrant):
+    model = load_model(encoder("bert")).double()
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model[0].auto_model.enable_input_require_grads()
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss_function, batch), stock)
+    assert mode_of(model) == {"padded" if reentrant else mode}
+
+
 def test_hooks_of_all_modules(model):
     assert own_code(model, backwards=True) is None
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)

@@ -170,7 +170,8 @@ def own_code(model: nn.Module, backwards: bool) -> str | None:
     model
         A ``pylate.models.ColBERT``, possibly wrapped.
     backwards
-        Whether each call has a backward of its own, as in GradCache: then hooks on weights see the gradients of each.
+        Whether each call has a backward of its own, as in GradCache: then hooks on weights see the gradients of each. So
+        they do where layers are checkpointed reentrantly.
 
     Returns
     -------
@@ -187,6 +188,7 @@ def own_code(model: nn.Module, backwards: bool) -> str | None:
             return f"{type(module).__name__} is a module of your own"
         if _has_own(_hooks_of(module, backward=True)):
             return f"a hook of your own is on {type(module).__name__}"
+    backwards = backwards or any(map(_checkpoints_reentrantly, modules))
     for name, weight in core.named_parameters() if backwards else ():
         if _has_own((weight._backward_hooks or {}, weight._post_accumulate_grad_hooks or {})):
             return f"a hook of your own is on the gradient of {name}"
@@ -198,6 +200,13 @@ def _forward_of_libraries(module: nn.Module, methods: tuple[str, ...]) -> bool:
     of_instance = vars(module)
     replaced = [of_instance[name] for name in methods if name in of_instance]
     return "forward" in methods and all(wholly_written_in(each, _WRITERS_OF_LAYERS) for each in replaced)
+
+
+def _checkpoints_reentrantly(module: nn.Module) -> bool:
+    if not vars(module).get("gradient_checkpointing", False):
+        return False
+    checkpoint = vars(module).get("_gradient_checkpointing_func")
+    return getattr(checkpoint, "keywords", {}).get("use_reentrant") is not False
 
 
 def _methods_of_libraries(kind: type[nn.Module]) -> tuple[str, ...]:
