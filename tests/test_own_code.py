@@ -206,6 +206,21 @@ def test_what_libraries_add_is_nobodys_own(encoder, mode):
     assert mode_of(model) == {mode}
 
 
+def test_what_shows_all_that_it_decorates_is_ones_own(model):
+    class Proxy:  # as those of wrapt
+        def __init__(self, wrapped):
+            self.wrapped = wrapped
+
+        def __getattr__(self, name):
+            return getattr(self.wrapped, name)
+
+        def __call__(self, features):
+            return self.wrapped(features)
+
+    model[1].forward = Proxy(model[1].forward)
+    assert own_code(model, backwards=False) == "Dense is a module of your own"
+
+
 def test_a_forward_in_a_decorator_of_a_library_is_ones_own(model):
     class Decorated(nn.Module):
         @torch.no_grad()

@@ -263,7 +263,7 @@ def _parts(function: object) -> list[object]:
     parts, inner = {}, [function]
     while inner:
         part = inner.pop()
-        if isinstance(part, partial):
+        if type(part) is partial:
             inner += [part.func, *filter(_is_function, (*part.args, *part.keywords.values()))]
         elif isinstance(part, property):
             inner.append(part.fget)
@@ -294,10 +294,12 @@ def written_in(function: Callable, libraries: Iterable[str]) -> bool:
     >>> written_in(partial(nn.Linear.forward, nn.Linear(1, 1)), ("torch",)), written_in(len, ("torch",))
     (True, False)
     """
-    while isinstance(function, partial):
+    # By its type alone: what decorates a function may show all that this has, its class included.
+    while type(function) is partial:
         function = function.func
-    function = getattr(function, "__func__", function)
-    # Not of a decorator's result, which often says the module of what it decorates, and may show all that this has.
+    if type(function) is MethodType:
+        function = function.__func__
+    # Not of a decorator's result, which often says the module of what it decorates.
     written = function.__globals__ if type(function) is FunctionType else {}
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
 
