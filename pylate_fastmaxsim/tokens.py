@@ -34,6 +34,21 @@ def _has_numbers(*tensors: Tensor) -> bool:
     return tensors[0].is_cpu and is_plain(*tensors)
 
 
+def _which_count(where: str, name: str, mask: Tensor, device: torch.device) -> Tensor:
+    """The argument ``name`` of ``where``, a mask, as bool on the device, after ValueError if it holds more than 0 and 1.
+
+    An additive mask, 0 where a token counts, would select just the others. Looked at on a CPU only.
+    """
+    if mask.dtype != torch.bool:
+        counts = mask != 0
+        if _has_numbers(mask) and bool((other := counts & (mask != 1)).any()):
+            raise ValueError(
+                f"{where}: {name} must hold 1 for tokens that count and 0 for others, got {mask[other][0]}."
+            )
+        mask = counts
+    return mask.to(device=device)
+
+
 def require_batches(where: str, name: str, value: object) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` can be gone through, and is no single batch."""
     one = "one " if isinstance(value, (TokenBatch, Tensor)) else ""
@@ -205,7 +220,7 @@ class TokenBatch:
         Raises
         ------
         ValueError
-            A shape or dtype is not the one above.
+            A shape or dtype is not the one above, or a mask on a CPU holds something else.
         TypeError
             An argument is not a tensor.
 
@@ -240,7 +255,7 @@ class TokenBatch:
             )
         if mask.is_meta and not values.is_meta:
             raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
-        keep = mask.to(device=device) != 0
+        keep = _which_count(where, mask_name, mask, device)
         if length == 0:
             lengths = torch.zeros_like(starts)
         else:
@@ -262,7 +277,8 @@ class TokenBatch:
         ValueError
             A shape or dtype does not fit, ``cu_seqlens`` does not rise from 0 to at most T, a sequence is longer than
             ``max_length``, or that is not given in a graph or where torch.vmap maps ``cu_seqlens``. The numbers in
-            ``cu_seqlens`` on a GPU or inside of torch.vmap are not looked at where it is given.
+            ``cu_seqlens`` on a GPU or inside of torch.vmap are not looked at where it is given. ``keep`` on a CPU holds
+            more than 0 and 1.
         TypeError
             An argument is not a tensor, or ``max_length`` is no integer.
 
@@ -289,8 +305,7 @@ class TokenBatch:
                     f"TokenBatch.from_packed: keep must be [T] with T = {values.shape[0]}, "
                     f"got shape {tuple(keep.shape)}."
                 )
-            keep = keep.to(device=values.device)
-            keep = keep if keep.dtype == torch.bool else keep != 0
+            keep = _which_count("TokenBatch.from_packed", "keep", keep, values.device)
         # NumPy's integers compare and hash like these, but are no numbers to a kernel.
         if max_length is not None and not isinstance(max_length, (int, torch.SymInt)):
             max_length = require_integer("TokenBatch.from_packed: max_length", max_length)

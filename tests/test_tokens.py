@@ -227,6 +227,19 @@ def direct(**arguments) -> TokenBatch:
         (lambda: packed(0, 2, 1), "in steps from 0, got 0 to 1 in steps from -1 to 2."),
         (lambda: packed(0, 2, max_length=1), "in steps from 0 to max_length = 1, got 0 to 2 in steps from 2 to 2."),
         (lambda: TokenBatch.from_list([]), "empty list"),
+        # Of an additive mask, and of weights.
+        (
+            lambda: TokenBatch.from_padded(torch.ones(1, 2, 3), torch.tensor([[0.0, -1e4]])),
+            "from_padded: mask must hold 1 for tokens that count and 0 for others, got -10000.0.",
+        ),
+        (
+            lambda: maxsim(torch.ones(1, 2, 3), torch.ones(1, 2, 3), documents_mask=torch.tensor([[1, 2]])),
+            "maxsim: documents_mask must hold 1 for tokens that count and 0 for others, got 2.",
+        ),
+        (
+            lambda: TokenBatch.from_packed(torch.ones(2, 3), BOUNDS, torch.tensor([1.0, torch.nan])),
+            "from_packed: keep must hold 1 for tokens that count and 0 for others, got nan.",
+        ),
         (lambda: direct().with_values(torch.randn(3, 3)), r"with T = 2, as before, got shape \(3, 3\)"),
         (lambda: direct().with_values(torch.randn(())), r"with_values: values must be \[T, d\] with T = 2, .* \(\)"),
         (lambda: direct(values=torch.randn(2)), r"values must be \[T, d\]"),

@@ -349,7 +349,8 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
 
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
     # With query expansion all tokens of a query are scored, also those that are not attended to.
-    return None if of_outermost(model, "do_query_expansion") else features[0]["attention_mask"]
+    # Else any number but 0 is a token, as in PyLate.
+    return None if of_outermost(model, "do_query_expansion") else features[0]["attention_mask"].bool()
 
 
 def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: Features) -> _Scored:

@@ -179,8 +179,8 @@ def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
     if mask is not None and mask.dtype != torch.bool:
         # Stock multiplies similarities by the mask, so any number is allowed: it weighs a token.
         values = values * mask.unsqueeze(-1).to(values.dtype)
-        if mask.requires_grad:
-            mask = None  # weights and no mask: one of 0 has a gradient as well, and its token counts with a similarity of 0
+        # With a gradient weights and no mask: one of 0 has a gradient too, and its token counts with a similarity of 0.
+        mask = None if mask.requires_grad else mask != 0
     return TokenBatch.from_padded(values, mask)
 
 

@@ -70,8 +70,8 @@ def maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, a candidate is out of range or sequences share rows where
-        gradients are wanted (both on a CPU), or ``grad_filter`` is neither ``"auto"`` nor ``None``.
+        Shapes, dtypes or devices do not fit together, or ``grad_filter`` is neither ``"auto"`` nor ``None``. On a CPU also:
+        a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows where gradients are wanted.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
