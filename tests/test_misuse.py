@@ -347,6 +347,11 @@ def test_an_argument_that_the_trainer_does_not_know(override, tmp_path):
         ),
         ("model.build.intermediate_size=99999999999999999999", "model cannot be built: "),
         ("model.config_kwargs={attention_dropout: high}", "model cannot be built: "),
+        # PyTorch asserts here.
+        (
+            "model.config_kwargs={pad_token_id: 9999}",
+            "model cannot be built: Padding_idx must be within num_embeddings",
+        ),
         ("model.query_length=100000", "model.query_length must be at most 8192, as many positions as ModernBertModel"),
     ],
 )

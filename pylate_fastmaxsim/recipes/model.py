@@ -44,7 +44,7 @@ SPECIAL_TOKENS = {
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 # What a size or an option that a model cannot have is met with, up to no memory for it.
-BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError)
+BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
