@@ -81,7 +81,8 @@ def maxsim(
     -----
     Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``.
     Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32. Sums
-    are taken in float32.
+    are taken in float32. On a CPU, products of equal vectors may differ in the last bit, and then are not equal maxima:
+    another of these tokens than the first may win, and have the gradient.
 
     Examples
     --------
