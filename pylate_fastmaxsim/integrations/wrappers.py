@@ -136,8 +136,11 @@ def _hooks_of_all(backward: bool) -> tuple[Mapping[int, Callable], ...]:
     return *forward, everywhere._global_backward_hooks, everywhere._global_backward_pre_hooks
 
 
-def _has_own(hooks: Iterable[Mapping[int, Callable]]) -> bool:
-    return any(not wholly_written_in(hook, _WRITERS_OF_HOOKS) for each in hooks if each for hook in each.values())
+def _has_own(hooks: tuple[Mapping[int, Callable], ...]) -> bool:
+    # Mostly there are none; asked of every module in every step.
+    return any(hooks) and any(
+        not wholly_written_in(hook, _WRITERS_OF_HOOKS) for each in hooks for hook in each.values()
+    )
 
 
 def reader(core: nn.Module) -> nn.Module | None:
@@ -195,11 +198,12 @@ def own_code(model: nn.Module, backwards: bool) -> str | None:
     return None
 
 
-def _forward_of_libraries(module: nn.Module, methods: tuple[str, ...]) -> bool:
+def _forward_of_libraries(module: nn.Module, methods: frozenset[str]) -> bool:
     """Whether known libraries wrote the forward of a module, and what it has in place of the methods of its class."""
     of_instance = vars(module)
-    replaced = [of_instance[name] for name in methods if name in of_instance]
-    return "forward" in methods and all(wholly_written_in(each, _WRITERS_OF_LAYERS) for each in replaced)
+    if methods.isdisjoint(of_instance):
+        return bool(methods)
+    return all(wholly_written_in(of_instance[name], _WRITERS_OF_LAYERS) for name in methods & of_instance.keys())
 
 
 def _checkpoints_reentrantly(module: nn.Module) -> bool:
@@ -209,13 +213,13 @@ def _checkpoints_reentrantly(module: nn.Module) -> bool:
     return getattr(checkpoint, "keywords", {}).get("use_reentrant") is not False
 
 
-def _methods_of_libraries(kind: type[nn.Module]) -> tuple[str, ...]:
+def _methods_of_libraries(kind: type[nn.Module]) -> frozenset[str]:
     """:func:`_methods_of_forward`, if known libraries wrote all of them; else none."""
     if issubclass(kind, torch.jit.ScriptModule):  # does not say who wrote what was compiled
-        return ()
+        return frozenset()
     names = _methods_of_forward(kind)
     # Anew in every step: somebody may replace them.
-    return names if _all_of_libraries(tuple(getattr(kind, name) for name in names)) else ()
+    return names if _all_of_libraries(tuple(getattr(kind, name) for name in names)) else frozenset()
 
 
 @lru_cache(maxsize=1024)
@@ -224,7 +228,7 @@ def _all_of_libraries(functions: tuple[Callable, ...]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _methods_of_forward(kind: type[nn.Module]) -> tuple[str, ...]:
+def _methods_of_forward(kind: type[nn.Module]) -> frozenset[str]:
     """``__call__``, ``forward``, the methods of a class that its code names, those that their code names, and so on."""
     found, unread = {"__call__", "forward"}, ["forward"]
     while unread:
@@ -235,7 +239,7 @@ def _methods_of_forward(kind: type[nn.Module]) -> tuple[str, ...]:
             methods = {each for each in named if isinstance(getattr_static(kind, each, None), _METHODS)}
             found |= methods
             unread += methods
-    return tuple(found)
+    return frozenset(found)
 
 
 _METHODS = FunctionType, property, classmethod, staticmethod
