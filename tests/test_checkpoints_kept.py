@@ -18,10 +18,11 @@ from test_misuse import command
 from test_output_kept import ending_with, files_of
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes import disk
-from pylate_fastmaxsim.recipes import output as run_folder
+from pylate_fastmaxsim.recipes import checkpoints, disk, records
 from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.output import open_output
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
 
@@ -33,7 +34,7 @@ def test_copies_of_checkpoints_are_neither_continued_nor_removed(tmp_path):
     for name in ("checkpoint-8.tar", "checkpoint-12"):
         copies.append(out / name)
         copies[-1].write_bytes(b"a file, which no checkpoint is")
-    assert run_folder.last_checkpoint(recipe).name == "checkpoint-8"
+    assert last_checkpoint(recipe).name == "checkpoint-8"
     assert training.train(recipe)["resumed_from"] == "checkpoint-8"
     assert training.train(load_recipe(file, ["training.save_steps=5"]), resume=False)["resumed_from"] is None
     left = [*copies, out / "checkpoint-5", out / "checkpoint-8"]
@@ -46,7 +47,7 @@ def test_what_is_left_of_a_checkpoint_is_not_gone_on_from(tmp_path, monkeypatch)
     training.train(recipe)
     with monkeypatch.context() as patch:
         # Killed while the first file of the first checkpoint goes.
-        patch.setattr(run_folder.shutil, "rmtree", ending_with(KeyboardInterrupt()))
+        patch.setattr(checkpoints.shutil, "rmtree", ending_with(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             training.train(recipe, resume=False)
     assert list(out.glob("checkpoint-*/model.safetensors"))
@@ -79,7 +80,7 @@ def test_settings_of_the_model_with_numbers_for_keys_go_on(tmp_path):
 def test_another_number_of_processes_does_not_go_on(tmp_path):
     file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 6})), tmp_path / "out"
     training.train(load_recipe(file))
-    record = out / run_folder.PROCESSES_FILE
+    record = out / records.PROCESSES_FILE
     assert json.loads(record.read_text()) == {"processes": 1}
     record.write_text('{"processes": 8}')
     # Nothing is left to do but the evaluation, for which one is enough.
@@ -99,13 +100,13 @@ def test_another_number_of_processes_does_not_go_on(tmp_path):
 def test_checkpoints_of_an_earlier_version_go_on_where_its_keys_had_the_defaults(tmp_path):
     file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out"
     training.train(load_recipe(file))
-    record = yaml.safe_load((out / run_folder.RECIPE_FILE).read_text())
+    record = yaml.safe_load((out / records.RECIPE_FILE).read_text())
     for section, name in (("training", "adam_epsilon"), ("model", "config_kwargs"), ("fast", "stock_masking")):
         del record[section][name]
     del record["model"]["build"]["global_attn_every_n_layers"], record["loss"]
 
     def forget():
-        (out / run_folder.RECIPE_FILE).write_text(yaml.safe_dump(record))
+        (out / records.RECIPE_FILE).write_text(yaml.safe_dump(record))
 
     forget()
     assert training.train(load_recipe(file))["resumed_from"] == "checkpoint-4"
@@ -175,15 +176,13 @@ def test_a_training_that_is_over_keeps_its_card_and_what_it_was_trained_with(by_
     assert (out / "model" / "README.md").read_text() == expected.replace("  batch_size: 32\n", "  batch_size: 8\n")
 
 
-@pytest.mark.parametrize(
-    "name", [run_folder.RECIPE_FILE, run_folder.FILES_FILE, run_folder.MINED_FILE, run_folder.PROCESSES_FILE]
-)
+@pytest.mark.parametrize("name", [records.RECIPE_FILE, records.FILES_FILE, records.MINED_FILE, records.PROCESSES_FILE])
 def test_a_record_that_cannot_be_read_is_one_sentence(name, tmp_path):
     file, record = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out" / name
     training.train(load_recipe(file))
     record.write_text('{"cut')
     done = command("train", file)
-    is_recipe = name == run_folder.RECIPE_FILE
+    is_recipe = name == records.RECIPE_FILE
     go_on = "move it away to go on without it"
     if is_recipe:
         go_on = "write into it the recipe that stands in their README.md to go on"
@@ -214,7 +213,7 @@ def test_checkpoints_of_no_recipe_are_neither_adopted_nor_removed(resume, whole,
     foreign = out / "checkpoint-4"
     if not whole:
         (foreign / "trainer_state.json").unlink()
-    for path in [*out.glob("*.json"), out / run_folder.RECIPE_FILE]:
+    for path in [*out.glob("*.json"), out / records.RECIPE_FILE]:
         path.unlink()
     before = files_of(out)
     with pytest.raises(RecipeError) as error:
@@ -226,7 +225,7 @@ def test_checkpoints_of_no_recipe_are_neither_adopted_nor_removed(resume, whole,
     )
     assert files_of(out) == before
     # What the sentence offers.
-    (out / run_folder.RECIPE_FILE).write_text(recipe_in_card(foreign))
+    (out / records.RECIPE_FILE).write_text(recipe_in_card(foreign))
     resumed = training.train(load_recipe(file), resume=resume)["resumed_from"]
     assert resumed == ("checkpoint-4" if resume and whole else None)
 
@@ -237,19 +236,19 @@ def test_the_part_of_a_checkpoint_on_another_machine_needs_no_record(tmp_path):
     (out / "checkpoint-4" / "rng_state_1.pth").touch()
     for resume in (True, False):
         # What the machines see is compared afterwards.
-        checkpoint, _ = run_folder.open_output(recipe, resume, writes=False, processes=2)
+        checkpoint, _ = open_output(recipe, resume, writes=False, processes=2)
         assert checkpoint is None
     with pytest.raises(RecipeError, match="holds checkpoint-4, but no recipe-of-checkpoints.yaml"):
-        run_folder.open_output(recipe, True, writes=True, processes=2)
+        open_output(recipe, True, writes=True, processes=2)
     (out / "checkpoint-4" / "trainer_state.json").write_text("{}")
     with pytest.raises(RecipeError, match="holds checkpoint-4, but no recipe-of-checkpoints.yaml"):
-        run_folder.open_output(recipe, True, writes=False, processes=2)
+        open_output(recipe, True, writes=False, processes=2)
 
 
 def test_a_record_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     file, out = write(tmp_path, tiny(tmp_path, training={"max_steps": 4})), tmp_path / "out"
     training.train(load_recipe(file))
-    records = {path: path.read_text() for path in (out / run_folder.RECIPE_FILE, out / run_folder.FILES_FILE)}
+    before = {path: path.read_text() for path in (out / records.RECIPE_FILE, out / records.FILES_FILE)}
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -257,4 +256,4 @@ def test_a_record_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(disk.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         training.train(load_recipe(file, ["name=other"]))
-    assert {path: path.read_text() for path in records} == records
+    assert {path: path.read_text() for path in before} == before

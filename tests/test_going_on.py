@@ -20,8 +20,8 @@ from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes import epochs
 from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.output import last_checkpoint
 from pylate_fastmaxsim.recipes.schema import RecipeError
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
 

@@ -26,12 +26,13 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes import prepare as preparing
 from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
 from pylate_fastmaxsim.recipes.compare import compare
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
-from pylate_fastmaxsim.recipes.output import RECIPE_FILE, last_checkpoint
 from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.records import RECIPE_FILE
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
 from pylate_fastmaxsim.recipes.warmup import batch_sizes
 

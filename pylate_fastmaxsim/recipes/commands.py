@@ -108,8 +108,8 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
     try:
         yield
     except Exception as error:
+        from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
         from pylate_fastmaxsim.recipes.memory import is_out_of_memory
-        from pylate_fastmaxsim.recipes.output import last_checkpoint
 
         if not is_out_of_memory(error):
             raise
@@ -163,7 +163,7 @@ def train(
     """Train the model of a recipe, with checkpoints, and save it."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.output import last_checkpoint
+        from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
         from pylate_fastmaxsim.recipes.report import training_table
         from pylate_fastmaxsim.recipes.train import train as run
 

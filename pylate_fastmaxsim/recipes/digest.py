@@ -6,10 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from pylate_fastmaxsim.recipes.records import RECIPE_FILE
 from pylate_fastmaxsim.recipes.schema import RecipeError
-
-# In the folder of a run, the recipe of its checkpoints.
-RECIPE_FILE = "recipe-of-checkpoints.yaml"
 
 
 def content_digest(key: str, files: Iterable[str | Path]) -> str:

@@ -9,8 +9,8 @@ import transformers
 from sentence_transformers.training_args import BatchSamplers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from pylate_fastmaxsim.recipes.checkpoints import CHECKPOINT_LAST_FILE
 from pylate_fastmaxsim.recipes.disk import write_whole
-from pylate_fastmaxsim.recipes.output import CHECKPOINT_LAST_FILE
 from pylate_fastmaxsim.recipes.schema import RecipeError
 
 # Whether RecipeTrainer can tell the trainer where to go on.

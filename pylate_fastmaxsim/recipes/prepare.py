@@ -14,12 +14,12 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from pylate_fastmaxsim.recipes.contents import data_contents
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.mined import mined_digest
 from pylate_fastmaxsim.recipes.model import build_model, load_model
-from pylate_fastmaxsim.recipes.output import data_contents
 from pylate_fastmaxsim.recipes.schema import Recipe
 
 PAIRS = "pairs.parquet"

@@ -21,6 +21,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.recipes.beir import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
+from pylate_fastmaxsim.recipes.checkpoints import trained_state
+from pylate_fastmaxsim.recipes.contents import MODEL_DIRECTORY
 from pylate_fastmaxsim.recipes.data import RecipeData, load_data
 from pylate_fastmaxsim.recipes.disk import write_whole_folder
 from pylate_fastmaxsim.recipes.epochs import FinishByEpochs, RefuseUnevenEpochs
@@ -32,7 +34,7 @@ from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.model import gpu_has_bf16, load_model, load_trained
 from pylate_fastmaxsim.recipes.model_card import NameRecipe, name_recipe, retell_training
 from pylate_fastmaxsim.recipes.nano_beir import evaluate_nano_beir
-from pylate_fastmaxsim.recipes.output import MODEL_DIRECTORY, open_output, trained_state
+from pylate_fastmaxsim.recipes.output import open_output
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import FastSection, Recipe, RecipeError, first_line
 from pylate_fastmaxsim.recipes.sharded import RecipeTrainer, loaded_whole, require_reduced_once
