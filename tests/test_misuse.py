@@ -22,10 +22,11 @@ from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 from tiny_recipe import hub_dataset, text, tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import train as training
+from pylate_fastmaxsim.recipes import arguments
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
 
 COLQWEN = Path(__file__).parents[1] / "recipes" / "colqwen_vidore.yaml"
 
@@ -216,7 +217,7 @@ def test_an_output_folder_that_cannot_be_made(name, built, encoder, tmp_path):
 )
 def test_too_little_memory_says_what_takes_less(overrides, sentence, tmp_path, monkeypatch):
     file = write(tmp_path, tiny(tmp_path))
-    step = training.RecipeTrainer.training_step
+    step = RecipeTrainer.training_step
 
     def full(trainer, *args, **kwargs):
         if trainer.state.global_step == 6:
@@ -224,7 +225,7 @@ def test_too_little_memory_says_what_takes_less(overrides, sentence, tmp_path, m
         return step(trainer, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.RecipeTrainer, "training_step", full)
+        patch.setattr(RecipeTrainer, "training_step", full)
         done = command("train", file, *overrides)
     assert done.exit_code == 1 and "Traceback" not in done.stderr
     said = sentence.format(out=tmp_path / "out")
@@ -294,16 +295,16 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
     )
     assert not (tmp_path / "out").exists()
     recipe = load_recipe(file, ["training.use_cpu=false"])
-    assert training._precision(recipe, on_gpu=True) == "fp16"
+    assert arguments._precision(recipe, on_gpu=True) == "fp16"
     pages = load_recipe(COLQWEN, ["model.dtype=bfloat16", "training.precision=fp16"])
     with pytest.raises(RecipeError) as error:
-        training.training_arguments(pages)
+        arguments.training_arguments(pages)
     assert str(error.value) == ("model.dtype must be auto or float32 here, because the GPU (Tesla T4) has no bf16.")
-    assert training._precision(pages, on_gpu=False) == "fp16"
+    assert arguments._precision(pages, on_gpu=False) == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert training._precision(recipe, on_gpu=True) == "bf16"
-    assert training._precision(recipe, on_gpu=False) == "fp32"
-    assert training._precision(pages, on_gpu=True) == "fp16"
+    assert arguments._precision(recipe, on_gpu=True) == "bf16"
+    assert arguments._precision(recipe, on_gpu=False) == "fp32"
+    assert arguments._precision(pages, on_gpu=True) == "fp16"
 
 
 def test_adapters_on_a_gpu_without_bf16_go_over_float32_weights(gpu_without_bf16, monkeypatch):
@@ -357,7 +358,7 @@ def test_an_argument_that_the_trainer_does_not_know(override, tmp_path):
 )
 def test_what_cannot_be_trained_here_is_said_before_anything_is_prepared(override, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
-    monkeypatch.setattr(training, "REPORTERS", dict.fromkeys(training.REPORTERS, lambda: False))
+    monkeypatch.setattr(arguments, "REPORTERS", dict.fromkeys(arguments.REPORTERS, lambda: False))
     file = write(tmp_path, tiny(tmp_path))
     # A comparison reports to no tool.
     for name in ["train"] if "report_to" in override else ["train", "compare"]:

@@ -13,12 +13,14 @@ import torch
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes import phases
+from pylate_fastmaxsim.recipes.arguments import training_arguments
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.phases import PHASES, WARM_UP_STEPS, PhaseTrainer, Stopwatch, median_phases
+from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.train import build_trainer, switched, training_arguments
+from pylate_fastmaxsim.recipes.trainer import build_trainer
 
 PAUSE = 0.5
 

@@ -31,6 +31,7 @@ from pylate_fastmaxsim.recipes.compare import compare
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
+from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.records import RECIPE_FILE
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
@@ -52,7 +53,7 @@ def test_every_option_of_the_fast_section_reaches_the_flag():
         padding_free=False, compile=True, stock_masking=True, grad_filter="auto", ring=True, fused_head=False
     )
     assert all(value != getattr(FastSection(), key) for key, value in asdict(section).items() if key != "enabled")
-    with training.switched(section):
+    with switched(section):
         assert {"enabled": True, **asdict(switch.options())} == asdict(section)
 
 

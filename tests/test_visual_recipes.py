@@ -28,10 +28,11 @@ from pylate_fastmaxsim import recipes
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.evaluation import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.model import load_model, load_trained
 from pylate_fastmaxsim.recipes.schema import RecipeError
-from pylate_fastmaxsim.recipes.train import evaluate, train
+from pylate_fastmaxsim.recipes.train import train
 from pylate_fastmaxsim.recipes.visual import CLASSES, evaluate_pages
 
 RECIPES = {"colqwen2": "colqwen_vidore", "colpali": "colpali_vidore"}

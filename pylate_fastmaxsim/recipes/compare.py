@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from pylate_fastmaxsim.recipes.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.disk import make_directory
 from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
@@ -29,7 +30,6 @@ from pylate_fastmaxsim.recipes.measure import FINISHED, OUT_OF_MEMORY
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import require_trainable, training_arguments
 
 MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"

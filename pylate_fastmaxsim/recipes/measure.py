@@ -21,15 +21,18 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
+from pylate_fastmaxsim.recipes.arguments import training_arguments
 from pylate_fastmaxsim.recipes.counted import Counted
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.disk import write_whole_text
+from pylate_fastmaxsim.recipes.evaluation import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.model import load_model
 from pylate_fastmaxsim.recipes.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
+from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import build_trainer, evaluate, require_steps, switched, training_arguments
+from pylate_fastmaxsim.recipes.trainer import build_trainer, require_steps
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.visual import VisualRetriever

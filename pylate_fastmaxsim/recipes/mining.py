@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from pylate_fastmaxsim.recipes.arguments import training_arguments
 from pylate_fastmaxsim.recipes.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mined import SUMMARY_FILE, read_summary, settings_of
@@ -26,7 +27,6 @@ from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.sections import with_defaults
 from pylate_fastmaxsim.recipes.tables import progress_shown
-from pylate_fastmaxsim.recipes.train import training_arguments
 
 LOCK_FILE = "lock"
 # In the folder of what is unfinished: data that are there already are to be replaced by it.

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainerCallback
 
+from pylate_fastmaxsim.recipes.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.data import load_data
 from pylate_fastmaxsim.recipes.model import load_model
+from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.prepare import prepare
 from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import build_trainer, plugin_off, require_trainable, switched, training_arguments
+from pylate_fastmaxsim.recipes.trainer import build_trainer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""The plugin in a run of a recipe: with the recipe's options, and why it is off."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
+
+
+def plugin_off(fast: FastSection) -> str | None:
+    """Why :func:`switched` leaves the plugin off, or None where it switches it on.
+
+    Raises
+    ------
+    RecipeError
+        The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off.
+    """
+    if not fast.enabled:
+        return "fast.enabled is false"
+    try:
+        forbidden = switch.forbidden()
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}" if forbidden else None
+
+
+def switched(fast: FastSection) -> AbstractContextManager:
+    """The plugin with the recipe's options, on or off, for the length of a ``with`` block."""
+    options = asdict(fast)
+    return pylate_fastmaxsim.enabled(**options) if options.pop("enabled") else nullcontext()
