@@ -60,11 +60,9 @@ def require_batches(where: str, name: str, value: object) -> None:
 
 def require_count(where: str, name: str, value: object) -> int:
     """The argument ``name`` of ``where``, after TypeError or ValueError unless it is an integer of at least 1."""
-    count = value
-    if not isinstance(value, (int, torch.SymInt)):
-        count = require_integer(f"{where}: {name}", value, ", at least 1")
-    elif isinstance(value, bool):
+    if isinstance(value, bool):
         raise TypeError(f"{where}: {name} must be an integer, at least 1, got {value!r}.")
+    count = require_integer(f"{where}: {name}", value, ", at least 1")
     if count < 1:
         raise ValueError(f"{where}: {name} must be at least 1, got {count}.")
     return count
@@ -124,9 +122,7 @@ class TokenBatch:
         require_tensor("TokenBatch", "values", self.values, "[T, d]")
         require_tensor("TokenBatch", "starts", self.starts, "int64 [N]")
         require_tensor("TokenBatch", "lengths", self.lengths, "int64 [N]")
-        # NumPy's integers compare and hash like these, but are no numbers to a kernel.
-        if not isinstance(self.max_length, (int, torch.SymInt)):
-            object.__setattr__(self, "max_length", require_integer("TokenBatch: max_length", self.max_length))
+        object.__setattr__(self, "max_length", require_integer("TokenBatch: max_length", self.max_length))
         if isinstance(self.max_length, int) and self.max_length < 0:
             raise ValueError(f"TokenBatch: max_length must be at least 0, got {self.max_length}.")
         if self.values.dim() != 2:
@@ -306,8 +302,7 @@ class TokenBatch:
                     f"got shape {tuple(keep.shape)}."
                 )
             keep = _which_count("TokenBatch.from_packed", "keep", keep, values.device)
-        # NumPy's integers compare and hash like these, but are no numbers to a kernel.
-        if max_length is not None and not isinstance(max_length, (int, torch.SymInt)):
+        if max_length is not None:
             max_length = require_integer("TokenBatch.from_packed: max_length", max_length)
         if max_length is None and torch.compiler.is_compiling():
             # Tiles and integer types depend on it, and a graph has no number for them. Of a graph that may break this
@@ -427,7 +422,12 @@ class TokenBatch:
 
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:
-    """The value as Python's int, after TypeError unless it is an integer; ``allowed`` says more of what it must be."""
+    """The value as a number that kernels take, after TypeError unless it is an integer; ``allowed`` says more of it.
+
+    NumPy's integers compare and hash like Python's, but are none to a kernel.
+    """
+    if isinstance(value, (int, torch.SymInt)):
+        return value
     try:
         if isinstance(value, np.bool_):  # an index in NumPy before 2.3
             raise TypeError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from pylate.models import ColBERT
 from tqdm import tqdm
 
 from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.recipes.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
 from pylate_fastmaxsim.recipes.tables import (
     has_plain_files,
     is_text,
     load_subset,
     load_table,
-    loading_failure,
     require_columns,
     require_texts,
     require_utf8,
+    table_failure,
 )
 from pylate_fastmaxsim.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -34,8 +35,6 @@ METRICS = ("ndcg@10", "mrr@10", "recall@100")
 DEPTH = 100  # ranks that the metrics look at
 JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
 
-# Documents that are encoded and then scored together: PyLate sorts them by length, so many pad little.
-BATCHES_AT_ONCE = 64
 IDS_AT_ONCE = 10_000
 
 
@@ -199,7 +198,7 @@ def _read_judgements(file: Path) -> Dataset:
             reader = csv.reader(lines, delimiter="\t")
             numbered = [(reader.line_num, cells) for cells in reader if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise loading_failure(KEY, error) from error
+        raise table_failure(KEY, error) from error
     if not numbered:
         raise RecipeError(f"{KEY}: there are no rows in {file}.")
     (_, header), *rows = numbered
@@ -224,7 +223,7 @@ def _subsets(name: str) -> list[str]:
     try:
         return get_dataset_config_names(name)
     except Exception as error:  # as in load_table
-        raise loading_failure(KEY, error) from error
+        raise table_failure(KEY, error) from error
 
 
 def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, float]:
@@ -286,13 +285,3 @@ def _titles(rows: dict[str, list]) -> list[str | None]:
 
 def _joined(title: str | None, text: str | None) -> str:
     return f"{title or ''} {text or ''}".strip()
-
-
-def encode(
-    model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False
-) -> TokenBatch:
-    """Unit token embeddings as ``model.encode`` gives them: without padding and without skipped tokens."""
-    embeddings = model.encode(
-        list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=show_progress
-    )
-    return TokenBatch.from_list(embeddings)

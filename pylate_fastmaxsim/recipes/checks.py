@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pylate_fastmaxsim.recipes.docstrings import package_directory
 from pylate_fastmaxsim.recipes.schema import (
+    FILE_TYPES,
     DataSection,
     EvaluationSection,
     FastSection,
@@ -55,7 +56,6 @@ SOURCE_KEYS = {
 }
 # Values of a configuration of which a model has at least 1.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 
 def check(recipe: Recipe) -> None:

@@ -13,11 +13,11 @@ from datasets import Dataset, Image, Sequence, Value
 from pylate.evaluation import NanoBEIREvaluator
 
 from pylate_fastmaxsim.recipes.beir import Collection, load_collection
-from pylate_fastmaxsim.recipes.checks import FILE_TYPES, LOSSES_WITH_NEGATIVES
+from pylate_fastmaxsim.recipes.checks import LOSSES_WITH_NEGATIVES
 from pylate_fastmaxsim.recipes.distillation import list_lengths, load_distillation
 from pylate_fastmaxsim.recipes.mined import is_to_be_mined
 from pylate_fastmaxsim.recipes.nano_beir import load_nano_beir
-from pylate_fastmaxsim.recipes.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.schema import FILE_TYPES, DataSection, Recipe, RecipeError
 from pylate_fastmaxsim.recipes.tables import load_table, require_texts, require_utf8
 
 ROWS_AT_ONCE = 100_000

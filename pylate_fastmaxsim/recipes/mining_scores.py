@@ -18,10 +18,10 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.digest import content_digest, model_files
+from pylate_fastmaxsim.recipes.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.mining_parts import Work
-from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, load_model, loading_failure
+from pylate_fastmaxsim.recipes.model import NO_TOKENIZER, is_empty, load_model, model_failure
 from pylate_fastmaxsim.recipes.pairs import Pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection, ModelSection, RecipeError
 
@@ -76,7 +76,7 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
         encoder = CrossEncoder(name, device="cpu")
         drawn = _drawn_at_random(encoder, name)
     except Exception as error:  # as in load_model
-        raise loading_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
+        raise model_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
     if is_empty(encoder.tokenizer):
         raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
     if drawn:

@@ -67,7 +67,7 @@ def load_model(
     except RecipeError:
         raise
     except Exception as error:  # weights, tokenizer and configuration are read by libraries with errors of their own
-        raise loading_failure(key, section, error) from error
+        raise model_failure(key, section, error) from error
     if is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
     _check_embedding_size(section, model, key)
@@ -136,7 +136,7 @@ def _check_lengths(section: ModelSection, model: models.ColBERT) -> None:
             )
 
 
-def loading_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
+def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
     """The sentence for an error of the libraries that load the model that ``key`` names."""
     name = section.name_or_path
     # Of a file that may not be read they say that it is not there, or that there is no tokenizer.

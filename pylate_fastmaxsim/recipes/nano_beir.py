@@ -10,7 +10,7 @@ from pylate_fastmaxsim.recipes.beir import METRICS
 from pylate_fastmaxsim.recipes.disk import write_failure
 from pylate_fastmaxsim.recipes.held_out import at_once
 from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
-from pylate_fastmaxsim.recipes.tables import loading_failure, progress_shown
+from pylate_fastmaxsim.recipes.tables import progress_shown, table_failure
 
 KEY = "evaluation.nano_beir"
 
@@ -44,7 +44,7 @@ def load_nano_beir(section: EvaluationSection) -> NanoBEIREvaluator:
     except Exception as error:  # as in load_table
         if write_failure(error):
             raise
-        raise loading_failure(KEY, error) from error
+        raise table_failure(KEY, error) from error
 
 
 def evaluate_nano_beir(model: ColBERT, evaluator: NanoBEIREvaluator) -> dict[str, float]:

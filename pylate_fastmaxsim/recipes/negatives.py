@@ -12,7 +12,7 @@ from datasets import Dataset
 from pylate.models import ColBERT
 from tqdm import tqdm
 
-from pylate_fastmaxsim.recipes.beir import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.recipes.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.mining_scores import Candidates, colbert_scores, require_finite_scores, scored
 from pylate_fastmaxsim.recipes.pairs import Pairs

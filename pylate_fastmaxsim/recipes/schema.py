@@ -103,6 +103,10 @@ class ModelSection:
         return self.kind != "colbert"
 
 
+# Of files, with what ``datasets`` calls them.
+FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
+
+
 @dataclass(frozen=True)
 class DataSection:
     """Rows to train on.

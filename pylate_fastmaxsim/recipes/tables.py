@@ -27,9 +27,8 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from pylate_fastmaxsim.recipes.checks import FILE_TYPES
 from pylate_fastmaxsim.recipes.disk import read_failure, write_failure
-from pylate_fastmaxsim.recipes.schema import RecipeError, first_line
+from pylate_fastmaxsim.recipes.schema import FILE_TYPES, RecipeError, first_line
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
@@ -75,7 +74,7 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
             raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
         if NO_ROWS_IN_GROUP in str(error) and (file := _parquet_without_rows(_flat(options.get("data_files")))):
             raise RecipeError(f"{key}: there are no rows in {file}.") from error
-        raise loading_failure(key, error) from error
+        raise table_failure(key, error) from error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
             raise RecipeError(f"{key}: the data must have one split, but it has {', '.join(table)}.")
@@ -152,7 +151,7 @@ def _told_apart(files: Any) -> dict[str, str]:
     return {"description": str([(each.st_size, each.st_ctime_ns) for each in status])} if status else {}
 
 
-def loading_failure(key: str, error: Exception) -> RecipeError:
+def table_failure(key: str, error: Exception) -> RecipeError:
     """The sentence for an error of the libraries that load what ``key`` names."""
     return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
 
