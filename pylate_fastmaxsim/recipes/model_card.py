@@ -47,7 +47,7 @@ def retell_training(trainer: SentenceTransformerTrainer, state: TrainerState, be
         begun.model_card_data.base_model_revision,
     )
     # By this it is looked for on the Hub, where it is not known yet.
-    trainer.model[0].auto_model.config._name_or_path = begun[0].auto_model.config._name_or_path
+    trainer.model[0].auto_model.config.name_or_path = begun[0].auto_model.config.name_or_path
     told = TrainerState()
     for teller in trainer.callback_handler.callbacks:
         if not isinstance(teller, SentenceTransformerModelCardCallback):

@@ -1,0 +1,186 @@
+"""What the package reaches into the hosts for and no documented API promises: an upgrade that takes it away fails here.
+
+Of names with an underscore the list is complete, which the last test sees to. The others are listed where a renamed one
+would not be an error but turn something off. Names that are imported or patched fail by themselves.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import torch
+import transformers
+from colpali_engine.loss.late_interaction_losses import ColbertModule
+from datasets import Dataset
+from peft import PeftModel
+from pylate.models import ColBERT
+from pylate.scores import XTRScores
+from sentence_transformers import SentenceTransformerTrainer
+from sentence_transformers.models import Transformer
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from transformers import Trainer, TrainingArguments
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import switch
+
+PACKAGE = Path(pylate_fastmaxsim.__file__).parent
+
+
+def own(kind: type) -> SimpleNamespace:
+    """What objects of a class have of their own, as far as its code sets it."""
+    names = re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(kind))
+    return SimpleNamespace(**dict.fromkeys(names, True), __name__=kind.__name__)
+
+
+def checkpointed_layer() -> nn.Module:
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+    }
+    encoder = transformers.BertModel(transformers.BertConfig(**sizes))
+    encoder.gradient_checkpointing_enable()
+    return encoder.encoder.layer[0]
+
+
+LINEAR = nn.Linear(1, 1)
+
+# What has it: the names, and what needs them.
+NAMES = [
+    (LINEAR, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks", "own code, and trials undone"),
+    (LINEAR, "_buffers _modules", "trials undone"),
+    (LINEAR, "_compiled_call_impl", "compiled layers"),
+    (LINEAR.weight, "_backward_hooks _post_accumulate_grad_hooks", "own code"),
+    (LINEAR.weight, "_version", "changed masks"),
+    (nn.modules.module, "_global_forward_hooks _global_forward_pre_hooks", "own code"),
+    (nn.modules.module, "_global_backward_hooks _global_backward_pre_hooks", "own code"),
+    (nn.modules.batchnorm, "_BatchNorm", "encoders that are divided as stock divides them"),
+    (nn.modules.dropout, "_DropoutNd", "compiled checkpointing"),
+    (parametrize, "_cache_enabled", "trials undone"),
+    (torch.utils, "_pytree", "the answer of a fused head"),
+    (own(DistributedDataParallel), "require_backward_grad_sync broadcast_buffers modules_buffers", "ranks in step"),
+    (own(DistributedDataParallel), "process_group static_graph", "ranks in step"),
+    (torch.ops.aten, "_flash_attention_forward", "packed attention with dropout"),
+    (forward_ad, "_current_level", "the refusal of forward mode"),
+    (torch, "_C _dynamo", "operators in transforms, compiled layers"),
+    (torch._C, "_functorch _is_tracing _len_torch_dispatch_stack", "operators in graphs, modes and transforms"),
+    (torch._C._functorch, "peek_interpreter_stack is_batchedtensor is_legacy_batchedtensor", "operators in transforms"),
+    (
+        torch._C._functorch,
+        "is_functorch_wrapped_tensor is_gradtrackingtensor get_unwrapped",
+        "the refusal of torch.func",
+    ),
+    (torch._dynamo, "maybe_mark_dynamic", "compiled layers"),
+    (torch._dynamo.config, "recompile_limit optimize_ddp skip_nnmodule_hook_guards", "compiled layers"),
+    (torch._dynamo.config, "skip_tensor_guards_with_matching_dict_tags", "compiled layers"),
+    (torch.compile(LINEAR), "_orig_mod", "the model inside what is compiled"),
+    (torch.compile(len), "_torchdynamo_orig_callable", "compiled XTR scores"),
+    (torch.compiler.assume_constant_result(lambda: None), "_dynamo_marked_constant", "operators in graphs"),
+    (transformers.BertConfig(), "_attn_implementation", "packed attention"),
+    (transformers.PreTrainedModel, "_supports_sdpa", "the advice where attention cannot be packed"),
+    (checkpointed_layer(), "_gradient_checkpointing_func gradient_checkpointing", "compiled checkpointing"),
+    (transformers.masking_utils, "_ignore_bidirectional_mask_sdpa _ignore_causal_mask_sdpa", "uninspected masks"),
+    (transformers, "AttentionInterface", "packed attention"),
+    (transformers.modeling_layers, "GradientCheckpointingLayer", "compiled checkpointing"),
+    (
+        transformers.utils.output_capturing,
+        "maybe_install_capturing_hooks",
+        "compiled layers whose outputs are asked for",
+    ),
+    (Trainer, "_init_training_state _load_from_checkpoint _load_optimizer_and_scheduler", "recipes that go on"),
+    (Trainer, "_load_rng_state _save _save_rng_state", "recipes that go on"),
+    (TrainingArguments("out", use_cpu=True), "_n_gpu _setup_devices", "the arguments of a recipe"),
+    (SentenceTransformerTrainer, "_prepare_inputs", "what the collator leaves with a batch"),
+    (own(SentenceTransformerTrainer), "_train_dataloader", "recipes that go on"),
+    (ColBERT, "_first_module skiplist_mask", "every loss"),
+    (ColBERT, "_create_model_card", "the card of a recipe"),
+    (own(Transformer), "auto_model model_forward_params", "packing"),
+    (PeftModel, "get_base_model", "the model inside adapters"),
+    (XTRScores, "_score", "XTR scores"),
+    (ColbertModule, "_aggregate _apply_normalization _smooth_max", "losses of colpali-engine"),
+    (Dataset.from_dict({}), "_fingerprint", "the cache of distillation data"),
+    (runpy, "_run_module_as_main", "fastmaxsim run -m"),
+]
+
+if importlib.util.find_spec("triton") and importlib.import_module("pylate_fastmaxsim.kernels.launcher")._KNOWN:
+    import triton
+    from triton.compiler import CompiledKernel
+
+    NAMES += [
+        (triton.knobs.runtime.launch_enter_hook, "calls", "short launches"),
+        (type(triton.runtime.driver), "active", "short launches"),
+        (own(triton.runtime.JITFunction), "arg_names", "short launches"),
+        (own(CompiledKernel), "function packed_metadata", "short launches"),
+        (CompiledKernel, "run", "short launches"),
+    ]
+
+# Strings that look like private names.
+NO_NAMES = {"_FORWARD_WITH_WINNERS", "_attention_mask", "_id", "_kl_divergence", "_mask", "_tiles", "_vendor"}
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+
+
+@pytest.mark.parametrize("owner, names, needs", NAMES, ids=[f"{entry[1]}".split()[0] for entry in NAMES])
+def test_private_names_are_there(owner, names, needs):
+    gone = [name for name in names.split() if not hasattr(owner, name)]
+    assert not gone, f"{', '.join(gone)} of {owner} is gone, which this needs: {needs}."
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def defined_in(nodes: list[ast.AST]) -> set[str]:
+    """Functions, classes and what objects are given as their own."""
+    stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return names | {node.attr for node in stored if is_of_self(node)}
+
+
+def taken_in(nodes: list[ast.AST], defined: set[str]) -> set[str]:
+    """What a file imports, takes from others than this package, or has as text."""
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    ours = {each.name for node in imports if (node.module or "").startswith("pylate_fastmaxsim") for each in node.names}
+    found = {name for node in imports for each in node.names for name in (*(node.module or "").split("."), each.name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            of_ours = isinstance(node.value, ast.Name) and node.value.id in ours
+            if not of_ours and not (is_of_self(node) and node.attr in defined):
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant):
+            found.add(node.value)
+    return found
+
+
+def test_the_list_is_complete():
+    files = {file: list(ast.walk(ast.parse(file.read_text(encoding="utf-8")))) for file in PACKAGE.rglob("*.py")}
+    defined = set().union(*map(defined_in, files.values()))
+    listed = {name for _, names, _ in NAMES for name in names.split()} | NO_NAMES | OF_NAMED_TUPLES
+    for file, nodes in files.items():
+        more = set(filter(is_private, taken_in(nodes, defined))) - listed
+        assert not more, f"{file.relative_to(PACKAGE)} needs {', '.join(sorted(more))}, which NAMES does not have."
+
+
+def test_what_is_patched_is_there():
+    for patch in switch.available_patches():
+        assert inspect.getattr_static(patch.owner, patch.name, None) is not None, patch.target
