@@ -181,10 +181,14 @@ class TokenBatch:
             )
 
     def _fills_all_rows(self) -> bool:
-        filled = self.lengths > 0
-        starts, order = self.starts[filled].sort()
-        ends = self.lengths[filled][order].cumsum(0)
+        starts, ends = self._spans()
         return [0, *ends.tolist()] == [*starts.tolist(), self.values.shape[0]]
+
+    def _spans(self) -> tuple[Tensor, Tensor]:
+        """Where the sequences that have rows begin and end, in the order of rows."""
+        taken = self.lengths > 0
+        starts, order = self.starts[taken].sort()
+        return starts, starts + self.lengths[taken][order]
 
     def __len__(self) -> int:
         return self.starts.shape[0]
@@ -395,9 +399,7 @@ class TokenBatch:
         """
         if self.gapless:
             return False
-        taken = self.lengths > 0
-        starts, order = self.starts[taken].sort()
-        ends = starts + self.lengths[taken][order]
+        starts, ends = self._spans()
         return bool((starts[1:] < ends[:-1]).any())
 
     def to_padded(self) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+from pylate_fastmaxsim.integrations.wrappers import has_hooks
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -98,7 +99,7 @@ def _checkpoint_alike(function: Callable, layer: nn.Module, run: Callable, *args
 def _can_be_traced(layer: nn.Module) -> bool:
     if layer not in _dropouts or layer._compiled_call_impl is None:
         return False
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+    if has_hooks(layer):
         # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.
         return False
     if any(owner() is None or getattr(owner(), name) for owner, name in _dropouts[layer][1]):

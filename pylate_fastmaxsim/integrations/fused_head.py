@@ -27,6 +27,7 @@ from pylate_fastmaxsim.integrations.wrappers import (
     LIBRARIES,
     divided_by_deepspeed,
     forward_is_own,
+    has_hooks,
     hooks_change_nothing,
     is_compiled,
     layers_of_wrapping,
@@ -41,7 +42,6 @@ from pylate_fastmaxsim.ops.head import project_normalize
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
 _ASKED = "unit_embeddings_asked"
 _UNIT = "unit_embeddings"
-
 
 # Of all modules; forward hooks are looked at with those of each.
 _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
@@ -162,7 +162,7 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return "the forward of Dense's linear layer was replaced"
     if divided_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+    if has_hooks(linear):
         return "the linear layer of Dense has hooks, which would not be called"
     # All models of PyLate share one, also with a model that DeepSpeed divided, which leaves hooks of its own there.
     if not hooks_change_nothing(activation, of_all=False, backward=True):

@@ -114,6 +114,11 @@ def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool 
     return not _has_own(_hooks_of(module, backward)) and not (of_all and _has_own(_hooks_of_all(backward=False)))
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is called before or behind its forward or its backward."""
+    return any(_hooks_of(module, backward=True))
+
+
 def _hooks_of(module: nn.Module, backward: bool) -> tuple[Mapping[int, Callable], ...]:
     forward = module._forward_hooks, module._forward_pre_hooks, _hooks_of_accelerate(module)
     return (*forward, module._backward_hooks, module._backward_pre_hooks) if backward else forward
