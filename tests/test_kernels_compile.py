@@ -22,7 +22,8 @@ from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
-from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.forward import forward_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.live_rows import live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.releases import RELEASE  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel  # noqa: E402
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "bf16x6": "*fp32", "bf16x3": "*fp32", "tf32": "*fp32"}
 WINNERS = {torch.uint8: "*u8", torch.int16: "*i16"}
-TYPES = dict.fromkeys(["q_keep", "d_keep", "zero_floor"], "*u8") | {
+TYPES = dict.fromkeys(["q_keep", "d_keep", "keep", "zero_floor"], "*u8") | {
     "scores": "*fp32",
     "grad_scores": "*fp32",
     "buckets": "*i32",
@@ -52,7 +53,7 @@ TYPES |= dict.fromkeys(["rows", "q_rows", "d_rows", "bounds", "pending", "pool"]
 TYPES |= dict.fromkeys(["inverse_norms", "squares", "bias", "scales", "shifts", "grad_weights", "grad_biases"], "*fp32")
 VECTORS = ["q_values", "d_values", "grad_q", "grad_d", "hidden", "weight", "embeddings", "grad", "grad_hidden"]
 POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pairs", "pair_offsets"]
-POINTERS += ["starts", "offsets", "q_offsets", "d_offsets"]
+POINTERS += ["starts", "lengths", "offsets", "q_offsets", "d_offsets"]
 SIZES = [
     "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_chunks", "num_pairs",
     "first_document", "documents_per_program", "row_blocks", "tiles_per_document", "programs_per_document", "first_row", "num_groups",

@@ -8,22 +8,6 @@ from pylate_fastmaxsim.kernels.running_maximum import maximum_or_nan, running_ma
 from pylate_fastmaxsim.kernels.similarities import inner_products
 
 
-@Launcher
-@triton.jit
-def live_tokens_kernel(d_starts, d_lengths, d_keep, live_tokens, live_lengths, BLOCK: tl.constexpr):
-    """Lists the tokens of a document that count, in order, at live_tokens[start of the document]."""
-    document = tl.program_id(0)
-    start = tl.load(d_starts + document)
-    length = tl.load(d_lengths + document).to(tl.int32)
-    count = 0
-    for first in range(0, length, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        live = (tl.load(d_keep + start + token, mask=token < length, other=0) != 0).to(tl.int32)
-        tl.store(live_tokens + start + count + tl.cumsum(live, axis=0) - 1, token, mask=live > 0)
-        count += tl.sum(live, axis=0)
-    tl.store(live_lengths + document, count)
-
-
 @triton.jit
 def _tile_of_similarities(
     q_tile,

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.kernels import head_tiles, launch
-from pylate_fastmaxsim.kernels.maxsim import on_device_of
+from pylate_fastmaxsim.kernels.operands import on_device_of
 from pylate_fastmaxsim.kernels.projection import normalize_kernel, project_kernel
 from pylate_fastmaxsim.kernels.projection_gradient import hidden_gradient_kernel, weight_gradient_kernel
 

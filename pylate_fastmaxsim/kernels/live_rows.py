@@ -1,9 +1,25 @@
-"""A flat list of the rows that count, sequence after sequence, so that kernels meet neither padding nor masks."""
+"""Lists of what counts, of each sequence and of all one after the other, so that kernels meet neither padding nor masks."""
 
 import triton
 import triton.language as tl
 
 from pylate_fastmaxsim.kernels.launcher import Launcher
+
+
+@Launcher
+@triton.jit
+def live_tokens_kernel(starts, lengths, keep, live_tokens, live_lengths, BLOCK: tl.constexpr):
+    """Lists the tokens of a sequence that count, in order, at live_tokens[start of the sequence]."""
+    sequence = tl.program_id(0)
+    start = tl.load(starts + sequence)
+    length = tl.load(lengths + sequence).to(tl.int32)
+    count = 0
+    for first in range(0, length, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        live = (tl.load(keep + start + token, mask=token < length, other=0) != 0).to(tl.int32)
+        tl.store(live_tokens + start + count + tl.cumsum(live, axis=0) - 1, token, mask=live > 0)
+        count += tl.sum(live, axis=0)
+    tl.store(live_lengths + sequence, count)
 
 
 @Launcher

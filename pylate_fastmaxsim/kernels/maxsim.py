@@ -1,7 +1,5 @@
 """MaxSim on CUDA: launches the Triton kernels on raw tensors and sizes. Never waits for the device."""
 
-import contextlib
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,9 @@ from pylate_fastmaxsim.kernels.document_gradient import (
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
-from pylate_fastmaxsim.kernels.forward import forward_kernel, live_tokens_kernel
+from pylate_fastmaxsim.kernels.forward import forward_kernel
 from pylate_fastmaxsim.kernels.forward_plan import forward_plan
+from pylate_fastmaxsim.kernels.operands import as_bytes, contiguous, live_tokens_of, on_device_of
 from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel
 from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_dtype
@@ -24,31 +23,6 @@ _QUADRATIC_ORDER = 2**26
 # Candidates that the program of a document reads in less time than it takes to put them in order first.
 _SCANNED_PAIRS = 2**13
 _BLOCK_SCAN = 2048
-
-
-def on_device_of(tensor: Tensor):
-    # To enter a context costs the host more than to ask whether it is needed.
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(tensor.device)
-
-
-def contiguous(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
-
-
-def as_bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
-
-
-def live_tokens_of(starts: Tensor, lengths: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the live tokens of each sequence, one after the other from its start on, and how many they are."""
-    live_tokens = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
-    live_lengths = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
-    live_tokens_kernel[(starts.shape[0],)](
-        starts, lengths, as_bytes(keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
-    )
-    return live_tokens, live_lengths
 
 
 def forward(

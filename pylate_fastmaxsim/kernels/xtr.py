@@ -8,7 +8,7 @@ from torch import Tensor
 from pylate_fastmaxsim.kernels import launch
 from pylate_fastmaxsim.kernels.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.live_rows import live_rows_kernel
-from pylate_fastmaxsim.kernels.maxsim import as_bytes, contiguous, live_tokens_of, on_device_of
+from pylate_fastmaxsim.kernels.operands import as_bytes, contiguous, live_tokens_of, on_device_of
 from pylate_fastmaxsim.kernels.token_maxima import negative_maxima_kernel, token_maxima_kernel
 from pylate_fastmaxsim.kernels.xtr_scores import xtr_scores_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_layout
