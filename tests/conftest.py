@@ -61,6 +61,14 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return folder
 
 
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """What each of ``RANKS`` processes said of each of the ``CASES`` of the module."""
+    from ranks import run_cases
+
+    return run_cases(request.module.__name__, request.module.RANKS, tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.fixture
 def model(encoder: Callable[..., str]):
     """A tiny ColBERT in float64."""

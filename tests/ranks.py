@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import build_model
+from torch import Tensor, nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, packing
@@ -40,6 +41,16 @@ def run_cases(module: str, ranks: int, folder: Path, backend: str = "gloo") -> C
         return [file.read_text() if file.exists() else "did not end" for file in files]
 
     return outcome
+
+
+def loss_and_gradients(
+    core: nn.Module, loss_function: nn.Module, batch: list[dict[str, Tensor]]
+) -> tuple[float, dict[str, Tensor]]:
+    """A loss of this rank and the gradients that it leaves at all weights of ``core``."""
+    core.zero_grad()
+    loss = loss_function([dict(column) for column in batch])
+    loss.backward()
+    return loss.item(), {name: weight.grad.clone() for name, weight in core.named_parameters()}
 
 
 def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> None:

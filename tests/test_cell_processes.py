@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from benchmarked import BENCHMARKS
 
 # Stands for training_cell.py: notes when it was warm, when its turn began and when it ended.
 CELL = """

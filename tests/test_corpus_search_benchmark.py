@@ -1,25 +1,19 @@
 """The benchmark of corpus search: the command on a CPU."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from benchmarked import run_benchmark
 
 pytest.importorskip("pylate")
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def test_every_stage_is_measured_and_finds_the_same(tmp_path):
     target = tmp_path / "corpus_search.json"
     sizes = ["--passages", "400", "--queries", "3", "--dim", "16", "--mean", "20", "--k", "10"]
     shares = ["--stock-passages", "200", "--check-passages", "300"]
-    command = [sys.executable, str(BENCHMARKS / "corpus_search.py"), "--folder", str(tmp_path / "corpus")]
-    command += ["--output", str(target), *sizes, *shares]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    places = ["--folder", str(tmp_path / "corpus"), "--output", str(target)]
+    printed = run_benchmark("corpus_search.py", *places, *sizes, *shares)
     content = json.loads(target.read_text())
     assert content["environment"]["torch"] and content["setting"]["passages"] == 400
     stages = content["stages"]
@@ -31,4 +25,4 @@ def test_every_stage_is_measured_and_finds_the_same(tmp_path):
     # Stock adds up scores of some 20 in bfloat16.
     assert stages["stock"]["difference"]["largest_score_difference"] < 0.25
     assert target.with_suffix(".png").stat().st_size > 0
-    assert "| PyLate | " in done.stdout and "200 of the 400 passages" in done.stdout and "times 2." in done.stdout
+    assert "| PyLate | " in printed and "200 of the 400 passages" in printed and "times 2." in printed

@@ -21,7 +21,6 @@ pytest.importorskip("datasets")
 import torch
 from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
-from ranks import run_cases
 from safetensors.torch import load_file
 from test_launched import launch
 from tiny_recipe import fell_back
@@ -129,11 +128,6 @@ CASES["zero3 gathered"] = _compare(3, losses.Contrastive, gather_across_devices=
 CASES["zero2 checkpointing"] = _compare(2, losses.Contrastive, checkpointing=True)
 CASES["zero3 checkpointing"] = _compare(3, losses.Contrastive, checkpointing=True)
 CASES["zero3 compile"] = _compile_is_left
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    return run_cases(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from models import attend_to_own_document, features, load_model, looking, sentences
 from pylate import losses
 from pylate.scores import ColBERTScores, XTRScores
-from ranks import run_cases
+from ranks import loss_and_gradients
 from sharding import data_parallel, encoder_sharded, flat_sharded, fully_sharded
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -51,12 +51,7 @@ def _compare(
         model = DistributedDataParallel(core) if wrapped else core
         loss_function = loss_class(model, **options)
 
-        def step():
-            core.zero_grad()
-            loss = loss_function([dict(column) for column in batch])
-            loss.backward()
-            return loss.item(), {name: weight.grad.clone() for name, weight in core.named_parameters()}
-
+        step = partial(loss_and_gradients, core, loss_function, batch)
         stock = step()
         if packed:
             attention.variable_length_attention = attend_to_own_document
@@ -423,11 +418,6 @@ for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"one finds a difference {_wrap.__name__}"] = _one_finds_a_difference(_wrap)
     CASES[f"looks into {_wrap.__name__}"] = _looks_into(_wrap)
     CASES[f"hook on one rank {_wrap.__name__}"] = _hook_on_one_rank(_wrap)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    return run_cases(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

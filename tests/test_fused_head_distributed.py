@@ -13,7 +13,6 @@ import torch.distributed as dist
 from accelerate.utils import convert_outputs_to_fp32
 from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
-from ranks import run_cases
 from sharding import data_parallel, flat_sharded, fully_sharded
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -146,11 +145,6 @@ for _ring in (False, True):
     CASES[f"hook on one rank {_how}"] = _hook_on_one_rank(losses.Contrastive, _ring)
     CASES[f"hook on one rank {_how} cached"] = _hook_on_one_rank(losses.CachedContrastive, _ring, mini_batch_size=2)
 CASES["fsdp2 packed cached"] = _compare(fully_sharded, losses.CachedContrastive, packed=True, mini_batch_size=2)
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    return run_cases(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", CASES)

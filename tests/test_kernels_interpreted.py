@@ -15,7 +15,7 @@ if not INTERPRETED:
         run_interpreted(__file__)
 
 else:
-    from exactness import uninitialized_memory_as_nan, winner_index
+    from exactness import arguments, uninitialized_memory_as_nan, winner_index
     from interpreter import mended, spread_out
 
     from pylate_fastmaxsim import TokenBatch, reference
@@ -56,13 +56,6 @@ else:
         mask = None if keep is None else torch.rand(total, generator=generator) < keep
         longest = int(lengths.max()) if len(lengths) else 0
         return TokenBatch(values.to(dtype), starts, lengths, longest, mask, gapless=gap == 0)
-
-    def arguments(queries, documents, candidates, zero_floor):
-        return (
-            queries.values, queries.starts, queries.lengths, queries.keep,
-            documents.values, documents.starts, documents.lengths, documents.keep,
-            candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
-        )  # fmt: skip
 
     def finite(batch):
         return batch.with_values(batch.values.double().nan_to_num())

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from benchmarked import BENCHMARKS, run_benchmark
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+run = partial(run_benchmark, "losses.py")
 
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / "losses.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

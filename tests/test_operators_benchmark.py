@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from benchmarked import BENCHMARKS, run_benchmark
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+run = partial(run_benchmark, "operators.py")
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,6 @@ def tiny(tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("operators") / "tiny.json"
     run("--shapes", "tiny", "--competitors", "fast", "einsum", "--results", str(target))
     return target
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(BENCHMARKS / "operators.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def scaled_sweep(factors: list[float]) -> dict:

@@ -202,12 +202,13 @@ def test_rotated_queries_and_keys_are_attended_to_in_the_dtype_of_autocast(encod
     assert seen
 
 
-def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
-    def half_only(query, *args, **options):
-        if query.dtype != torch.bfloat16:
-            raise attention.PackingUnsupported("half precision only")
-        return attend_to_own_document(query, *args, **options)
+def half_only(query, *args, **options):
+    if query.dtype != torch.bfloat16:
+        raise attention.PackingUnsupported("half precision only")
+    return attend_to_own_document(query, *args, **options)
 
+
+def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
     monkeypatch.setattr(attention, "variable_length_attention", half_only)
     model.float()
     pylate_fastmaxsim.enable()
@@ -222,11 +223,6 @@ def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
 
 
 def test_it_is_decided_anew_when_the_dtype_of_the_parameters_changes(model, monkeypatch):
-    def half_only(query, *args, **options):
-        if query.dtype != torch.bfloat16:
-            raise attention.PackingUnsupported("half precision only")
-        return attend_to_own_document(query, *args, **options)
-
     monkeypatch.setattr(attention, "variable_length_attention", half_only)
     pylate_fastmaxsim.enable()
     columns = batch_of(model)[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
-from ranks import run_cases
+from ranks import loss_and_gradients, run_cases
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -270,13 +271,7 @@ def _losses(
         model = DistributedDataParallel(core) if wrapped else core
         batch = _batch(core, dist.get_rank())
         loss_function = loss_class(model, gather_across_devices=True, **options)
-
-        def step() -> tuple[float, dict[str, Tensor]]:
-            core.zero_grad()
-            loss = loss_function([dict(column) for column in batch])
-            loss.backward()
-            return loss.item(), {name: weight.grad.clone() for name, weight in core.named_parameters()}
-
+        step = partial(loss_and_gradients, core, loss_function, batch)
         results = {"stock": step()} if stock_masking else {}
         if packed:
             attention.variable_length_attention = attend_to_own_document

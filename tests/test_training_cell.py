@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
+from benchmarked import BENCHMARKS, run_benchmark
 
 pytest.importorskip("pylate")
 
@@ -17,8 +16,6 @@ from pylate.utils import ColBERTCollator
 
 from pylate_fastmaxsim import winners
 from pylate_fastmaxsim.integrations import pylate_losses
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +62,9 @@ def test_a_teacher_scores_every_document(cell, collator):
 
 
 def measured(*options: str) -> list[dict]:
-    command = [sys.executable, str(BENCHMARKS / "training_cell.py")]
     small = ["--path", "fast", "--layers", "1", "--batches", "1", "--warmup", "1"]
-    done = subprocess.run([*command, *small, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = run_benchmark("training_cell.py", *small, *options).splitlines()
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
 
 
 def test_ranks_train_together_and_one_says_how_long_it_took():

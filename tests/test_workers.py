@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+from benchmarked import BENCHMARKS
 
 # Stands for a benchmark's process: does what the cell says.
 PROGRAM = f"""
