@@ -1,4 +1,4 @@
-"""From hidden states to MaxSim scores on one GPU: the fused head of this package against Linear, normalize and each peer.
+"""From hidden states to MaxSim scores on one GPU: this package's fused head against Linear, normalize and each peer.
 
     python benchmarks/head.py                         # measure what is missing, then print the table
     python benchmarks/head.py --render-only           # the table of the committed results
@@ -7,7 +7,8 @@
     python benchmarks/head.py --sweep                 # times of tile sizes, into results/head_trials.json
 
 A cell is one way at one shape, in a process of its own: forward without gradient, and forward with the gradients of
-queries, hidden states and weight, their memory, and their error against float64. Each is written as soon as it is known.
+queries, hidden states and weight, their memory, and their error against float64. Each is written as soon as it is
+known.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def measure(shape: Shape, entry: str, device: torch.device) -> dict:
 
 
 def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
-    """Relative errors against float64 over a few queries and documents of the whole shape, the only ones with a gradient."""
+    """Relative errors against float64 over a few queries and documents of the shape, the only ones with a gradient."""
     device = inputs.queries.device
     rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
     hidden = inputs.hidden[rows][:, columns] if shape.candidates else inputs.hidden[columns]

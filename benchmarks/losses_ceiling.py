@@ -16,7 +16,7 @@ _SAFE = 0.95
 
 
 def next_batch(tried: dict[int, dict], first: int, capacity_gib: float | None, largest: int = LARGEST) -> int | None:
-    """The batch size to try next, from the results so far by size; ``None`` where the ceiling is known, or `largest` went.
+    """The batch size to try next, from the results so far by size; ``None``: the ceiling is known, or `largest` went.
 
     Between the largest that went and the smallest that did not, the size that a line through the two largest peaks
     says will just fit, else the middle.

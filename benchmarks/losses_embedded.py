@@ -1,4 +1,4 @@
-"""PyLate's losses on token embeddings that are there already: all that a loss does beside the encoder, and nothing of it."""
+"""PyLate's losses on token embeddings that are there already: all that a loss does beside the encoder."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ LOSSES = {
 
 Features = list[dict[str, Tensor]]
 
-# Of each model the embeddings that it has handed out. Not in the model: documents of one that remembers its calls are padded.
+# Of each model the embeddings that it has handed out. Not in the model: documents of one that remembers its calls are
+# padded.
 _leaves: WeakKeyDictionary[nn.Module, dict[tuple, Tensor]] = WeakKeyDictionary()
 
 
 class Embedded(nn.Module):
     """Stands where a loss has its model: hands out stored bfloat16 embeddings of each call, as leaves with gradients.
 
-    With ``float32`` to the loss they are that, as accelerate makes the outputs of a model that trains in bf16. Otherwise
-    they stay as they are, as this package hands them on where the head is fused.
+    With ``float32`` to the loss they are that, as accelerate makes the outputs of a model that trains in bf16.
+    Otherwise they stay as they are, as this package hands them on where the head is fused.
     """
 
     def __init__(self, device: torch.device, float32: bool = True) -> None:

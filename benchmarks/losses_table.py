@@ -62,7 +62,7 @@ def _shape(cell: dict) -> str:
 
 
 def ring_table(content: dict) -> str:
-    """Time and memory per rank; the efficiency is what the same path on 1 rank takes for as many scores, over its time."""
+    """Time and memory per rank; the efficiency is what it takes on 1 rank for as many scores, over its time."""
     cells = of_kind(content, "ring")
     if not cells:
         return ""

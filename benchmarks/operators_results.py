@@ -83,7 +83,7 @@ class Results:
         return measured["matmul_flops_per_s"][rate], measured["copy_bytes_per_s"]
 
     def floor_ms(self, shape: Shape, measure: str) -> float:
-        """No exact computation is faster: the matrix product at the measured rate or the bytes at the measured bandwidth."""
+        """No exact computation is faster: the product at the measured rate or the bytes at the measured bandwidth."""
         flops_per_s, bytes_per_s = self.ceilings(shape)
         return max(shape.flops() / flops_per_s, shape.bytes(measure) / bytes_per_s) * 1e3
 
@@ -96,7 +96,7 @@ class Results:
         return {axis: sorted(points, key=lambda point: point[0]) for axis, points in sweeps.items()}
 
     def largest_step(self, axis: str, measure: str) -> float | None:
-        """How much faster than its size a sweep's time grows, at most, from one point to the next (linear growth: 1)."""
+        """How much faster than its size a sweep's time grows at most, from one point to the next (linear: 1)."""
         points = [(n, ms) for n, shape in self.sweeps()[axis] if (ms := self.milliseconds(shape, "fast", measure))]
         steps = [(b[1] / a[1]) / (b[0] / a[0]) for a, b in zip(points, points[1:], strict=False)]
         return max(steps, default=None)

@@ -4,8 +4,9 @@
     python benchmarks/train_step.py --render-only         # table and plot from the committed results
 
 A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query; what this command does
-not know itself, as another loss, it hands on to training_cell.py (benchmarks/README.md has those commands). Each cell runs in a process of its own and is written
-to the results file as soon as it is known; a finished cell is not run again, so several short runs on a GPU fill one file.
+not know itself, as another loss, it hands on to training_cell.py (benchmarks/README.md has those commands). Each cell
+runs in a process of its own and is written to the results file as soon as it is known; a finished cell is not run
+again, so several short runs on a GPU fill one file.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def elapsed(start, end) -> float:
 
 
 def peaks_gib() -> list[float]:
-    """Peak memory that tensors took, and that PyTorch's allocator held for them, which batches of many sizes split up."""
+    """Peak memory that tensors took, and that PyTorch's allocator held, which batches of many sizes split up."""
     import torch
 
     return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
@@ -198,7 +198,7 @@ class _Scored(Exception):
 
 
 def stop_after_chunks(count: int) -> None:
-    """End a step of GradCache in its scoring. By then it holds as much memory as it ever does, if its batch is large."""
+    """End a step of GradCache in its scoring, where it holds as much memory as it ever does, if its batch is large."""
     from pylate_fastmaxsim.integrations import pylate_losses
 
     sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
@@ -258,8 +258,8 @@ def run_cell(options: argparse.Namespace) -> dict:
     gathered = {"gather_across_devices": True} if options.ranks > 1 else {}
     autocast = torch.autocast(device.type, dtype=torch.bfloat16)
     if options.loss == "cached_contrastive":
-        # Stock encodes a second time inside of backward(), out of the reach of a context around the loss. So autocast is
-        # around the encoder alone, whose embeddings become float32: as the trainer has it with bf16=True.
+        # Stock encodes a second time inside of backward(), out of the reach of a context around the loss. So autocast
+        # is around the encoder alone, whose embeddings become float32: as the trainer has it with bf16=True.
         model.forward = convert_outputs_to_fp32(autocast(model.forward))
         autocast = contextlib.nullcontext()
         loss_function = losses.CachedContrastive(

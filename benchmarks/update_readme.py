@@ -76,7 +76,7 @@ def two_gpus_table() -> str:
 
 
 def allocator_table() -> str:
-    """Steps with PyTorch's allocator as it is and with segments that grow: what tensors took, and what was held for them."""
+    """Steps with PyTorch's allocator as it is and with segments that grow: what tensors took, and what was held."""
     trial = results("kernel_trials")["allocator"]
     lines = ["| queries | | as it is | `expandable_segments:True` |", "|---" * 4 + "|"]
     rows = {

@@ -43,7 +43,7 @@ def said(line: str) -> dict | None:
 
 
 def last_error(text: str) -> str:
-    """One line of what a process that ended wrote: what is aborted ends in the frames of its stack, not in the error."""
+    """One line of what a process that ended wrote: what is aborted ends in the frames of its stack."""
     lines = text.strip().splitlines()
     errors = [line for line in lines if re.search(r"\w(Error|Exception)\b|CUDA error", line)]
     return (errors or lines or ["no output"])[-1].strip()[:500]

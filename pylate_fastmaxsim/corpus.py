@@ -40,7 +40,8 @@ def write_corpus(
     """Write token embeddings to a folder, batch after batch, and open it.
 
     Only tokens that count are written: no padding, and none that ``keep`` leaves out. A document without tokens is
-    still a document. The folder is a corpus only when everything is written; what an interrupted call leaves is refused.
+    still a document. The folder is a corpus only when everything is written; what an interrupted call leaves is
+    refused.
 
     Parameters
     ----------
@@ -137,9 +138,9 @@ class Corpus:
     ``len`` gives the number of documents; ``tokens``, ``dim`` and ``dtype`` say how many vectors they have, of how many
     numbers and of which dtype.
 
-    Opening reads only the sizes. The files are mapped into memory; the operating system reads what is used, and keeps as
-    much of it as it has room for. A file that is cut while it is mapped, or that the disk fails to give, ends the process
-    (SIGBUS) when it is read there; Python sees no error.
+    Opening reads only the sizes. The files are mapped into memory; the operating system reads what is used, and keeps
+    as much of it as it has room for. A file that is cut while it is mapped, or that the disk fails to give, ends the
+    process (SIGBUS) when it is read there; Python sees no error.
 
     Parameters
     ----------
@@ -184,8 +185,8 @@ class Corpus:
 
         On a CPU a batch is a view of the memory map, and nothing is copied. For a GPU a thread reads ahead into pinned
         memory, and copies on a stream of its own while earlier batches are scored. It holds three batches there. Before
-        it loads another, it waits until the GPU has finished what the caller queued for the oldest. The thread ends with
-        the iteration, even if that is abandoned.
+        it loads another, it waits until the GPU has finished what the caller queued for the oldest. The thread ends
+        with the iteration, even if that is abandoned.
 
         Parameters
         ----------
@@ -206,9 +207,9 @@ class Corpus:
 
         Notes
         -----
-        Do not write to the vectors; on a CPU that ends the process. A file that is cut while it is mapped ends it on any
-        device. An error that the thread raises is raised here, in its turn. A batch may be kept for as long as you like.
-        On a GPU, use it on the stream that was current when you took it.
+        Do not write to the vectors; on a CPU that ends the process. A file that is cut while it is mapped ends it on
+        any device. An error that the thread raises is raised here, in its turn. A batch may be kept for as long as you
+        like. On a GPU, use it on the stream that was current when you took it.
         """
         device, end = torch.device(device), len(self) if end is None else end
         tokens_per_batch = require_count("Corpus.batches", "tokens_per_batch", tokens_per_batch)

@@ -14,7 +14,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 def _token_maxima(
     queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, zero_floor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Best similarity of every query token in every document, ``[Nq, P, Lq]``, where it is, and the live query tokens."""
+    """Best similarity of each query token in each document, ``[Nq, P, Lq]``, where it is, and the live query tokens."""
     query_values, query_mask = queries.to_padded()
     document_values, document_mask = documents.to_padded()
 

@@ -1,4 +1,4 @@
-"""Exact MaxSim search over a corpus that streams by: every document is scored, the best of each query stay on the device."""
+"""Exact MaxSim search over a corpus that streams by: all documents are scored, each query's best stay on the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count
 
-# Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in turn.
-# While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in all.
+# Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in
+# turn. While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in
+# all.
 SCORES_AT_ONCE = 1 << 26
 
 
@@ -45,8 +46,8 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     ValueError
         ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
     TypeError
-        ``k`` is no integer, queries are no ``TokenBatch``, documents are one batch and not several, or something in them
-        is no ``TokenBatch``.
+        ``k`` is no integer, queries are no ``TokenBatch``, documents are one batch and not several, or something in
+        them is no ``TokenBatch``.
 
     Examples
     --------

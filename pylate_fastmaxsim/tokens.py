@@ -383,12 +383,12 @@ class TokenBatch:
     def select(self, index: Tensor) -> TokenBatch:
         """The sequences ``index`` (int64, any length), in that order. No token is copied.
 
-        Where gradients are wanted, an index must not repeat: never for queries, and for documents if their own gradients
-        are wanted. Repeat the vectors instead, or name documents more than once in ``candidates``. This is checked on a
-        CPU only, when scores are computed.
+        Where gradients are wanted, an index must not repeat: never for queries, and for documents if their own
+        gradients are wanted. Repeat the vectors instead, or name documents more than once in ``candidates``. This is
+        checked on a CPU only, when scores are computed.
 
-        If queries are selected, the winners that are kept for a backward still take an entry for each of the P documents
-        or candidates and each of the T rows of ``values``, selected or not.
+        If queries are selected, the winners that are kept for a backward still take an entry for each of the P
+        documents or candidates and each of the T rows of ``values``, selected or not.
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 

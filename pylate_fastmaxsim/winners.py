@@ -1,4 +1,4 @@
-"""How the operators store which document token won for a query token, and how many queries have room for that at once."""
+"""How the operators store which document token won for a query token, and how many queries have room for that."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """How a path of the operator is held to the float64 definition, shared by the tests on a GPU and the random shapes.
 
-A path is a module with ``forward`` and ``backward``: ``kernels.maxsim`` or ``cpu.maxsim``. Near ties may fall to another
-token than in float64, so gradients are compared with those of the winners that the path itself chose, and these
+A path is a module with ``forward`` and ``backward``: ``kernels.maxsim`` or ``cpu.maxsim``. Near ties may fall to
+another token than in float64, so gradients are compared with those of the winners that the path itself chose, and these
 winners with the definition by the scores that they give.
 """
 
@@ -61,7 +61,7 @@ def run(
 
 @contextmanager
 def uninitialized_memory_as_nan() -> Iterator[None]:
-    """What a path leaves unwritten shows: PyTorch fills new memory with NaN, and of integers with 1, a possible winner."""
+    """What is left unwritten shows: PyTorch fills new memory with NaN, or of integers with 1, a possible winner."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
     def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -149,7 +149,7 @@ def relative_error(ours: Tensor, exact: Tensor, spread: Tensor | None = None) ->
 
 
 def _spread(queries: TokenBatch, documents: TokenBatch, candidates, winners: Tensor, grad: Tensor) -> list[Tensor]:
-    """Root of the sum of squares of the terms of each score and gradient: what rounding is relative to where they cancel."""
+    """Root of the sum of squares of each score's and gradient's terms: what rounding is relative to where they cancel."""
     squared = [batch.with_values(batch.values.double().square()) for batch in (queries, documents)]
     return [total.sqrt() for total in from_winners(*squared, candidates, winners, grad.double().square())]
 

@@ -54,7 +54,7 @@ def _patch_with_index(tensor, scope):
 
 
 def spread_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, not one after the other: of a matrix by columns, of other tensors with a gap between any two."""
+    """The same numbers, not one after the other: a matrix by columns, other tensors with a gap between any two."""
     if tensor.dim() > 1:
         strided = tensor.t().contiguous().t()
     else:
@@ -66,7 +66,7 @@ def spread_out(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """The interpreter multiplies the bits of bf16 operands, cannot convert sizes under NumPy 2.4, reduces slowly and has no assembly."""
+    """The interpreter multiplies bits of bf16, cannot convert sizes under NumPy 2.4, reduces slowly, has no assembly."""
     with ExitStack() as stack:
         for owner, name, replacement in (
             (interpreter.InterpreterBuilder, "create_dot", _create_dot),

@@ -1,5 +1,7 @@
-"""What tests/test_mining_launched.py starts in two processes: mining, in which the second fails at a given file, reads late, or is
-on a machine that does not share the disk of the first."""
+"""What tests/test_mining_launched.py starts in two processes: mining.
+
+The second fails at a given file, reads late, or is on a machine that does not share the disk of the first.
+"""
 
 from __future__ import annotations
 

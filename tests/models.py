@@ -190,7 +190,8 @@ def _config(family: str, vocabulary: int, padding: int, changes: dict):
         named = {"vocab_size": vocabulary, "pad_token_id": padding, "architectures": ["FunnelModel"]}
         return FunnelConfig(**{**shape, **undropped, **named, **changes})
     if family in ("longrope", "dynamic rope"):
-        # Texts of more than 16 tokens have their rotary positions scaled, and so have those in one call with such a text.
+        # Texts of more than 16 tokens have their rotary positions scaled, and so have those in one call with such a
+        # text.
         rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
         if family == "longrope":
             factors = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}

@@ -9,9 +9,10 @@ The Triton kernels run where there is a CUDA GPU, or with TRITON_INTERPRET=1 in 
 PyTorch path on any other CPU. A shape depends on --seed, its number and --families, and on the path, which bounds how
 large it may be.
 
-Kernels are compiled anew for every d, dtype, presence of masks and class of query length, so a shape takes these from one
-of --families families, drawn with the seed; d is one of twelve. That is some four kernels for each family. What compiles nothing varies freely: the lengths, the
-number of documents and candidates, which tokens are masked, and where sequences lie. Another seed draws other families.
+Kernels are compiled anew for every d, dtype, presence of masks and class of query length, so a shape takes these from
+one of --families families, drawn with the seed; d is one of twelve. That is some four kernels for each family. What
+compiles nothing varies freely: the lengths, the number of documents and candidates, which tokens are masked, and where
+sequences lie. Another seed draws other families.
 
 Rows that do not count hold NaN, so reading one shows. In one shape of 25 a token holds NaN or infinity, and the scores
 must be NaN or infinite exactly where the definition says.

@@ -1,4 +1,4 @@
-"""Checkpoints in an output folder and the records beside them: what goes on from which, and what is never taken or removed."""
+"""Checkpoints and the records beside them: what goes on from which, and what is never taken or removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`enable(compile=True)`: compiled layers do what they do uncompiled, whatever hooks they have and whoever calls them."""
+"""`enable(compile=True)`: compiled layers do what they do uncompiled, whatever hooks they have, whoever calls them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pylate_fastmaxsim.integrations.compilation import encoder_layers
 
 @pytest.fixture(autouse=True)
 def backend(request, monkeypatch):
-    """Graphs as they were traced, unless a test says otherwise: what is looked at here is decided before they are compiled."""
+    """Graphs as they were traced, unless a test says otherwise: what is tested is decided before they are compiled."""
     name = getattr(request, "param", "eager")
     compile_call = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_call(self, backend=name, **options))

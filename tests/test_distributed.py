@@ -91,7 +91,7 @@ def _disagreeing(folder: str) -> None:
 
 
 def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
-    """On one rank neither packing nor grouping gives what padding gives: no rank tries on alone, and all encode alike."""
+    """On one rank neither packing nor grouping gives what padding does: no rank tries on alone, and all encode alike."""
 
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert").double().train()
@@ -296,7 +296,7 @@ class _Scale(torch.nn.Module):
 
 
 def _sent_once(packed: bool, scaled: bool) -> Callable[[str], None]:
-    """A step of GradCache sends the gradients of all its passes together, and none while its caller accumulates them."""
+    """A step of GradCache sends the gradients of all passes together, and none while its caller accumulates them."""
 
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert", query_length=12).double()
@@ -384,8 +384,8 @@ CASES["options"] = _compare(
 CASES["cached options"] = _compare(
     losses.CachedContrastive, True, True, gather_across_devices=True, size_average=False, score_mini_batch_size=4
 )
-# Stock rounds these scores to float32. No row has its 46th largest similarity twice, as the 40th: which of equal ones stock
-# lets through depends on the last bit.
+# Stock rounds these scores to float32. No row has its 46th largest similarity twice, as the 40th: which of equal ones
+# stock lets through depends on the last bit.
 CASES["xtr"] = _compare(
     losses.Contrastive, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)
 )

@@ -115,7 +115,7 @@ def test_a_cuda_graph_captures_forward_and_backward():
 
 
 def test_memory_beyond_the_gradients():
-    """Projected vectors and their gradient in bf16, and parts of the weight's gradient: nothing of their size in float32."""
+    """Projected vectors and their gradient in bf16, parts of the weight's gradient: nothing of their size in float32."""
     hidden, weight, bias, grad = problem(200_000, 768, 128, torch.bfloat16, device=DEVICE)
     tensors = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
 

@@ -1,4 +1,4 @@
-"""Queries encoded with packed documents, in one call: what every encoder and every kind of query gets is that of stock."""
+"""Queries encoded with packed documents, in one call: every encoder and every kind of query gets what stock gives."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ class _Scores(torch.nn.Module):
         return self.operator(queries, documents, documents_mask=mask)
 
 
-# Winners of documents of up to 255 tokens have another dtype than those of longer ones; without gradients there are none.
+# Winners of documents of up to 255 tokens have another dtype than those of longer ones; without gradients there are
+# none.
 @pytest.mark.parametrize("length", [6, 300])
 @pytest.mark.parametrize("operator", [maxsim, partial(xtr_scores, k=5)], ids=["maxsim", "xtr_scores"])
 @pytest.mark.parametrize("strict", [False, True])

@@ -158,7 +158,7 @@ def test_a_model_on_another_disk_stays_there(tmp_path):
 
 
 def repetitive(folder, **training_section):
-    """A recipe whose rows have three positives between them, so that no four of them make a batch without duplicates."""
+    """A recipe whose rows have three positives between them: no four of them make a batch without duplicates."""
     section = {"max_steps": 3, "save_steps": None, "batch_sampler": "no_duplicates", **training_section}
     file = write(folder, tiny(folder, training=section))
     rows = [{"query": f"what is class {i}", "positive": ("yes", "no", "maybe")[i % 3]} for i in range(60)]

@@ -1,4 +1,4 @@
-"""Modules and hooks of somebody's own keep the calls of stock PyLate, unless they are said to treat each text by itself."""
+"""Modules and hooks of somebody's own keep the calls of stock PyLate, unless said to treat each text by itself."""
 
 from __future__ import annotations
 

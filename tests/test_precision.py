@@ -1,4 +1,4 @@
-"""How precisely float32 is multiplied follows every way to say it that PyTorch has, and none of them stops an operator."""
+"""How precisely float32 is multiplied follows every way to say it in PyTorch, and none of them stops an operator."""
 
 from __future__ import annotations
 

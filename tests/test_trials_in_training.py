@@ -150,7 +150,7 @@ def test_rotary_positions_are_as_before_the_trial(encoder, mode, family):
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 def test_all_weights_have_gradients_under_autocast(encoder, mode, loss_class, inside):
-    """Up to PyTorch 2.10 autocast keeps weights that were cast without gradients, as a trial does, for who needs some."""
+    """Up to PyTorch 2.10 autocast keeps weights cast without gradients, as a trial does, for who needs some."""
     model = load_model(encoder("modernbert"))
     options = {"mini_batch_size": 2} if loss_class is losses.CachedContrastive else {}
     loss_function, batch = loss_class(model, **options), batch_of(model)

@@ -103,7 +103,7 @@ def test_lower_float32_precision(precision, tolerance):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [96, 128, 768])
 def test_the_kth_largest_is_one_of_the_maxima_bit_by_bit(dtype, dim):
-    """Threshold and maxima come from different kernels; if one rounded otherwise, rows would be left without a winner."""
+    """Threshold and maxima come from different kernels; if one rounded otherwise, rows would have no winner."""
     generator = torch.Generator().manual_seed(dim)
     queries, documents = ragged(generator, 64, 32, dim, dtype, shortest=32), ragged(generator, 128, 180, dim, dtype)
     winners = winner_index(run(queries, documents, 1)[1])

@@ -1,6 +1,7 @@
 """Trains in float32 with ``tf32=True`` of the trainer, stock and fast, and prints the losses of both.
 
-By itself, because PyTorch's setting is that of the process. ``--cpu`` is for a look without a GPU, where tf32 is not taken.
+By itself, because PyTorch's setting is that of the process. ``--cpu`` is for a look without a GPU, where tf32 is not
+taken.
 """
 
 from __future__ import annotations

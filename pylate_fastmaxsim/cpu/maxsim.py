@@ -66,7 +66,8 @@ def _block_maxima(
     dtype = query_rows.dtype
     count = live.count[documents]
     maxima = floor[documents][..., None].expand(*documents.shape, rows).to(dtype, copy=True)
-    # Positions are held in floating point (exact up to 2^24) because only then does every operation on a slab vectorise.
+    # Positions are held in floating point (exact up to 2^24) because only then does every operation on a slab
+    # vectorise.
     winners = None
     if want_winners:
         # Without a floor of 0 the first live token wins until another one is better: also one of -infinity.
@@ -181,7 +182,7 @@ def forward(
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[Nq, P]`` and winners ``[P, Tq]``, which are ``None`` if not wanted; see :mod:`pylate_fastmaxsim.ops.maxsim`.
+    """Scores ``[Nq, P]`` and winners ``[P, Tq]`` (``None`` if not wanted); see :mod:`pylate_fastmaxsim.ops.maxsim`.
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """

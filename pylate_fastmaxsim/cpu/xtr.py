@@ -55,7 +55,8 @@ class _Maxima:
             longest = int(documents.count[block[begin]])
             some = block[begin : begin + max(1, similarities.shape[1] // longest)]
             count = documents.count[some]
-            # Behind its end a document repeats its last token, which changes neither extreme and is never the first one.
+            # Behind its end a document repeats its last token, which changes neither extreme and is never the first
+            # one.
             rank = torch.arange(longest, device=count.device)
             column = (count.cumsum(0) - count)[:, None] + torch.minimum(rank, count[:, None] - 1)
             padded = similarities.index_select(1, column.reshape(-1)).view(len(similarities), *column.shape)
@@ -93,7 +94,7 @@ def forward(
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums and counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` if not wanted); see :mod:`pylate_fastmaxsim.ops.xtr`.
+    """Sums, counts ``[Nq, P]`` and winners ``[P, Tq]`` (``[0, 0]`` unless wanted); see :mod:`pylate_fastmaxsim.ops.xtr`.
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """

@@ -307,7 +307,7 @@ def _packed_attention(
 
 
 def _autocast(states: Tensor) -> Tensor:
-    """As autocast has them for torch's own attention: behind rotary positions, queries and keys may be float32 there."""
+    """As autocast has them for torch's own attention: behind rotary positions, queries and keys may be float32."""
     device = states.device.type
     if states.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return states

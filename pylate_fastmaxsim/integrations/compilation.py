@@ -71,11 +71,12 @@ def compile_layers(model: nn.Module) -> None:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # What is compiled for a layer without hooks would otherwise serve one that has some.
         _set("skip_nnmodule_hook_guards", False)
-        # What is compiled for a layer with frozen weights would otherwise serve it when they are trained, without gradients.
+        # What is compiled for a layer with frozen weights would otherwise serve it when they are trained, without
+        # gradients.
         _set("skip_tensor_guards_with_matching_dict_tags", False)
         if torch._dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
-            # It divides what is compiled, for gradients to be sent before the backward has ended: they are, layer by layer.
-            # Each layer would be two programs, of its own, and layers that are alike would share none.
+            # It divides what is compiled, for gradients to be sent before the backward has ended: they are, layer by
+            # layer. Each layer would be two programs, of its own, and layers that are alike would share none.
             _set("optimize_ddp", False)
         if maybe_install_capturing_hooks is not None:
             install = _uncompiling(maybe_install_capturing_hooks)

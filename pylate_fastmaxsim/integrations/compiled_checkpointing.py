@@ -1,4 +1,4 @@
-"""Gradient checkpointing inside what is compiled of a layer, so that the backward does not run the layer from Python."""
+"""Gradient checkpointing inside what is compiled of a layer: the backward does not run the layer from Python."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TRACED_ALIKE = {"use_reentrant", "preserve_rng_state"}
 
 _patches = PatchSet()
 
-# Of each layer, the modules that it had, by id, and where the probabilities of its dropout stand: attributes, and whose they
-# are, which may be the layer.
+# Of each layer, the modules that it had, by id, and where the probabilities of its dropout stand: attributes, and whose
+# they are, which may be the layer.
 _dropouts: WeakKeyDictionary[nn.Module, tuple[list[int], list[tuple[ref, str]]]] = WeakKeyDictionary()
 
 
@@ -100,7 +100,8 @@ def _can_be_traced(layer: nn.Module) -> bool:
     if layer not in _dropouts or layer._compiled_call_impl is None:
         return False
     if has_hooks(layer):
-        # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by themselves.
+        # As those with which FSDP 2 gathers and frees weights: they run in forward and again in backward, by
+        # themselves.
         return False
     if any(owner() is None or getattr(owner(), name) for owner, name in _dropouts[layer][1]):
         # In a checkpoint that is traced Inductor was seen to leave out dropout of attention (PyTorch 2.11, on a CPU).

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pylate_fastmaxsim.integrations.documents import Documents
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 
-# Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token types.
+# Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token
+# types.
 _counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
 
 

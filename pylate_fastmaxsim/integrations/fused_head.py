@@ -1,7 +1,7 @@
 """Unit token embeddings straight from the last Dense module of a PyLate model: projection and normalisation in one.
 
-The module does it itself, when a loss asks for it: inside the forward of whatever wraps the model, so that its weight is
-there and its gradient arrives under DistributedDataParallel and FSDP as it does for stock PyLate.
+The module does it itself, when a loss asks for it: inside the forward of whatever wraps the model, so that its weight
+is there and its gradient arrives under DistributedDataParallel and FSDP as it does for stock PyLate.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 class UnitEmbeddings:
     """What the last module answers with.
 
-    A box, because accelerate makes every half-precision tensor of a model's output float32, which would double the bytes
-    of the embeddings and cost scoring its fast matrix products. FSDP and DistributedDataParallel look inside.
+    A box, because accelerate makes every half-precision tensor of a model's output float32, which would double the
+    bytes of the embeddings and cost scoring its fast matrix products. FSDP and DistributedDataParallel look inside.
     """
 
     values: Tensor

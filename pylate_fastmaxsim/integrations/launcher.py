@@ -83,7 +83,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 
 def _run_as_main(parsed: argparse.Namespace) -> None:
-    """Run it as a module ``__main__`` that stays when its last line is done, for threads that go on and what they pickle.
+    """Run it as a module ``__main__`` that stays when its last line is done, for threads that go on and pickle.
 
     What is public in runpy takes the module away then, and gives a script's own path to ``sys.argv``.
     """

@@ -62,8 +62,8 @@ Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 # What the plans without padding carry over; an encoder that is given more than this is left alone.
 _UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
-# What they leave out without a loss: what the patched collator adds, and what PyLate's tokenizer leaves of texts that are
-# dictionaries.
+# What they leave out without a loss: what the patched collator adds, and what PyLate's tokenizer leaves of texts that
+# are dictionaries.
 _LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
 
 _modes: Decisions[str] = WeakKeyDictionary()
@@ -150,8 +150,8 @@ def plan_documents(
         all attended tokens in one row, attention inside each document. Nothing waits for the device
         if the patched collator made the batch: it leaves with each column which tokens are attended to.
         Without the trainer, where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too
-        late: a later batch raises. Nothing is left by a collator with a ``__call__`` of its own, and its masks are looked
-        at here, which waits for the device.
+        late: a later batch raises. Nothing is left by a collator with a ``__call__`` of its own, and its masks are
+        looked at here, which waits for the device.
     ``grouped``
         documents of similar length together, cut to the longest of the group. Where the encoder
         cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
@@ -219,9 +219,9 @@ def query_calls(
     """The encoder calls of the queries beside those of the documents, with the queries as they are.
 
     Queries are short: at ``mini_batch_size`` of them a GPU would wait for the host. So a call takes more where it still
-    holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many. Beside
-    documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into calls. So
-    they are where an encoder makes something else of a query that has a call of its own.
+    holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many.
+    Beside documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into
+    calls. So they are where an encoder makes something else of a query that has a call of its own.
     """
     features = without_total(features)
     count, length = features["input_ids"].shape
@@ -265,8 +265,8 @@ _kept_table = lru_cache(maxsize=16)(_is_skipped)
 
 
 def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
-    # Not torch.isin, which for some sizes sorts and waits for the device, nor a comparison with each id, which would take
-    # as many times the memory. What a dry run with fake tensors makes is not kept.
+    # Not torch.isin, which for some sizes sorts and waits for the device, nor a comparison with each id, which would
+    # take as many times the memory. What a dry run with fake tensors makes is not kept.
     is_real = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0
     table = (_kept_table if is_real else _is_skipped)(skiplist, input_ids.device)
     return table[input_ids.clamp(-1, len(table) - 1).long()]

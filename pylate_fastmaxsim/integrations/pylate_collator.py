@@ -52,7 +52,7 @@ def prepare_inputs(self: SentenceTransformerTrainer, inputs: object) -> object:
         if _INHERITED
         else prepare_inputs.__wrapped__(self, inputs)
     )
-    # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows. The
-    # trainer divides the batch into columns later, where `negative` also gets what belongs to a column `negative_1`. A
-    # collator of somebody's own may make a batch of another type, which their compute_loss takes apart.
+    # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows.
+    # The trainer divides the batch into columns later, where `negative` also gets what belongs to a column
+    # `negative_1`. A collator of somebody's own may make a batch of another type, which their compute_loss takes apart.
     return with_totals_at_masks(batch) if isinstance(batch, dict) else batch

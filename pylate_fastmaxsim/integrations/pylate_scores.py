@@ -165,7 +165,7 @@ def _score(options: Options, queries, documents, queries_mask, documents_mask, c
 
 
 def broadcast(mask, embeddings: Tensor) -> Tensor:
-    """The mask in the shape of the tokens. Stock also takes several masks of one sequence, and returns scores of each."""
+    """The mask in the shape of the tokens. Stock also takes several masks of one sequence, for scores of each."""
     mask, shape = convert_to_tensor(mask), embeddings.shape[:-1]
     if mask is None:
         raise LeftToStock("a mask is neither a tensor nor an array nor a list of them")

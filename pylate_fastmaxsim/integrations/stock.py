@@ -23,8 +23,8 @@ class LeftToStock(Exception):
 def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
     """Decorator: stand in for ``stock`` of ``host``, and call it where the fast function leaves the input to it.
 
-    The fast function is given the options in force and then the arguments of stock. A call may outlive ``disable()``, in
-    another thread or by a reference to a method that was taken before; one that begins afterwards calls stock.
+    The fast function is given the options in force and then the arguments of stock. A call may outlive ``disable()``,
+    in another thread or by a reference to a method that was taken before; one that begins afterwards calls stock.
     """
     stock = detached(stock)
 

@@ -124,19 +124,19 @@ def enable(
 
     Scores keep their meaning, with three visible differences. They are float32 for bfloat16 and float16 input; stock
     sums in the input's dtype. With PyLate, a masked document token never wins; stock gives it the similarity 0, which
-    wins over negative ones. With XTR scores, all tokens pass whose similarity equals the k-th largest, and every token of a
-    batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
+    wins over negative ones. With XTR scores, all tokens pass whose similarity equals the k-th largest, and every token
+    of a batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
 
     Parameters
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
         queries in the same forward. ``"always"``: also where the model has modules or hooks of your own, which you know
-        to treat each text by itself. PyLate only. PyLate's collator then adds ``token_total`` to every column, from which
-        the host knows how many tokens it has. Its rows may be split, picked and reordered with those of the column. The
-        trainer takes it out before a loss sees the columns. In a loop of your own, code that joins columns or changes
-        masks has to leave it out: to join it is an error of PyTorch's, and after a changed mask a later batch raises a
-        ValueError on a GPU.
+        to treat each text by itself. PyLate only. PyLate's collator then adds ``token_total`` to every column, from
+        which the host knows how many tokens it has. Its rows may be split, picked and reordered with those of the
+        column. The trainer takes it out before a loss sees the columns. In a loop of your own, code that joins columns
+        or changes masks has to leave it out: to join it is an error of PyTorch's, and after a changed mask a later
+        batch raises a ValueError on a GPU.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. PyLate only.
@@ -149,8 +149,8 @@ def enable(
     ring
         Losses with ``gather_across_devices=True`` pass the documents of a batch from rank to rank instead of gathering
         them. Scores and gradients are the same up to rounding. No rank ever holds the documents of all ranks, so their
-        memory does not grow with the number of ranks. Use it for many ranks and large batches. For a few ranks gathering
-        is faster, because one launch scores everything. XTR scores are gathered all the same. PyLate only.
+        memory does not grow with the number of ranks. Use it for many ranks and large batches. For a few ranks
+        gathering is faster, because one launch scores everything. XTR scores are gathered all the same. PyLate only.
     fused_head
         If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
         are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.

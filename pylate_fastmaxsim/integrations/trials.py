@@ -166,7 +166,7 @@ def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str 
 
 @contextmanager
 def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
-    """Within this, calls may draw random numbers, also of Python and NumPy; afterwards those come that would have come."""
+    """Within this, calls may draw random numbers, also of Python and NumPy; afterwards come those that would have."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -178,7 +178,7 @@ def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _parametrizations_not_cached() -> Iterator[None]:
-    """Within this, ``parametrize.cached()`` keeps no weights: those of a trial have no gradients for the step that follows."""
+    """Within this, ``parametrize.cached()`` keeps no weights: those of a trial have no gradients for the next step."""
     before, parametrize._cache_enabled = parametrize._cache_enabled, 0
     try:
         yield
@@ -272,7 +272,8 @@ def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], value
 def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> bool:
     """Whether token embeddings change where the same row begins far behind, though ``position_ids`` stay as they are.
 
-    Some decoders sharpen attention by ``cache_position``, from a place on that the few documents of a trial do not reach.
+    Some decoders sharpen attention by ``cache_position``, from a place on that the few documents of a trial do not
+    reach.
     """
     if "cache_position" not in core._first_module().model_forward_params:
         return False

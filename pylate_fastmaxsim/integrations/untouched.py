@@ -24,8 +24,8 @@ class Before:
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
         self.of_transformers = [(module, _attributes(module)) for module in core.modules() if _of_transformers(module)]
-        # Where transformers is to return outputs of layers, it puts hooks there in the first call, and remembers that it
-        # has.
+        # Where transformers is to return outputs of layers, it puts hooks there in the first call, and remembers that
+        # it has.
         hooks = [each for part in core.modules() for each in (part._forward_hooks, part._forward_pre_hooks)]
         self.hooks = [(of_module, set(of_module)) for of_module in hooks]
 
@@ -51,8 +51,8 @@ class Before:
             module._modules.clear()
             module._modules.update(modules)
         for tensor, (value, writes) in self.values.items():
-            # A backward that is still to come may need it as it is, and sees that it was written to. Batch norm writes its
-            # statistics without being seen.
+            # A backward that is still to come may need it as it is, and sees that it was written to. Batch norm writes
+            # its statistics without being seen.
             if writes_to(tensor) != writes or not torch.equal(tensor, value):
                 tensor.copy_(value)
         for module, attributes in self.of_transformers:

@@ -36,9 +36,10 @@ SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_max
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
-    """A model and what DistributedDataParallel, DataParallel, DeepSpeed, PEFT and ``torch.compile`` wrapped, outermost first.
+    """A model and what is wrapped around it, outermost first.
 
-    FullyShardedDataParallel counts as innermost: what it wraps has no whole parameters to run with.
+    That is DistributedDataParallel, DataParallel, DeepSpeed, PEFT and ``torch.compile``. FullyShardedDataParallel
+    counts as innermost: what it wraps has no whole parameters to run with.
 
     Examples
     --------
@@ -64,7 +65,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def of_outermost(model: nn.Module, name: str) -> object:
-    """An attribute of a PyLate model, of the outermost of :func:`layers_of_wrapping` that has it, as in PyLate's losses.
+    """An attribute of a PyLate model: of the outermost of :func:`layers_of_wrapping` that has it, as in its losses.
 
     Examples
     --------
@@ -296,7 +297,7 @@ def _is_function(thing: object) -> bool:
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
 def written_in(function: Callable, libraries: Iterable[str]) -> bool:
-    """Whether one of these libraries wrote a function, by the module that its code is in; of a ``partial``, what it calls.
+    """Whether one of these libraries wrote a function, by the module of its code; of a ``partial``, what it calls.
 
     Examples
     --------
@@ -323,7 +324,8 @@ def is_compiled(model: nn.Module) -> bool:
 def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGroup | None:
     """The ranks of a distributed run that must call a model equally often, because each call waits for all of them.
 
-    With ``backwards`` also because the backward does that each call is to have. ``None`` where each rank may go its way.
+    With ``backwards`` also because the backward does that each call is to have. ``None`` where each rank may go its
+    way.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
@@ -337,7 +339,7 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
 
 
 def unsent(model: nn.Module) -> AbstractContextManager:
-    """Wherein gradients of weights stay on this rank where they can, until those of a backward outside are sent with them.
+    """Wherein gradients of weights stay on this rank where they can, to be sent with those of a backward outside.
 
     They cannot where somebody else sends them or needs each exchange: FSDP would hold whole gradients, a static graph
     counts on its first backward being sent, and what is compiled as a whole would be compiled twice.
@@ -349,8 +351,8 @@ def unsent(model: nn.Module) -> AbstractContextManager:
 
 def _waits(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
-        # One backward of many calls exchanges gradients once. The Sentence Transformers trainer broadcasts no buffers, and
-        # where no gradients are exchanged they are broadcast in the first of any number of calls.
+        # One backward of many calls exchanges gradients once. The Sentence Transformers trainer broadcasts no buffers,
+        # and where no gradients are exchanged they are broadcast in the first of any number of calls.
         broadcasts = layer.require_backward_grad_sync and layer.broadcast_buffers and len(layer.modules_buffers) > 0
         return torch.is_grad_enabled() and (backwards or broadcasts)
     return written_in(type(layer).forward, ("deepspeed",))

@@ -130,12 +130,12 @@ def candidate_document_gradient_kernel(
 ):
     """Gradient of one document from the pairs (query, slot) that name it as a candidate.
 
-    pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Where `pairs`
-    is None, each program looks for them in `candidates`. Tokens without a gradient are written with WRITE_ZEROS only;
-    otherwise `grad_d` comes filled with zeros.
+    pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Where
+    `pairs` is None, each program looks for them in `candidates`. Tokens without a gradient are written with WRITE_ZEROS
+    only; otherwise `grad_d` comes filled with zeros.
 
-    A document has a program for each tile of BLOCK_T tokens, or one for all its tiles. Where one short query names it, as
-    in distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; the
+    A document has a program for each tile of BLOCK_T tokens, or one for all its tiles. Where one short query names it,
+    as in distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; the
     others have nothing to do.
     """
     program = tl.program_id(0)
@@ -165,8 +165,9 @@ def candidate_document_gradient_kernel(
             weight = tl.where(won, tl.load(grad_scores + first_pair), 0.0)
             q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
             if WRITE_ZEROS:
-                # While the rows are on their way, and just before the sums, so that most of these overwrite zeros that have
-                # not left the cache. Choosing the tokens without a sum takes longer than writing a few of them twice.
+                # While the rows are on their way, and just before the sums, so that most of these overwrite zeros that
+                # have not left the cache. Choosing the tokens without a sum takes longer than writing a few of them
+                # twice.
                 zeros = tl.zeros([BLOCK_T, BLOCK_D], grad_d.dtype.element_ty)
                 for first_token in range(0, length, BLOCK_T):
                     token = first_token + tl.arange(0, BLOCK_T)
@@ -174,7 +175,8 @@ def candidate_document_gradient_kernel(
                     tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], zeros, mask=mask)
                 # Other threads write the sums.
                 tl.debug_barrier()
-            # A pair of weight 0 adds nothing, not even what is not finite. As a mask of the load it would have to come first.
+            # A pair of weight 0 adds nothing, not even what is not finite. As a mask of the load it would have to come
+            # first.
             won = won & (weight != 0.0)
             q_rows = tl.where(won[:, None], q_rows, 0.0)
             same = (winner[:, None] == winner[None, :]) & won[None, :]
@@ -201,7 +203,8 @@ def candidate_document_gradient_kernel(
                 query = pair // num_slots
                 start = tl.load(q_starts + query)
                 pair_weight = tl.load(grad_scores + pair)
-                # As above, a pair of weight 0. Left out behind the load here, it spills registers on some architectures.
+                # As above, a pair of weight 0. Left out behind the load here, it spills registers on some
+                # architectures.
                 query_length = tl.load(q_lengths + query, mask=pair_weight != 0.0, other=0).to(tl.int32)
                 for first_row in range(0, query_length, BLOCK_R):
                     offset = first_row + tl.arange(0, BLOCK_R)

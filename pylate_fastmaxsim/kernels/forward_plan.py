@@ -33,7 +33,7 @@ def forward_plan(
     index_dtype: torch.dtype,
     tiles: launch.ForwardTiles | None,
 ) -> ForwardPlan:
-    """`num_slots` documents are scored by each query, `with_candidates` its own ones; `tiles` are the tables' if `None`."""
+    """Each query scores `num_slots` documents, `with_candidates` its own; `tiles` are the tables' if `None`."""
     # A power of two, so that queries fill a tile.
     rows_per_query = launch.next_power_of_2(max_q_length)
     rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries

@@ -21,7 +21,7 @@ from pylate_fastmaxsim.kernels.similarities import NAN_KEY, key_value, order_key
 def bound_kernel(
     groups, q_offsets, bounds, pending, pool, first_row, num_queries, num_groups, k, capacity, BLOCK: tl.constexpr
 ):
-    """bounds[row] = a key that at least k tokens reach, from the k-th largest of the groups; the lowest if there are less."""
+    """bounds[row] = a key that at least k tokens reach, by the k-th largest group; the lowest if there are fewer."""
     local = tl.program_id(0)
     live = first_row + local < tl.load(q_offsets + num_queries)
     low = tl.full([], -32768, tl.int32)

@@ -128,11 +128,11 @@ _FORWARD = {
     "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
-# Where there are no more query rows than such a tile has: programs of one warp, of which more fit on a multiprocessor, so
-# that more bytes are on their way. These shapes are bound by memory.
+# Where there are no more query rows than such a tile has: programs of one warp, of which more fit on a multiprocessor,
+# so that more bytes are on their way. These shapes are bound by memory.
 _FORWARD_OF_FEW_ROWS = {(90, "half"): [(128, ForwardTiles(32, 32, 128, 1, 1, 3))]}
-# Where winners are wanted as well, rows that come before those above; and before these, rows for queries that fill a tile
-# alone, which have more to keep in registers.
+# Where winners are wanted as well, rows that come before those above; and before these, rows for queries that fill a
+# tile alone, which have more to keep in registers.
 _FORWARD_WITH_WINNERS = {
     (90, "half"): [
         (64, ForwardTiles(256, 64, 64, 8, 8, 2, 128)),
@@ -141,7 +141,8 @@ _FORWARD_WITH_WINNERS = {
     ]
 }
 _FORWARD_OF_LONG_QUERIES_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, 128))]}
-# Of XTR's maxima where those of the forward have too few registers, and of its collecting, which shares block_k with them.
+# Of XTR's maxima where those of the forward have too few registers, and of its collecting, which shares block_k with
+# them.
 _XTR_MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
 _COLLECT = {
     (90, "half"): [(128, CollectTiles(64, 32, 4, 3)), (None, CollectTiles(64, 64, 4, 2))],
@@ -203,7 +204,7 @@ def architecture(device: torch.device) -> int:
 
 
 def row(table: dict, arch: int, kind: str, dim: int):
-    """The tiles of a table for vectors of `dim` numbers, the architecture's own before those of all; None: it has none."""
+    """A table's tiles for vectors of `dim` numbers, the architecture's own before those of all; None: it has none."""
     # An architecture's own rows need not reach to the largest d.
     rows = [*table.get((arch, kind), []), *table.get(kind, [])]
     return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
@@ -231,13 +232,14 @@ def _forward_row(arch: int, kind: str, dim: int, want_winners: bool, longest_que
 
 def xtr_maxima_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
     """Tiles of XTR's maxima; `rows_in_all` is how many query rows there are to share a tile."""
-    # Not the tiles of few rows: XTR compares these similarities bit by bit with those that it collects, and fewer than 64
-    # rows go to other matrix instructions.
+    # Not the tiles of few rows: XTR compares these similarities bit by bit with those that it collects, and fewer than
+    # 64 rows go to other matrix instructions.
     return _fitted(row(_XTR_MAXIMA, arch, kind, dim) or _forward_row(arch, kind, dim, True, 1), arch, dim, rows_in_all)
 
 
 def _fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> ForwardTiles:
-    # The matrix units of sm_90 and sm_100 take 64 rows; fewer go to older and slower instructions, so only a table says so.
+    # The matrix units of sm_90 and sm_100 take 64 rows; fewer go to older and slower instructions, so only a table says
+    # so.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(rows_in_all)))
     block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))

@@ -24,7 +24,8 @@ class Launcher:
     For every launch Triton looks at each argument and each option, to find which of the programs that it compiled from
     the kernel fits. Most of this is known beforehand here: all constants are plain values in one order and numbers are
     not specialised, so that a program is found by a short key. It is compiled, and found the first time, by Triton; so
-    is every launch of an interpreted kernel, of an untested release of Triton, and while a profiler listens to launches.
+    is every launch of an interpreted kernel, of an untested release of Triton, and while a profiler listens to
+    launches.
     """
 
     def __init__(self, kernel: Callable):

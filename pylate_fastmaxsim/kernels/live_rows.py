@@ -1,4 +1,4 @@
-"""Lists of what counts, of each sequence and of all one after the other, so that kernels meet neither padding nor masks."""
+"""Lists of what counts, of each sequence and of all in turn, so that kernels meet neither padding nor masks."""
 
 import triton
 import triton.language as tl

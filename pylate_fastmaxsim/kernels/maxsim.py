@@ -258,8 +258,8 @@ def _candidate_document_gradient(
     candidates = candidates.contiguous()
     num_pairs = candidates.numel()
     short_queries = max_q_length <= tile.block_r
-    # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles, and
-    # those for the others would come only to go.
+    # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles,
+    # and those for the others would come only to go.
     alone = short_queries and num_pairs <= num_documents
     programs_per_document = 1 if alone else launch.cdiv(max_d_length, tile.block_t)
     pairs = pair_offsets = None

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def split(x):
-    """The upper 8 bits of a float32's mantissa as bf16, and the rest of it. Bit operations: cheaper than a conversion."""
+    """The upper 8 bits of a float32's mantissa as bf16, and the rest. Bit operations: cheaper than a conversion."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - (bits & -65536).to(tl.float32, bitcast=True)
 

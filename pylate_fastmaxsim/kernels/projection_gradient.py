@@ -48,7 +48,7 @@ def hidden_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Scale and shift of BLOCK_T rows, and their rows of `grad_hidden`, unless that is None: the gradient of y @ weight.
+    """Scale and shift of BLOCK_T rows, and their `grad_hidden`, unless that is None: the gradient of y @ weight.
 
     A tile without a gradient gets its zeros without a product.
     """
@@ -150,7 +150,8 @@ def weight_gradient_kernel(
     k = k_block * BLOCK_K + tl.arange(0, BLOCK_K)
     begin = part * rows_per_part
     end = tl.minimum(begin + rows_per_part, num_rows)
-    # Transposed, because the matrix units take the operand that is computed here from shared memory only as the right one.
+    # Transposed, because the matrix units take the operand that is computed here from shared memory only as the right
+    # one.
     total = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     bias_total = tl.zeros([BLOCK_D], tl.float32)
     for first in range(begin, end, BLOCK_R):

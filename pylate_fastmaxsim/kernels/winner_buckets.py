@@ -71,7 +71,7 @@ def count_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_SCAN: tl.constexpr,
 ):
-    """counts[n, 1 + tile * num_chunks + chunk] = rows of a chunk that a tile of document n won with a weight that is not 0.
+    """counts[n, 1 + tile * num_chunks + chunk] = rows of a chunk that a tile of document n won, of weights not 0.
 
     n counts from first_document. counts[n, 0] = 0, so that prefix sums give where each begins; entries of tiles behind
     the end of a document are left as they are, and nothing reads their sums.

@@ -70,8 +70,8 @@ def maxsim_from_hidden(
     Raises
     ------
     ValueError
-        ``project`` is none of the three, or as :func:`project_normalize`, whose name stands in errors of the projection,
-        and :func:`~pylate_fastmaxsim.maxsim`.
+        ``project`` is none of the three, or as :func:`project_normalize`, whose name stands in errors of the
+        projection, and :func:`~pylate_fastmaxsim.maxsim`.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -103,10 +103,10 @@ def maxsim_from_hidden(
 def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
     """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded where it is written.
 
-    Products, bias and norm are float32 (float64 for float64). A kernel that divides wide rows among several tiles writes
-    them before it divides by the norm, and so rounds them twice. For the backward the result and one number per row are
-    kept. There, rows whose gradient is 0 cost nothing, and their hidden states get a gradient of exactly 0, whatever they
-    hold. Differentiable once. Repeatable bit by bit.
+    Products, bias and norm are float32 (float64 for float64). A kernel that divides wide rows among several tiles
+    writes them before it divides by the norm, and so rounds them twice. For the backward the result and one number per
+    row are kept. There, rows whose gradient is 0 cost nothing, and their hidden states get a gradient of exactly 0,
+    whatever they hold. Differentiable once. Repeatable bit by bit.
 
     Parameters
     ----------

@@ -60,7 +60,8 @@ def maxsim(
         get the scores of libraries that multiply masked tokens by 0 rather than leave them out.
     grad_filter
         ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter. For each
-        query they hold at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only pairs of gradient 0.
+        query they hold at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only pairs of gradient
+        0.
 
     Returns
     -------
@@ -187,7 +188,7 @@ def _refuse_shared_rows(operator: str, queries: TokenBatch, documents: TokenBatc
 
 
 def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
-    """Queries or documents, as ``name`` has it, as a ragged batch, after TypeError or ValueError unless they can be one."""
+    """Queries or documents, as ``name`` has it, as a ragged batch; TypeError or ValueError unless they can be one."""
     if isinstance(tokens, TokenBatch):
         if mask is not None:
             raise ValueError(f"{operator}: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")

@@ -4,9 +4,10 @@ import torch
 
 
 def float32_precision(dtype: torch.dtype) -> str:
-    """``"highest"``, ``"high"`` or ``"medium"``, as ``torch.set_float32_matmul_precision`` has it; for vectors of `dtype`.
+    """``"highest"``, ``"high"`` or ``"medium"`` for vectors of `dtype`.
 
-    Where TF32 was asked for otherwise (``torch.backends.cuda.matmul.allow_tf32``, ``torch.backends.fp32_precision``, which
+    As ``torch.set_float32_matmul_precision`` has it. Where TF32 was asked for otherwise
+    (``torch.backends.cuda.matmul.allow_tf32``, ``torch.backends.fp32_precision``, which
     ``TrainingArguments(tf32=True)`` sets), that is ``"high"``. Vectors that are not float32 have no other products than
     ``"highest"``.
 

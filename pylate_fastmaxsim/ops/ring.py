@@ -1,8 +1,9 @@
 """MaxSim against the documents of all ranks, which go round from rank to rank, so that none ever holds them all.
 
-Each rank starts with its own shard of documents, scores its queries against the shard at hand while the next one arrives
-from the rank before it, and hands it on. The backward goes round once more and sends the gradient of each shard along
-with it: every rank adds its part, in the order in which the ranks meet the shard, and the last hands the sum back.
+Each rank starts with its own shard of documents, scores its queries against the shard at hand while the next one
+arrives from the rank before it, and hands it on. The backward goes round once more and sends the gradient of each shard
+along with it: every rank adds its part, in the order in which the ranks meet the shard, and the last hands the sum
+back.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def ring_maxsim(
     queries
         Padded token vectors, ``[Nq, Lq, d]``. Nq and Lq may differ between ranks.
     documents
-        The Nd documents of this rank, of the same d, dtype and device. Nd is the same on all ranks, their tokens are not.
+        The Nd documents of this rank, of the same d, dtype and device. Nd is the same on all ranks, their tokens are
+        not.
     queries_mask
         Query tokens that count, ``[Nq, Lq]``, bool or 0/1. ``None``: all.
     zero_floor
@@ -63,8 +65,8 @@ def ring_maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, or the ranks differ in the number of documents, in d, in dtype or in
-        whether there is a ``zero_floor``, or some of them gather instead.
+        Shapes, dtypes or devices do not fit together, or the ranks differ in the number of documents, in d, in dtype or
+        in whether there is a ``zero_floor``, or some of them gather instead.
     TypeError
         An argument is of the wrong type.
     NotImplementedError

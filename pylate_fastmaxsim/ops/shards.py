@@ -88,8 +88,8 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
     Raises
     ------
     ValueError
-        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what they
-        will do with the documents.
+        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what
+        they will do with the documents.
     Withdrawn
         Another rank calls :func:`withdraw` instead.
     """

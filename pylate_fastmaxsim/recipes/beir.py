@@ -1,4 +1,4 @@
-"""Retrieval in BEIR's layout: a corpus, queries and relevance judgements, scored by exact search over the whole corpus."""
+"""Retrieval in BEIR's layout: a corpus, queries and judgements, scored by exact search over the whole corpus."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _require_no_file(key: str, what: str, path: str | None) -> None:
-    """Refuse a file where a name on the Hub or a folder is meant: it would be looked for on the Hub, or read as weights."""
+    """Refuse a file where the Hub or a folder is meant: it would be looked for on the Hub, or read as weights."""
     if path is not None and Path(path).is_file():
         raise RecipeError(f"{key} must be {what} on the Hub or a directory, but {path} is a file.")
 

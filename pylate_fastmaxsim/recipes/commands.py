@@ -269,7 +269,7 @@ def _times(files: list[Path]) -> dict[Path, int]:
 
 
 def _earlier(files: list[Path], before: dict[Path, int]) -> str:
-    """Which of the files a comparison that did not come to its end has left as they were ``before``, to be said of it."""
+    """Which files a comparison that did not come to its end has left as they were ``before``, to be said of it."""
     left = [str(file) for file, time in _times(files).items() if before.get(file) == time]
     return f"; of an earlier comparison and not of this one: {', '.join(left)}" if left else ""
 

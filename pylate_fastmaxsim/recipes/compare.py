@@ -48,7 +48,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a comparison is: ``run`` names the child process, ``bar`` is what it shows itself once all steps are done."""
+    """Where a comparison is: ``run`` names the child process, ``bar`` is what that shows once all steps are done."""
 
     run: str
     steps: int
@@ -79,8 +79,8 @@ def compare(
     Returns
     -------
     The content of ``compare.json``, in which None stands for a number that is NaN or infinite. ``wall_seconds`` in its
-    ``summary`` is how long each of the two runs took as a process, from its start to its end, less the evaluation of the
-    untrained model, which one of them does for both, and the whole, with all that, what is prepared and the sweep.
+    ``summary`` is how long each of the two runs took as a process, from its start to its end, less the evaluation of
+    the untrained model, which one of them does for both, and the whole, with all that, what is prepared and the sweep.
 
     Raises
     ------
@@ -312,8 +312,8 @@ def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
 def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
     """What the fast run gains over the stock run; None where one of them ran out of memory.
 
-    ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one of
-    them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
+    ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one
+    of them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
     """
     both = stock["status"] == fast["status"] == FINISHED
     differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]

@@ -27,8 +27,8 @@ MODEL_KEY = "model.name_or_path"
 def data_contents(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """What tells each of ``data.files`` or ``data.packages``, or the folder ``data.name``, from another of its name.
 
-    A file with the size and times that it had when ``output_dir`` was last written is not read again. Data on the Hub has
-    no digest.
+    A file with the size and times that it had when ``output_dir`` was last written is not read again. Data on the Hub
+    has no digest.
     """
     data = recipe.data
     if data.source == "docstrings":

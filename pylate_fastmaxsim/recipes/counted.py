@@ -10,8 +10,8 @@ import torch
 class Counted:
     """Gives a trainer that it is mixed into ``measured``: the loss and the tokens of the current step.
 
-    The trainer says in ``count`` what a batch holds. ``encoded`` are the tokens that the encoder was given, so it includes
-    padding and leaves out what was packed away.
+    The trainer says in ``count`` what a batch holds. ``encoded`` are the tokens that the encoder was given, so it
+    includes padding and leaves out what was packed away.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

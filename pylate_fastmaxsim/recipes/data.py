@@ -194,7 +194,7 @@ def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None
 
 
 def _require_positive_first(documents: list[str], query: str) -> None:
-    """Refuse columns in the order of the data by which a negative would be trained as the positive, as if all were well."""
+    """Refuse columns in the order of the data by which a negative would be trained as the positive."""
     positives = [column for column in documents if "positive" in column]
     if positives and "negative" in documents[0]:
         ordered = [query, positives[0], *(column for column in documents if column != positives[0])]

@@ -30,7 +30,7 @@ def content_digest(key: str, files: Iterable[str | Path]) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Of a model in a folder all but its card, what is hidden, as by git and the client of the Hub, and folders of runs."""
+    """Of a model in a folder all but its card, what is hidden, as by git and the Hub's client, and folders of runs."""
     runs = {record.parent for record in folder.rglob(RECIPE_FILE)} - {folder}
     inside = {file: file.relative_to(folder).parts for file in sorted(folder.rglob("*")) if file.is_file()}
     return [

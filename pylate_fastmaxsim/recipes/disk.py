@@ -1,4 +1,4 @@
-"""Tell a disk that takes no more, for which each library has its own words, from every other error; write whole files."""
+"""Tell a disk that takes no more, of which each library has words of its own, from other errors; write whole files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Epochs that have fewer batches than their rows would fill, as without duplicates: where they go on, and when they end."""
+"""Epochs with fewer batches than their rows would fill, as without duplicates: where they go on, and when they end."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 def evaluate(recipe: Recipe, model: ColBERT | VisualRetriever, data: RecipeData) -> dict[str, float | None]:
     """The metrics of the recipe's evaluation by name; nDCG@10 is None where it has none.
 
-    All are None where the model's embeddings are not finite: an order of such scores is arbitrary, and the metrics of it
-    look like any others.
+    All are None where the model's embeddings are not finite: an order of such scores is arbitrary, and the metrics of
+    it look like any others.
     """
     try:
         with nullcontext() if recipe.model.visual else only_finite(model):

@@ -1,4 +1,4 @@
-"""Figures of a comparison: the picture of it all, and alone losses, bars, phases, padding, and what a batch size costs."""
+"""Figures of a comparison: all in one, and alone losses, bars, phases, padding, and what a batch size costs."""
 
 from __future__ import annotations
 

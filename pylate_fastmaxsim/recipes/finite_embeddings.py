@@ -1,4 +1,4 @@
-"""Embeddings that are NaN or infinite, of which evaluators make metrics as good as any: a sort takes them in some order."""
+"""Embeddings that are NaN or infinite, of which evaluators make metrics like any: a sort takes them in some order."""
 
 from __future__ import annotations
 

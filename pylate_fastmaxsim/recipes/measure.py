@@ -65,10 +65,10 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
 
     Returns
     -------
-    ``status`` (finished, out of memory or, with ``steps_only``, no batch of this size), ``memory`` in bytes, ``phases`` in
-    seconds a step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics and
-    ``untrained_seconds``, how long they took, the ``warnings`` of the plugin (what it could not accelerate, and why) and
-    the environment.
+    ``status`` (finished, out of memory or, with ``steps_only``, no batch of this size), ``memory`` in bytes, ``phases``
+    in seconds a step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics and
+    ``untrained_seconds``, how long they took, the ``warnings`` of the plugin (what it could not accelerate, and why)
+    and the environment.
 
     Raises
     ------

@@ -12,7 +12,8 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
-# How an error says that memory ran out: PyTorch on a CPU, and CUDA where PyTorch's allocator was not the one that asked.
+# How an error says that memory ran out: PyTorch on a CPU, and CUDA where PyTorch's allocator was not the one that
+# asked.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
 

@@ -41,7 +41,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def settings_of(summary: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """With which settings data were mined, section by section. Raises as :func:`read_summary`, which read the summary."""
+    """With which settings data were mined, section by section. Raises as :func:`read_summary`."""
     settings = summary.get("settings")
     if isinstance(settings, dict) and all(isinstance(settings.get(part), dict) for part in ("mining", "model")):
         return settings

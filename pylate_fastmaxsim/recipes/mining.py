@@ -39,8 +39,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
 
     Each row holds the positive of a pair and its hardest negatives among all positives of the data and the documents of
     ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` +
-    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there. Settings may change
-    in between: what they do not concern is kept, as the search is for other margins or another teacher.
+    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there. Settings may
+    change in between: what they do not concern is kept, as the search is for other margins or another teacher.
 
     Under a distributed launcher every process calls this, and each computes a share of what is missing, in a folder
     that all must see; only the main process writes the data set. The result does not depend on the number of
@@ -52,8 +52,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     recipe
         With a ``mining`` section, and ``data.source: distillation``.
     resume
-        Otherwise mining starts over, and its files take the place of earlier ones when all are there; whatever else is in
-        ``data.name`` stays.
+        Otherwise mining starts over, and its files take the place of earlier ones when all are there; whatever else is
+        in ``data.name`` stays.
 
     Returns
     -------
@@ -63,8 +63,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     ------
     RecipeError
         The recipe does not mine, its pairs or models cannot be loaded, the data set is complete and of other settings,
-        pairs, documents or models, or in a folder that not all processes see, another command mines it at this moment, a
-        model gives scores that are not finite, or memory has run out.
+        pairs, documents or models, or in a folder that not all processes see, another command mines it at this moment,
+        a model gives scores that are not finite, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":

@@ -150,7 +150,7 @@ def grade(
 
 
 def files_digest(key: str, model: str) -> str | None:
-    """Of a model in a folder, which may have been trained again since; None of one on the Hub. ``key`` is its name's."""
+    """Of a model in a folder, which may have been trained again since; None of one on the Hub. ``key`` names it."""
     if not Path(model).is_dir():
         return None
     return content_digest(key, model_files(Path(model)))

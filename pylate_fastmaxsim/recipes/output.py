@@ -65,7 +65,8 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> t
 
     Returns
     -------
-    The checkpoint to go on from, and the recipe that the model is trained with: where no step is left, as it was trained.
+    The checkpoint to go on from, and the recipe that the model is trained with: where no step is left, as it was
+    trained.
     """
     directory = Path(recipe.output_dir)
     _require_model_elsewhere(recipe)
@@ -126,8 +127,8 @@ def _require_model_elsewhere(recipe: Recipe) -> None:
 def _require_recorded(directory: Path, writes: bool) -> None:
     """Raise where checkpoints are not known to be a recipe's: they would be gone on from, replaced or removed.
 
-    A process that does not write removes none, and where machines share no disk, it has its own parts of checkpoints only,
-    of which there is no record.
+    A process that does not write removes none, and where machines share no disk, it has its own parts of checkpoints
+    only, of which there is no record.
     """
     checkpoints = {path: step for path, step in checkpoints_in(directory).items() if writes or is_complete(path)}
     if checkpoints and not (directory / RECIPE_FILE).exists():

@@ -147,14 +147,14 @@ class DataSection:
 class MiningSection:
     """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
 
-    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``). Negatives are found among all positives
-    and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that no
-    positive of a query is taken for its negative. Texts are read from disk as they are needed.
-    The model of the recipe searches them, and negatives are chosen as ``sentence_transformers.util.mine_hard_negatives``
-    does. It takes each query's best documents (``range_max`` plus the largest number of positives of a query), drops its
-    positives and those that the margins and limits rule out as likely false negatives, and keeps the first ``range_max``
-    that are left. Of these it skips the first ``range_min`` and takes the next ``num_negatives``. A pair that has fewer
-    is left out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
+    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``). Negatives are found among all
+    positives and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that
+    no positive of a query is taken for its negative. Texts are read from disk as they are needed. The model of the
+    recipe searches them, and negatives are chosen as ``sentence_transformers.util.mine_hard_negatives`` does. It takes
+    each query's best documents (``range_max`` plus the largest number of positives of a query), drops its positives and
+    those that the margins and limits rule out as likely false negatives, and keeps the first ``range_max`` that are
+    left. Of these it skips the first ``range_min`` and takes the next ``num_negatives``. A pair that has fewer is left
+    out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
     ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
 
     ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what

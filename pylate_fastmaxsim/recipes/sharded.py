@@ -22,7 +22,7 @@ from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError, first_line
 
 @contextmanager
 def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
-    """Within this, models are loaded whole. DeepSpeed, which would divide them as they are read, does so in training."""
+    """Within this, models are loaded whole: DeepSpeed would divide them as they are read, and does so in training."""
     plugin = arguments.deepspeed_plugin
     if plugin is None:
         yield
@@ -51,7 +51,7 @@ def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
 
 
 class Undivided:
-    """Gives a trainer that it is mixed into ``_whole``: the model from before it was divided, to put gathered weights into.
+    """Gives a trainer ``_whole``: the model from before it was divided, to put gathered weights into.
 
     The main process has it, and none where nothing is divided. Checkpoints count as complete when all processes have
     written what is theirs.
@@ -73,7 +73,7 @@ class Undivided:
 
     @property
     def divided(self) -> bool:
-        """Whether the model that the trainer has is not one to save: its weights are parts, or lie in DeepSpeed's buffers."""
+        """Whether the trainer's model is not one to save: its weights are parts, or lie in DeepSpeed's buffers."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _gathered(self) -> dict[str, Any]:
@@ -120,14 +120,14 @@ def _read_whole(checkpoint: str | None) -> Iterator[None]:
 
 
 class RecipeTrainer(Undivided, SentenceTransformerTrainer):
-    """Saves, resumes and hands back whole models, also under FSDP and DeepSpeed, and goes on with the batch that comes next.
+    """Saves, resumes and hands back whole models, also under FSDP and DeepSpeed, and goes on with the next batch.
 
     The trainer of Sentence Transformers saves the model as the process sees it: under FSDP and ZeRO 3 a part of it, and
     under ZeRO 1 and 2 safetensors refuses to, because weights lie in one buffer.
     """
 
     def whole_model(self) -> ColBERT | None:
-        """The model with all of its weights. Every process must ask; of a divided model only the main process is answered."""
+        """The model with all its weights. Every process must ask; of a divided one only the main process gets it."""
         if not self.divided:
             return self.model
         weights = self._gathered()

@@ -66,10 +66,10 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or of none, of
-        other content of its data or model or of another number of processes, or is written by another command at this
-        moment, or its last checkpoint is another one on another machine, no batch could be made, or the evaluation ran out of
-        memory.
+        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or of none,
+        of other content of its data or model or of another number of processes, or is written by another command at
+        this moment, or its last checkpoint is another one on another machine, no batch could be made, or the evaluation
+        ran out of memory.
     KeyboardInterrupt
         The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
     """
@@ -119,7 +119,8 @@ def _train(
             "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
         }
         if arguments.should_save:
-            # Before the evaluation, which may take hours, fail or be interrupted: without checkpoints this is all there is.
+            # Before the evaluation, which may take hours, fail or be interrupted: without checkpoints this is all there
+            # is.
             _save(trained_with, model, result)
             result |= _evaluate_saved(recipe, prepared, model, data)
             _save_metrics(trained_with, model, result)

@@ -157,7 +157,7 @@ class PageTrainer(Undivided, ContrastiveTrainer):
         super().__init__(model=retriever.model, **kwargs)
 
     def whole_model(self) -> VisualRetriever | None:
-        """The model with all of its weights. Every process must ask; of a divided model only the main process is answered."""
+        """The model with all its weights. Every process must ask; of a divided one only the main process gets it."""
         if not self.divided:
             return self._retriever
         weights = self._gathered()
@@ -195,8 +195,8 @@ class PagePhaseTrainer(Phases, PageTrainer):
 def evaluate_pages(retriever: VisualRetriever, held_out: Dataset, batch_size: int) -> dict[str, float]:
     """nDCG@10 of the held-out queries over all held-out pages, scored by the processor of the model.
 
-    The relevant page of a query is its own, which others may have as well: pages are told apart by their pixels. A query
-    that stands in several rows has the pages of all of them.
+    The relevant page of a query is its own, which others may have as well: pages are told apart by their pixels. A
+    query that stands in several rows has the pages of all of them.
     """
     # Imported where it is used: ranx compiles for seconds when it is imported.
     from ranx import Qrels, Run, evaluate

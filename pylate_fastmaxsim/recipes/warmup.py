@@ -90,7 +90,7 @@ def warm_up(recipe: Recipe) -> list[WarmStep]:
 
 
 def batch_sizes(rows: int, recipe: Recipe) -> list[int]:
-    """Rows of a full batch, where there is one, and of the last one of an epoch where that is smaller and not dropped."""
+    """Rows of a full batch, where there is one, and of an epoch's last one where that is smaller and not dropped."""
     size = recipe.training.per_device_train_batch_size
     rest = 0 if recipe.training.dataloader_drop_last else rows % size
     return [*([size] if rows >= size else []), *([rest] if rest else [])]
