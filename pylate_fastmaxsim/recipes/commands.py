@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -75,17 +75,27 @@ def _options(
     pass
 
 
+def _end_with(sentence: str, code: int = 1) -> NoReturn:
+    errors.print(sentence, style="red", markup=False, highlight=False)
+    raise typer.Exit(code) from None
+
+
+def _end_interrupted(kept: str | None = None) -> NoReturn:
+    # Ctrl-C reaches every process of a launcher.
+    if int(os.environ.get("RANK", "0")) == 0:
+        errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.", markup=False)
+    raise typer.Exit(INTERRUPTED) from None
+
+
 @contextmanager
 def _one_sentence_instead_of_a_traceback():
     """For a bad recipe, and for an interrupt before there is anything to keep: imports alone take seconds."""
     try:
         yield
     except RecipeError as error:
-        errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(BAD_RECIPE) from None
+        _end_with(f"fastmaxsim: {error}", BAD_RECIPE)
     except KeyboardInterrupt:
-        _say_interrupted()
-        raise typer.Exit(INTERRUPTED) from None
+        _end_interrupted()
 
 
 @contextmanager
@@ -99,8 +109,7 @@ def _one_sentence_for_a_full_disk(kept: Callable[[], str]):
         reason = write_failure(error)
         if reason is None:
             raise
-        errors.print(f"\nfastmaxsim: {reason}; {kept()}.", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        _end_with(f"\nfastmaxsim: {reason}; {kept()}.")
 
 
 @contextmanager
@@ -114,8 +123,7 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
         if not is_out_of_memory(error):
             raise
         advice = _take_less_memory(recipe, last_checkpoint(recipe))
-        errors.print(f"\nfastmaxsim: out of memory; {advice}.", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        _end_with(f"\nfastmaxsim: out of memory; {advice}.")
 
 
 def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
@@ -141,12 +149,6 @@ def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
 def _again(resume: bool) -> str:
     """The command that goes on from what one with this option has left, which --no-resume would remove."""
     return "the same command" if resume else "the same command without --no-resume"
-
-
-def _say_interrupted(kept: str | None = None) -> None:
-    # Ctrl-C reaches every process of a launcher.
-    if int(os.environ.get("RANK", "0")) == 0:
-        errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.", markup=False)
 
 
 @app.command()
@@ -178,8 +180,7 @@ def train(
             with _one_sentence_for_a_full_disk(kept), _one_sentence_for_too_little_memory(loaded):
                 result = run(loaded, resume)
         except KeyboardInterrupt:
-            _say_interrupted(kept())
-            raise typer.Exit(INTERRUPTED) from None
+            _end_interrupted(kept())
     if "ndcg@10" in result:  # the main process of a distributed run
         plain.print(training_table(result))
 
@@ -206,8 +207,7 @@ def mine(
             with _one_sentence_for_a_full_disk(lambda: kept):
                 result = run(loaded, resume)
         except KeyboardInterrupt:
-            _say_interrupted(kept)
-            raise typer.Exit(INTERRUPTED) from None
+            _end_interrupted(kept)
     if PartialState().is_main_process:
         plain.print(mining_table(result))
 
@@ -254,12 +254,9 @@ def compare(
                 draw_comparison(comparison, result.with_suffix(".png"))
                 write_html(comparison, result.with_suffix(".html"))
         except RunFailed as error:
-            sentence = f"fastmaxsim: {error}{_earlier(files, before)}"
-            errors.print(sentence, style="red", markup=False, highlight=False)
-            raise typer.Exit(1) from None
+            _end_with(f"fastmaxsim: {error}{_earlier(files, before)}")
         except KeyboardInterrupt:
-            _say_interrupted(f"a comparison is not resumed, the same command starts it again{_earlier(files, before)}")
-            raise typer.Exit(INTERRUPTED) from None
+            _end_interrupted(f"a comparison is not resumed, the same command starts it again{_earlier(files, before)}")
     typer.echo("\n".join(map(str, files)))
 
 
@@ -363,8 +360,7 @@ def tune(
     import torch
 
     if not torch.cuda.is_available():
-        errors.print("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", style="red")
-        raise typer.Exit(NO_GPU)
+        _end_with("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", NO_GPU)
 
     from pylate_fastmaxsim.kernels import launch
     from pylate_fastmaxsim.tuning import gpu
@@ -380,8 +376,7 @@ def tune(
             table = gpu.table_name(family, d, gpu.DTYPES[dtype.value])
             rows.append(row_text(table, architecture, arithmetic, d, found))
     except TuningError as error:
-        errors.print(f"fastmaxsim: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
+        _end_with(f"fastmaxsim: {error}")
     finally:
         # What was found before an error or an interrupt is worth keeping.
         if rows:
