@@ -59,7 +59,7 @@ def _contents(
     recipe: Recipe, key: str, names: list[str], files_in: Callable[[Path], Iterable[str | Path]]
 ) -> dict[str, dict[str, Any]]:
     try:
-        earlier = read_record(Path(recipe.output_dir, FILES_FILE)) or {}
+        earlier = read_record(Path(recipe.output_dir, FILES_FILE))
     except RecipeError:
         earlier = {}  # which saves time only
     contents = {}

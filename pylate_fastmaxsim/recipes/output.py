@@ -75,7 +75,7 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> t
 
     def earlier(name: str) -> dict[str, Any]:
         """What a record says of the checkpoint to go on from."""
-        return (checkpoint and read_record(directory / name)) or {}
+        return read_record(directory / name) if checkpoint else {}
 
     if before := earlier(RECIPE_FILE):
         _require_same_run(recipe, before)

@@ -25,8 +25,8 @@ def write_record(file: Path, values: dict[str, Any]) -> None:
         file.unlink(missing_ok=True)
 
 
-def read_record(file: Path) -> dict[str, Any] | None:
-    """What was written of the checkpoints beside it, or None where nothing was.
+def read_record(file: Path) -> dict[str, Any]:
+    """What was written of the checkpoints beside it.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def read_record(file: Path) -> dict[str, Any] | None:
         It is damaged.
     """
     if not file.exists():
-        return None
+        return {}
     try:
         text = file.read_text(encoding="utf-8")
         values = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
