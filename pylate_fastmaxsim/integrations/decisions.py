@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoders import encoder_of
+from pylate_fastmaxsim.integrations.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, unsharded, unwrap
 
 # Of what this rank found, what all ranks act on.
@@ -147,7 +147,7 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
         noise = getattr(encoder.get_input_embeddings(), "neftune_noise_alpha", None)
         dtype = next(encoder.parameters()).dtype
         # PEFT, which may be wrapped around it later, may put tokens before each text.
-        around = ref(core._first_module().auto_model)
+        around = ref(with_adapters(core))
         of_encoder = ref(encoder), around, encoder.training, dtype, encoder.config._attn_implementation, noise
     except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
         of_encoder = ()

@@ -17,10 +17,20 @@ from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 _counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
 
 
+def with_adapters(core: nn.Module) -> nn.Module:
+    """The encoder with what PEFT has wrapped around it."""
+    return core._first_module().auto_model
+
+
 def encoder_of(core: nn.Module) -> nn.Module:
     """The model of transformers, inside PEFT where that is used."""
-    encoder = core._first_module().auto_model
+    encoder = with_adapters(core)
     return encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder
+
+
+def inputs_of(core: nn.Module) -> set[str]:
+    """The features that Sentence Transformers hands on to the encoder."""
+    return core._first_module().model_forward_params
 
 
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:

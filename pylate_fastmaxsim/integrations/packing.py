@@ -35,7 +35,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import inputs_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.trials import (
     short_to_long,
@@ -388,7 +388,7 @@ def _reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | No
 def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
     """Why texts need what the plans without padding do not carry over."""
     more = _not_carried(columns)
-    unknown = more & core._first_module().model_forward_params
+    unknown = more & inputs_of(core)
     if unknown:
         return f"the encoder is given {', '.join(sorted(unknown))}"
     if more and (module := reader(core)) is not None:

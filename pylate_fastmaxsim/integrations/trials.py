@@ -24,7 +24,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import encoder_of, position_table, positioned, token_embeddings
+from pylate_fastmaxsim.integrations.encoders import encoder_of, inputs_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.untouched import untouched
 from pylate_fastmaxsim.integrations.wrappers import reader
@@ -88,7 +88,7 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in one row; None if they can."""
 
     def trial() -> None:
-        if "position_ids" not in core._first_module().model_forward_params:
+        if "position_ids" not in inputs_of(core):
             raise PackingUnsupported(f"{type(encoder_of(core)).__name__} takes no position_ids")
         accept_packed_masks(encoder_of(core))
         documents = _more_than_positions(core, samples)
@@ -275,7 +275,7 @@ def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> 
     Some decoders sharpen attention by ``cache_position``, from a place on that the few documents of a trial do not
     reach.
     """
-    if "cache_position" not in core._first_module().model_forward_params:
+    if "cache_position" not in inputs_of(core):
         return False
     places = torch.arange(_FAR, _FAR + values.shape[1], device=values.device)
     return not _alike(token_embeddings(core, {**call, "cache_position": places}), values)
