@@ -22,6 +22,7 @@ pytest.importorskip("pylate")
 
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from colpali_engine.loss.late_interaction_losses import ColbertModule
 from datasets import Dataset
 from peft import PeftModel
@@ -69,6 +70,7 @@ NAMES = [
     (LINEAR, "_compiled_call_impl", "compiled layers"),
     (LINEAR.weight, "_backward_hooks _post_accumulate_grad_hooks", "own code"),
     (LINEAR.weight, "_version", "changed masks"),
+    (add_hook_to_module(nn.Linear(1, 1), ModelHook()), "_hf_hook", "own code"),
     (nn.modules.module, "_global_forward_hooks _global_forward_pre_hooks", "own code"),
     (nn.modules.module, "_global_backward_hooks _global_backward_pre_hooks", "own code"),
     (nn.modules.batchnorm, "_BatchNorm", "encoders that are divided as stock divides them"),
@@ -98,6 +100,7 @@ NAMES = [
     (checkpointed_layer(), "_gradient_checkpointing_func gradient_checkpointing", "compiled checkpointing"),
     (transformers.masking_utils, "_ignore_bidirectional_mask_sdpa _ignore_causal_mask_sdpa", "uninspected masks"),
     (transformers, "AttentionInterface", "packed attention"),
+    (transformers.Gemma3nTextConfig(), "num_kv_shared_layers", "decoders without a cache"),
     (transformers.modeling_layers, "GradientCheckpointingLayer", "compiled checkpointing"),
     (
         transformers.utils.output_capturing,

@@ -92,10 +92,7 @@ def test_steps_of_several_lengths_are_measured_drawn_and_kept(tmp_path):
     ]
 
     def run(*options):
-        command = [sys.executable, str(BENCHMARKS / "lengths.py"), "--results", str(results), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        return run_benchmark("lengths.py", "--results", str(results), *options).splitlines()
 
     *_, half, full = run(*small, "--tokens", "15", "3000")
     assert full.startswith("| 0% | ") and "x) |" in full and half.startswith("| ") and not half.startswith("| 0%")
