@@ -97,9 +97,13 @@ def encoders_table() -> str:
     """Steps of other encoders than ModernBERT."""
     cells = results("encoders_h100")["cells"]
     lines = ["| encoder | PyLate | this package | speed | memory |", "|---" * 5 + "|"]
-    for name, title in {"eurobert": "EuroBERT-210m", "mpnet": "MPNet-base, in groups"}.items():
-        pair = [cells[f"{name}/{path}/batch=64"] for path in ("stock", "fast")]
-        stock, fast = pair
+    titles = {
+        ("eurobert", 64): "EuroBERT-210m",
+        ("qwen3", 32): "Qwen3-Embedding-0.6B, 32 queries",
+        ("mpnet", 64): "MPNet-base, in groups",
+    }
+    for (name, batch), title in titles.items():
+        stock, fast = pair = [cells[f"{name}/{path}/batch={batch}"] for path in ("stock", "fast")]
         entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in pair]
         ratios = [f"{stock['step_ms'] / fast['step_ms']:.2f}x", f"{fast['peak_gib'] / stock['peak_gib']:.0%}"]
         lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
