@@ -11,7 +11,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.wrappers import HOSTS, written_in
+from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoders import encoder_of, with_adapters
-from pylate_fastmaxsim.integrations.wrappers import forward_is_own, layers_of_wrapping, unsharded, unwrap
+from pylate_fastmaxsim.integrations.own_code import forward_is_own
+from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, unsharded, unwrap
 
 # Of what this rank found, what all ranks act on.
 Agree = Callable[[bool], bool]

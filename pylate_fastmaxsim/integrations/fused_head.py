@@ -18,24 +18,24 @@ from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations import log_once, switch
+from pylate_fastmaxsim.integrations.authors import HOSTS, LIBRARIES, written_in
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changed, masks_of
 from pylate_fastmaxsim.integrations.normalization import unit
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
-from pylate_fastmaxsim.integrations.wrappers import (
-    HOSTS,
-    LIBRARIES,
-    divided_by_deepspeed,
+from pylate_fastmaxsim.integrations.own_code import (
     forward_is_own,
     has_hooks,
     hooks_change_nothing,
-    is_compiled,
-    layers_of_wrapping,
     reader,
     unknown_wrapper,
+)
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
+from pylate_fastmaxsim.integrations.wrappers import (
+    divided_by_deepspeed,
+    is_compiled,
+    layers_of_wrapping,
     unsharded,
     unwrap,
-    written_in,
 )
 from pylate_fastmaxsim.ops.head import project_normalize
 

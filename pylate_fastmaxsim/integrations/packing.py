@@ -37,6 +37,7 @@ from pylate_fastmaxsim.integrations.documents import (
 )
 from pylate_fastmaxsim.integrations.encoders import inputs_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
+from pylate_fastmaxsim.integrations.own_code import forward_is_own, own_code, reader, unknown_wrapper
 from pylate_fastmaxsim.integrations.trials import (
     short_to_long,
     why_not_divided,
@@ -44,16 +45,7 @@ from pylate_fastmaxsim.integrations.trials import (
     why_not_joint,
     why_not_packed,
 )
-from pylate_fastmaxsim.integrations.wrappers import (
-    forward_is_own,
-    group_in_step,
-    is_compiled,
-    layers_of_wrapping,
-    own_code,
-    reader,
-    unknown_wrapper,
-    unwrap,
-)
+from pylate_fastmaxsim.integrations.wrappers import group_in_step, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.

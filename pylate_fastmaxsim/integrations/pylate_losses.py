@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import log_once, packing, switch
+from pylate_fastmaxsim.integrations.authors import SCORING, written_in
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
 from pylate_fastmaxsim.integrations.documents import without_total
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
@@ -31,7 +32,7 @@ from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
 from pylate_fastmaxsim.integrations.stock import asked_backend
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import SCORING, of_outermost, unsent, unwrap, written_in
+from pylate_fastmaxsim.integrations.wrappers import of_outermost, unsent, unwrap
 from pylate_fastmaxsim.ops.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.ring import ring_maxsim

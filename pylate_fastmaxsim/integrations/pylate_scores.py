@@ -13,11 +13,11 @@ from pylate.utils import convert_to_tensor
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import stock
+from pylate_fastmaxsim.integrations.authors import SCORING, written_in
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.switch import Options
-from pylate_fastmaxsim.integrations.wrappers import SCORING, written_in
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 

@@ -313,7 +313,7 @@ def _is_hosts(patch: Patch) -> bool:
 
     That is what stood there when the patch was made, which somebody may have put back since.
     """
-    from pylate_fastmaxsim.integrations.wrappers import HOSTS, SCORING, written_in
+    from pylate_fastmaxsim.integrations.authors import HOSTS, SCORING, written_in
 
     now = inspect.getattr_static(patch.owner, patch.name, None)
     if now is None:
