@@ -17,6 +17,8 @@ HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "p
 # Who writes scoring functions that give PyLate's scores: itself, this package, and those that PyLate scores through.
 SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_maxsim")
 
+_AROUND_A_FUNCTION = MethodType, classmethod, staticmethod
+
 _EMPTY = CellType()
 
 
@@ -34,7 +36,7 @@ def written_in(function: Callable, libraries: Iterable[str]) -> bool:
     # By its type alone: what decorates a function may show all that this has, its class included.
     while type(function) is partial:
         function = function.func
-    if type(function) is MethodType:
+    if type(function) in _AROUND_A_FUNCTION:
         function = function.__func__
     # Not of a decorator's result, which often says the module of what it decorates.
     written = function.__globals__ if type(function) is FunctionType else {}
@@ -62,7 +64,7 @@ def parts_of(function: object) -> list[object]:
             inner += [part.func, *filter(_is_function, (*part.args, *part.keywords.values()))]
         elif isinstance(part, property):
             inner.append(part.fget)
-        elif type(part) in (MethodType, classmethod, staticmethod):
+        elif type(part) in _AROUND_A_FUNCTION:
             inner.append(part.__func__)
         elif id(part) not in parts:
             parts[id(part)] = part
