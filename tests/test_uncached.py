@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import collated, load_model, sentences
@@ -11,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import uncached
 
 
 @pytest.fixture
@@ -57,6 +60,11 @@ def test_layers_that_share_keys_find_them(encoder, kept):
     with pylate_fastmaxsim.enabled(stock_masking=True):
         assert loss_function(batch).item() == pytest.approx(expected, rel=1e-4)
         assert kept
+
+
+def test_configurations_of_older_transformers_have_no_text_of_their_own():
+    """As before 4.46."""
+    assert not uncached._layers_share_keys(SimpleNamespace())
 
 
 def test_layers_share_what_is_compiled(encoder, packed, monkeypatch):

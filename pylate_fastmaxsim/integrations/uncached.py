@@ -24,7 +24,9 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs: object) ->
 
 def _layers_share_keys(config: object) -> bool:
     """Whether layers find the keys and values of others in what is kept, as those of Gemma 3n do."""
-    return bool(getattr(config.get_text_config(), "num_kv_shared_layers", 0))
+    if hasattr(config, "get_text_config"):  # not in transformers before 4.46, nor such layers
+        config = config.get_text_config()
+    return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
 def patches() -> list[Patch]:
