@@ -4,8 +4,8 @@
     python benchmarks/lengths.py --render-only         # table and plot from the committed results
 
 Steps are those of train_step.py at one batch size. Lengths are log-normal, cut at the document_length to which PyLate
-pads, 300; with a mean of 3,000 every document is cut, and nothing is padding. Stock and fast warm up side by side and are
-measured one after the other. Options that this command does not know are handed on to training_cell.py.
+pads, 300; with a mean of 3,000 every document is cut, and nothing is padding. Stock and fast warm up side by side and
+are measured one after the other. Options that this command does not know are handed on to training_cell.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def cell_name(path: str, tokens: int, compiled: bool) -> str:
 
 
 def mean_lengths(cells: dict) -> list[int]:
-    return sorted({cell["tokens"] for cell in cells.values()})
+    """Those at which a step was measured: of any other the share of padding is not known."""
+    return sorted({cell["tokens"] for cell in cells.values() if cell["status"] == "ok"})
 
 
 def live_share(cells: dict, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""The fused head in PyLate's losses: loss and gradients as in stock, and as with plain Dense where it does not apply."""
+"""The fused head in PyLate's losses: loss and gradients as in stock, or as with plain Dense where it does not apply."""
 
 from __future__ import annotations
 

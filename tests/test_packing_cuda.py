@@ -292,8 +292,8 @@ def test_compiled_layers_do_not_recompile_as_batches_vary(small, stock, family, 
     model = small(family)
     if checkpointing:
         model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-    # Not 16 queries, which is also the size of a head of Qwen 3: sizes that are equal in the first call count as one, and a
-    # layer is compiled once more when they no longer are.
+    # Not 16 queries, which is also the size of a head of Qwen 3: sizes that are equal in the first call count as one,
+    # and a layer is compiled once more when they no longer are.
     sizes = list(enumerate((15, 15, 15, 11, 24)))
     expected = stock(model, [_batch(model, seed=seed, count=count) for seed, count in sizes[2:]])
     torch._dynamo.reset()

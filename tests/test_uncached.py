@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import uncached
+from pylate_fastmaxsim.integrations import compilation, uncached
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_whoever_asks_for_the_cache_has_it(encoder, kept, in_features):
     assert kept
 
 
-def test_layers_that_share_keys_find_them(encoder, kept):
+def test_layers_that_share_keys_find_them(encoder, kept, caplog):
     """Without what is kept, those of Gemma 3n would make keys and values of their own, by weights that nobody trained."""
     layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ("full_attention",) * 4}
     model = load_model(encoder("gemma3n", **layers))
@@ -60,11 +60,15 @@ def test_layers_that_share_keys_find_them(encoder, kept):
     with pylate_fastmaxsim.enabled(stock_masking=True):
         assert loss_function(batch).item() == pytest.approx(expected, rel=1e-4)
         assert kept
+    with pylate_fastmaxsim.enabled(compile=True):
+        compilation.compile_layers(model)
+    assert "compiles each layer of Gemma3nTextModel for itself" in caplog.text
 
 
 def test_configurations_of_older_transformers_have_no_text_of_their_own():
     """As before 4.46."""
-    assert not uncached._layers_share_keys(SimpleNamespace())
+    transformer = SimpleNamespace(auto_model=SimpleNamespace(config=SimpleNamespace()))
+    assert not uncached.layers_share_keys(transformer)
 
 
 def test_layers_share_what_is_compiled(encoder, packed, monkeypatch):

@@ -124,8 +124,8 @@ def variable_length_attention(
     Parameters
     ----------
     query, key, value
-        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. Keys and values may have fewer heads, by a whole
-        factor; so many heads of the queries in a row share one of theirs.
+        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. Keys and values may have fewer heads, by a
+        whole factor; so many heads of the queries in a row share one of theirs.
     cu_seqlens
         ``[N + 1]``, int32.
     max_length

@@ -79,9 +79,9 @@ def group_by_length(lengths: Sequence[int], groups: int) -> list[list[int]]:
 def _sizes(lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The documents by length, how many of them each distinct length ends, and what groups of neighbours hold.
 
-    ``size[j, i]`` are the tokens of the group of the distinct lengths ``i`` to ``j - 1``, padding included. With ``best[j]``
-    tokens in the best division of the first ``j`` lengths, the best with one group more has the minimum over ``i`` of
-    ``best[i] + size[j, i]``.
+    ``size[j, i]`` are the tokens of the group of the distinct lengths ``i`` to ``j - 1``, padding included. With
+    ``best[j]`` tokens in the best division of the first ``j`` lengths, the best with one group more has the minimum
+    over ``i`` of ``best[i] + size[j, i]``.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
     distinct, counts = np.unique(np.asarray(lengths)[order], return_counts=True)

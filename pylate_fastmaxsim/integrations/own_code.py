@@ -39,8 +39,8 @@ def own_code(model: nn.Module, backwards: bool) -> str | None:
     model
         A ``pylate.models.ColBERT``, possibly wrapped.
     backwards
-        Whether each call has a backward of its own, as in GradCache: then hooks on weights see the gradients of each. So
-        they do where layers are checkpointed reentrantly.
+        Whether each call has a backward of its own, as in GradCache: then hooks on weights see the gradients of each.
+        So they do where layers are checkpointed reentrantly.
 
     Returns
     -------

@@ -71,8 +71,9 @@ def maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, or ``grad_filter`` is neither ``"auto"`` nor ``None``. On a CPU also:
-        a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows where gradients are wanted.
+        Shapes, dtypes or devices do not fit together, or ``grad_filter`` is neither ``"auto"`` nor ``None``. On a CPU
+        also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows where gradients are
+        wanted.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
