@@ -13,7 +13,7 @@ from torch import nn
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, uncached
+from pylate_fastmaxsim.integrations import compilation, encoders
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_layers_that_share_keys_find_them(encoder, kept, caplog):
 def test_configurations_of_older_transformers_have_no_text_of_their_own():
     """As before 4.46."""
     transformer = SimpleNamespace(auto_model=SimpleNamespace(config=SimpleNamespace()))
-    assert not uncached.layers_share_keys(transformer)
+    assert not encoders.layers_share_keys(transformer)
 
 
 def test_layers_share_what_is_compiled(encoder, packed, monkeypatch):

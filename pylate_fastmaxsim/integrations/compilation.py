@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
-from pylate_fastmaxsim.integrations.encoders import encoder_of
+from pylate_fastmaxsim.integrations.encoders import encoder_of, layers_share_keys
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
 from pylate_fastmaxsim.integrations.redirection import detached
-from pylate_fastmaxsim.integrations.uncached import layers_share_keys
 from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
 
 try:
@@ -67,8 +66,8 @@ def compile_layers(model: nn.Module) -> None:
         log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__, about=core)
     elif layers_share_keys(core._first_module()):
         log_once(
-            "compile=True compiles each layer of %s for itself, which takes long: layers find keys and values of others in "
-            "a key-value cache.",
+            "compile=True compiles each layer of %s for itself, which takes long: layers find keys and values of others "
+            "in a key-value cache.",
             type(encoder_of(core)).__name__,
             about=core,
         )

@@ -33,6 +33,14 @@ def inputs_of(core: nn.Module) -> set[str]:
     return core._first_module().model_forward_params
 
 
+def layers_share_keys(transformer: nn.Module) -> bool:
+    """Whether layers of a Transformer find keys and values of others in the cache, as those of Gemma 3n do."""
+    config = getattr(getattr(transformer, "auto_model", None), "config", None)
+    if hasattr(config, "get_text_config"):  # not in transformers before 4.46, nor such layers
+        config = config.get_text_config()
+    return bool(getattr(config, "num_kv_shared_layers", 0))
+
+
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     """Token embeddings ``[N, L, d]`` of one call of the model, which leaves the features as they are."""
     with uninspected():
