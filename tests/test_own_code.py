@@ -196,13 +196,15 @@ def test_what_libraries_add_is_nobodys_own(encoder, mode):
     # As wandb.watch puts them on modules and weights.
     wandb = types.ModuleType("wandb.integration.torch")
     exec("def watch(*_):\n    pass", vars(wandb))
-    for module in model.modules():
-        module.register_forward_hook(wandb.watch)
-    for weight in model.parameters():
-        if weight.requires_grad:
-            weight.register_hook(wandb.watch)
+    # They are removed again: models that are built with PyLate's Dense share its default activation.
+    handles = [module.register_forward_hook(wandb.watch) for module in model.modules()]
+    handles += [weight.register_hook(wandb.watch) for weight in model.parameters() if weight.requires_grad]
     pylate_fastmaxsim.enable()
-    run(losses.CachedContrastive(model), batch_of(model, collate=features))
+    try:
+        run(losses.CachedContrastive(model), batch_of(model, collate=features))
+    finally:
+        for handle in handles:
+            handle.remove()
     assert mode_of(model) == {mode}
 
 
