@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
+from typing import TYPE_CHECKING
 
 import torch
-from pylate.models import ColBERT
-from pylate.utils import ColBERTCollator
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 from torch.nn import functional as F
@@ -34,6 +33,9 @@ from transformers import (
     Qwen3Config,
     XLMRobertaConfig,
 )
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 TEXT = """
 Late interaction keeps one vector for every token of a document, and compares each of them with each
@@ -96,6 +98,8 @@ def build_model(folder: Path, family: str, new_weights: bool = False, **changes:
 def load_model(
     path: str, document_length: int = 32, query_length: int = 12, device: str = "cpu", **options: object
 ) -> ColBERT:
+    from pylate.models import ColBERT
+
     torch.manual_seed(0)
     model = ColBERT(
         model_name_or_path=path,
@@ -117,6 +121,8 @@ def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) ->
 
 def collated(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
     """The same batch from PyLate's collator, as the trainer hands it to a loss."""
+    from pylate.utils import ColBERTCollator
+
     names = ["query", *(f"document_{index}" for index in range(len(columns)))]
     rows = [dict(zip(names, row, strict=True)) for row in zip(queries, *columns, strict=True)]
     batch = ColBERTCollator(tokenize_fn=model.tokenize)(rows)

@@ -50,7 +50,9 @@ def loss_and_gradients(
     core.zero_grad()
     loss = loss_function([dict(column) for column in batch])
     loss.backward()
-    return loss.item(), {name: weight.grad.clone() for name, weight in core.named_parameters()}
+    # Of what FSDP makes flat, a rank may have no part of a weight.
+    gradients = {name: weight.grad.clone() for name, weight in core.named_parameters() if weight.grad is not None}
+    return loss.item(), gradients
 
 
 def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> None:

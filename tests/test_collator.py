@@ -18,7 +18,7 @@ from pylate_fastmaxsim.integrations.documents import TOKEN_TOTAL
 
 def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
     pylate_fastmaxsim.enable()
-    packing._mode(model, batch_of(model)[1:], None)
+    packing.mode_for(model, batch_of(model)[1:], None)
     batch = batch_of(model)
     assert_encodes_as_stock(model, batch)
     no_search()

@@ -142,7 +142,7 @@ def test_deciding_leaves_no_trace(encoder, mode):
     training = {name: module.training for name, module in model.named_modules()}
     random_state = torch.get_rng_state()
     pylate_fastmaxsim.enable()
-    packing._mode(model, batch_of(model)[1:], None)
+    packing.mode_for(model, batch_of(model)[1:], None)
     assert mode_of(model) == {mode}
     assert training == {name: module.training for name, module in model.named_modules()}
     assert torch.equal(random_state, torch.get_rng_state())
@@ -158,10 +158,10 @@ def test_attention_that_cannot_drop_is_not_packed_in_training(encoder, monkeypat
     monkeypatch.setattr(attention, "variable_length_attention", undropped)
     model = load_model(encoder("bert", attention_probs_dropout_prob=0.2))
     pylate_fastmaxsim.enable()
-    packing._mode(model, batch_of(model)[1:], None)
+    packing.mode_for(model, batch_of(model)[1:], None)
     assert mode_of(model) == {"grouped"}
     model.eval()
-    assert packing._mode(model, batch_of(model)[1:], None) == "packed"
+    assert packing.mode_for(model, batch_of(model)[1:], None) == "packed"
 
 
 def test_dropout_reaches_packed_attention(encoder, monkeypatch):
@@ -213,13 +213,13 @@ def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
     model.float()
     pylate_fastmaxsim.enable()
     columns = batch_of(model)[1:]
-    assert packing._mode(model, columns, None) == "grouped"
+    assert packing.mode_for(model, columns, None) == "grouped"
     with torch.autocast("cpu", torch.bfloat16):
-        assert packing._mode(model, columns, None) == "packed"
+        assert packing.mode_for(model, columns, None) == "packed"
 
     # What accelerate does.
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    assert packing._mode(model, columns, None) == "packed"
+    assert packing.mode_for(model, columns, None) == "packed"
 
 
 def test_it_is_decided_anew_when_the_dtype_of_the_parameters_changes(model, monkeypatch):
@@ -230,7 +230,7 @@ def test_it_is_decided_anew_when_the_dtype_of_the_parameters_changes(model, monk
     for dtype in (torch.bfloat16, torch.float64, torch.bfloat16):
         model.to(dtype)
         encode(model, [{}, *columns])
-        modes.append(packing._mode(model, columns, None))
+        modes.append(packing.mode_for(model, columns, None))
     assert modes == ["packed", "grouped", "packed"]
 
 

@@ -297,7 +297,7 @@ def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
         model.document_length = width
         batch = features(model, texts_of(2), texts_of(60))
         assert_encodes_as_stock(model, batch)
-        modes.append(packing._mode(model, batch[1:], None))
+        modes.append(packing.mode_for(model, batch[1:], None))
     assert modes == ["packed", "grouped", "packed"]
 
 
@@ -320,7 +320,7 @@ def test_every_width_takes_as_many_calls(encoder, packed):
         model = load_model(encoder("bert"), document_length=width)
         made = []
         model[0].register_forward_pre_hook(looking(lambda _module, _args: made.append(None)))
-        packing._mode(model, batch_of(model)[1:], None)
+        packing.mode_for(model, batch_of(model)[1:], None)
         return len(made)
 
     pylate_fastmaxsim.enable()

@@ -52,7 +52,7 @@ def state_of(model):
 
 def assert_deciding_changes_nothing(model, columns):
     buffers, plain = state_of(model)
-    mode = packing._mode(model, columns, None)
+    mode = packing.mode_for(model, columns, None)
     torch.testing.assert_close(state_of(model)[0], buffers, rtol=0, atol=0)
     assert state_of(model)[1] == plain
     return mode
@@ -87,12 +87,12 @@ def test_statistics_behind_an_encoder_that_is_not_in_training(model, mode):
 def test_another_encoder_is_decided_about_anew_and_what_is_gone_is_forgotten(model, mode, encoder):
     pylate_fastmaxsim.enable()
     batch = batch_of(model)
-    assert packing._mode(model, batch[1:], None) == mode
+    assert packing.mode_for(model, batch[1:], None) == mode
     model[0].auto_model = load_model(encoder("fnet")).to(model.dtype)[0].auto_model
-    assert packing._mode(model, batch[1:], None) == "padded"
+    assert packing.mode_for(model, batch[1:], None) == "padded"
     for _ in range(3):
         model[1] = Behind(model[1].dense if isinstance(model[1], Behind) else model[1])
-        packing._mode(model, batch[1:], None)
+        packing.mode_for(model, batch[1:], None)
         gc.collect()
     assert len(packing._modes[model]) <= 3
 

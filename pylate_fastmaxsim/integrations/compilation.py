@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
-from pylate_fastmaxsim.integrations.encoders import encoder_of, layers_share_keys
+from pylate_fastmaxsim.integrations.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
 from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
@@ -64,7 +64,7 @@ def compile_layers(model: nn.Module) -> None:
     layers = [layer for layer in encoder_layers(core) if layer._compiled_call_impl is None]
     if not layers:
         log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__, about=core)
-    elif layers_share_keys(core._first_module()):
+    elif layers_share_keys(transformer_of(core)):
         log_once(
             "compile=True compiles each layer of %s for itself, which takes long: layers find keys and values of others "
             "in a key-value cache.",

@@ -251,6 +251,11 @@ def padded_plan(
     return EncodingPlan(calls, keep, torch.cat(starts), torch.cat(lengths), longest, as_stock=True)
 
 
+def nothing_skipped(input_ids: Tensor) -> Tensor:
+    """For a plan in which every token that is attended to counts."""
+    return torch.zeros_like(input_ids, dtype=torch.bool)
+
+
 def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
     """Positions of the attended tokens of a padded batch, and where each row begins among them.
 

@@ -1,4 +1,7 @@
-"""The encoder of a PyLate model: where it is, how it counts positions, and a call of the model that runs it."""
+"""The encoder of a model: where it is, how it counts positions, and a call of the model that runs it.
+
+The model is a ``pylate.models.ColBERT``, or the Transformer of Sentence Transformers that stands at its beginning.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,14 @@ from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 _counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
 
 
+def transformer_of(core: nn.Module) -> nn.Module:
+    """The Transformer of Sentence Transformers that a model begins with, or that it is."""
+    return core._first_module() if hasattr(core, "_first_module") else core
+
+
 def with_adapters(core: nn.Module) -> nn.Module:
     """The encoder with what PEFT has wrapped around it."""
-    return core._first_module().auto_model
+    return transformer_of(core).auto_model
 
 
 def encoder_of(core: nn.Module) -> nn.Module:
@@ -30,7 +38,10 @@ def encoder_of(core: nn.Module) -> nn.Module:
 
 def inputs_of(core: nn.Module) -> set[str]:
     """The features that Sentence Transformers hands on to the encoder."""
-    return core._first_module().model_forward_params
+    transformer = transformer_of(core)
+    # Since release 6, None is all but what is its own, where the encoder takes any keywords.
+    named = transformer.model_forward_params
+    return transformer._declared_forward_params if named is None else named
 
 
 def layers_share_keys(transformer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Run somebody's training script with PyLate or colpali-engine accelerated, without editing it."""
+"""Run somebody's training script with the library that it trains with accelerated, without editing it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _logger = logging.getLogger("pylate_fastmaxsim")
 def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     """Run a Python script or module as ``python`` would, with :func:`~pylate_fastmaxsim.enable` called for it.
 
-    ``enable`` is called when the script imports PyLate or colpali-engine, not before: what the script sets in the
-    environment first (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without us.
+    ``enable`` is called when the script imports PyLate, colpali-engine or Sentence Transformers with a
+    MultiVectorEncoder, not before: what the script sets in the environment first (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without us.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
 def _run(parsed: argparse.Namespace) -> None:
     options = {option.name: getattr(parsed, option.name) for option in dataclasses.fields(switch.Options)}
     hook = _EnableWithHost(options)
-    if not switch.HOST_MODULES.isdisjoint(sys.modules):
+    if not switch.HOST_PACKAGES.isdisjoint(sys.modules):
         switch.enable(**options)
     else:
         sys.meta_path.insert(0, hook)
@@ -79,7 +79,11 @@ def _run(parsed: argparse.Namespace) -> None:
     finally:
         if hook in sys.meta_path:
             sys.meta_path.remove(hook)
-            _logger.warning("%s did not import PyLate or colpali-engine, so nothing was accelerated.", parsed.target)
+            _logger.warning(
+                "%s did not import PyLate, colpali-engine or Sentence Transformers with a MultiVectorEncoder, so nothing "
+                "was accelerated.",
+                parsed.target,
+            )
 
 
 def _run_as_main(parsed: argparse.Namespace) -> None:
@@ -100,13 +104,13 @@ def _run_as_main(parsed: argparse.Namespace) -> None:
 
 
 class _EnableWithHost(importlib.abc.MetaPathFinder):
-    """Calls ``enable`` as soon as PyLate or colpali-engine is imported."""
+    """Calls ``enable`` as soon as a library is imported that can be accelerated."""
 
     def __init__(self, options: dict[str, bool | str | None]) -> None:
         self.options = options
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
-        if name not in switch.HOST_MODULES:
+        if name not in switch.HOST_PACKAGES:
             return None
         place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
@@ -121,13 +125,20 @@ class _EnableWithHost(importlib.abc.MetaPathFinder):
 
         def execute_and_enable(module: ModuleType) -> None:
             execute(module)
-            # A host that cannot be imported leaves the finder to the other one.
-            if self in sys.meta_path:
+            # A host that cannot be imported leaves the finder to another one, and so does one that another is just
+            # importing, as PyLate does Sentence Transformers.
+            if self in sys.meta_path and switch.brings_host(name) and not _others_begin(name):
                 sys.meta_path.remove(self)
                 switch.enable(**self.options)
 
         spec.loader.exec_module = execute_and_enable
         return spec
+
+
+def _others_begin(name: str) -> bool:
+    """Whether a host is being imported besides the one of this name."""
+    specs = (getattr(sys.modules.get(other), "__spec__", None) for other in switch.HOST_PACKAGES - {name})
+    return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
 def _parse(arguments: Sequence[str], prog: str) -> argparse.Namespace:

@@ -130,21 +130,31 @@ def forward_is_own(module: nn.Module) -> bool:
 
 
 def reader(core: nn.Module) -> nn.Module | None:
-    """The first module of a PyLate model, itself among them, that may look at anything in the features.
+    """The first module of a model, itself among them, that may look at anything in the features.
 
     It has no forward that is known not to: those of PyLate's model and Dense and of Sentence Transformers'
-    Transformer, as these libraries have them.
+    Transformer, as these libraries have them. What is inside of a Transformer is given what that hands on.
     """
-    from pylate.models import ColBERT, Dense
-    from sentence_transformers.models import Transformer
-
-    known = (ColBERT.forward, Dense.forward, Transformer.forward)
     core = unsharded(core)
-    for module in (core, *map(unsharded, core.children())):
+    known, modules = [_transformer().forward], [core]
+    if hasattr(core, "_first_module"):
+        from pylate.models import ColBERT, Dense
+
+        known += [ColBERT.forward, Dense.forward]
+        modules += map(unsharded, core.children())
+    for module in modules:
         forward = type(module).forward
         if forward not in known or not written_in(forward, HOSTS) or not forward_is_own(module):
             return module
     return None
+
+
+def _transformer() -> type[nn.Module]:
+    try:
+        from sentence_transformers.base.modules import Transformer
+    except ImportError:  # before release 6
+        from sentence_transformers.models import Transformer
+    return Transformer
 
 
 def hooks_change_nothing(module: nn.Module, of_all: bool = True, backward: bool = False) -> bool:

@@ -52,7 +52,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 # What the plans without padding carry over; an encoder that is given more than this is left alone.
-_UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
+UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
 # What they leave out without a loss: what the patched collator adds, and what PyLate's tokenizer leaves of texts that
 # are dictionaries.
@@ -60,7 +60,7 @@ _LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
 
 _modes: Decisions[str] = WeakKeyDictionary()
 
-_PADDED = "Documents are encoded with padding, as stock PyLate does: %s."
+_PADDED = "Documents are encoded with padding, as stock {} does: %s."
 _APART = "Queries are not encoded with the documents but in a call of their own: %s."
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
@@ -176,7 +176,7 @@ def plan_documents(
     backwards = mini_batch_size is not None
     group = group_in_step(model, backwards)
     if options is None or options.padding_free:
-        mode = _mode(model, document_features, group, backwards)
+        mode = mode_for(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation.compile_layers(model)
     if mode == "padded":
@@ -264,11 +264,15 @@ def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     return table[input_ids.clamp(-1, len(table) - 1).long()]
 
 
-def _mode(
-    model: nn.Module, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None, backwards: bool = False
+def mode_for(
+    model: nn.Module,
+    columns: Sequence[dict[str, Tensor]],
+    group: dist.ProcessGroup | None,
+    backwards: bool = False,
+    host: str = "PyLate",
 ) -> str:
-    """How to encode with this model. ``backwards``: where each call has one of its own."""
-    decide = partial(_fastest_mode, model, columns, backwards)
+    """How to encode with this model of ``host``. ``backwards``: where each call has one of its own."""
+    decide = partial(_fastest_mode, model, columns, backwards, _PADDED.format(host))
     # Alone a process can decide anew in any step; all of them would have to find the same.
     own = None if group else _reason_in_own_code(model, backwards)
     return decided(_modes, model, columns, decide, group, (_features_that_differ(columns, group), backwards, own))
@@ -289,14 +293,16 @@ def _mode_with_gaps(group: dist.ProcessGroup | None) -> str:
     return "grouped"
 
 
-def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], backwards: bool, agree: Agree) -> str:
+def _fastest_mode(
+    model: nn.Module, columns: Sequence[dict[str, Tensor]], backwards: bool, padded: str, agree: Agree
+) -> str:
     """The first mode that works, on all ranks.
 
     They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(_reason_to_leave(model, columns) or _reason_in_own_code(model, backwards), _PADDED):
+    if not works(_reason_to_leave(model, columns) or _reason_in_own_code(model, backwards), padded):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
     if works(
@@ -306,7 +312,7 @@ def _fastest_mode(model: nn.Module, columns: Sequence[dict[str, Tensor]], backwa
         logging.INFO if samples.input_ids.device.type == "cpu" else logging.WARNING,
     ):
         return "packed"
-    return "grouped" if works(why_not_grouped(core, samples), _PADDED) else "padded"
+    return "grouped" if works(why_not_grouped(core, samples), padded) else "padded"
 
 
 def _works(
@@ -389,11 +395,11 @@ def _reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -
 
 
 def _carried(features: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: features[key] for key in _UNDERSTOOD.intersection(features)}
+    return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 
 def _not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
-    return frozenset().union(*columns) - _UNDERSTOOD - _LEFT_OUT
+    return frozenset().union(*columns) - UNDERSTOOD - _LEFT_OUT
 
 
 def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:

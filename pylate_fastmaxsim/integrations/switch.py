@@ -1,4 +1,4 @@
-"""The flag: switch the acceleration of PyLate and colpali-engine on and off."""
+"""The flag: switch the acceleration of PyLate, colpali-engine and Sentence Transformers on and off."""
 
 from __future__ import annotations
 
@@ -58,8 +58,12 @@ class _Host:
     providers: tuple[str, ...]
 
     @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
     def version(self) -> str:
-        return getattr(sys.modules[self.module], "__version__", None) or metadata.version(self.name)
+        return getattr(sys.modules[self.package], "__version__", None) or metadata.version(self.name)
 
 
 _HOSTS = (
@@ -75,8 +79,17 @@ _HOSTS = (
         ),
     ),
     _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali",)),
+    # Of Sentence Transformers, which PyLate stands on, its own MultiVectorEncoder.
+    _Host(
+        "Sentence Transformers",
+        "multi-vector",
+        "sentence_transformers.multi_vector_encoder",
+        "6",
+        "7",
+        ("multi_vector_scores", "multi_vector", "uninspected_masks"),
+    ),
 )
-HOST_MODULES = frozenset(host.module for host in _HOSTS)
+HOST_PACKAGES = frozenset(host.package for host in _HOSTS)
 
 
 @dataclass(frozen=True)
@@ -112,11 +125,11 @@ def enable(
     ring: bool = False,
     fused_head: bool = True,
 ) -> None:
-    """Make PyLate and colpali-engine compute their scores and losses without a similarity tensor.
+    """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
 
-    PyLate's documents are also encoded without padding. Whichever of the two libraries is installed is patched.
-    Call it at any time: before or after the model and the loss are built, before or after functions are imported.
-    Calling it again changes the options; :func:`disable` takes it back.
+    Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. Whichever of the three
+    libraries is installed is patched. Call it at any time: before or after the model and the loss are built, before or
+    after functions are imported. Calling it again changes the options; :func:`disable` takes it back.
 
     Patched functions stay the same objects. Whoever holds one (as a default argument, in a ``partial`` or a closure)
     gets the new behaviour, and models and losses pickle as before, for processes without this package too. Only a
@@ -125,21 +138,23 @@ def enable(
     Scores keep their meaning, with three visible differences. They are float32 for bfloat16 and float16 input; stock
     sums in the input's dtype. With PyLate, a masked document token never wins; stock gives it the similarity 0, which
     wins over negative ones. With XTR scores, all tokens pass whose similarity equals the k-th largest, and every token
-    of a batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
+    of a batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0. With
+    Sentence Transformers only the last bits of scores differ; its XTR scores are left as they are.
 
     Parameters
     ----------
     padding_free
         Encode the documents of a batch back to back in one forward, without padding tokens, and where possible its
         queries in the same forward. ``"always"``: also where the model has modules or hooks of your own, which you know
-        to treat each text by itself. PyLate only. PyLate's collator then adds ``token_total`` to every column, from
-        which the host knows how many tokens it has. Its rows may be split, picked and reordered with those of the
-        column. The trainer takes it out before a loss sees the columns. In a loop of your own, code that joins columns
-        or changes masks has to leave it out: to join it is an error of PyTorch's, and after a changed mask a later
-        batch raises a ValueError on a GPU.
+        to treat each text by itself. Not in colpali-engine. In a MultiVectorEncoder each call of the encoder leaves out
+        its own padding, and what is behind the encoder sees the padded batch as ever. PyLate's collator adds
+        ``token_total`` to every column, from which the host knows how many tokens it has. Its rows may be split, picked
+        and reordered with those of the column. The trainer takes it out before a loss sees the columns. In a loop of
+        your own, code that joins columns or changes masks has to leave it out: to join it is an error of PyTorch's, and
+        after a changed mask a later batch raises a ValueError on a GPU.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
-        dropout, their checkpointing is compiled with them. PyLate only.
+        dropout, their checkpointing is compiled with them. Not in colpali-engine.
     stock_masking
         Let a masked document token count with similarity 0, as stock PyLate does, to reproduce
         runs that were made with it. PyLate only.
@@ -158,8 +173,9 @@ def enable(
     Raises
     ------
     ImportError
-        Neither PyLate from 1.5.1 up to but not including 2 nor colpali-engine from 0.3.18 up to but not
-        including 0.4 can be imported. If only one of the two can, a line of log says why the other is left alone.
+        None of PyLate from 1.5.1 up to but not including 2, colpali-engine from 0.3.18 up to but not including 0.4 and
+        Sentence Transformers from 6 up to but not including 7 can be imported. Of those that are installed and cannot
+        be, a line of log says why they are left alone.
     ValueError
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
         ``"auto"`` nor ``None``.
@@ -322,6 +338,11 @@ def _is_hosts(patch: Patch) -> bool:
     return all(written_in(function, HOSTS + SCORING) for function in (now, getattr(replacement, "__wrapped__", now)))
 
 
+def brings_host(package: str) -> bool:
+    """Whether a package that is imported is a library to accelerate, or has it in it: Sentence Transformers may not."""
+    return any(host.package == package and util.find_spec(host.module) is not None for host in _HOSTS)
+
+
 def left_alone() -> list[str]:
     """A sentence for each host library that is installed and cannot be patched."""
     _, reasons = _hosts()
@@ -350,10 +371,10 @@ def _hosts() -> tuple[list[_Host], dict[_Host, str]]:
 
 def _reason_to_leave(host: _Host) -> str | None:
     try:
-        importlib.import_module(host.module)
+        importlib.import_module(host.package)
         version = host.version
     except ModuleNotFoundError as error:
-        if error.name != host.module:
+        if error.name != host.package:
             return f"{host.name} cannot be imported: {error}."
         return f'{host.name} is not installed: pip install "pylate-fastmaxsim[{host.extra}]".'
     except Exception as error:  # a broken installation of what it needs raises anything

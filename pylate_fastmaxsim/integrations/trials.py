@@ -20,6 +20,7 @@ from pylate_fastmaxsim.integrations.documents import (
     Documents,
     EncodingPlan,
     grouped_plan,
+    nothing_skipped,
     packed_plan,
     rows_of,
     without_total,
@@ -102,7 +103,7 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
 
 def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
     """Why such documents cannot be encoded in groups of similar length; None if they can."""
-    alone = [grouped_plan(samples, _nothing_skipped, _ALONE)]
+    alone = [grouped_plan(samples, nothing_skipped, _ALONE)]
 
     def trial() -> None:
         device = samples.input_ids.device.type
@@ -134,7 +135,7 @@ def why_not_divided(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
 
 
 def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None) -> EncodingPlan:
-    return packed_plan(*positioned(core, samples), _nothing_skipped, token_budget)
+    return packed_plan(*positioned(core, samples), nothing_skipped, token_budget)
 
 
 def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
@@ -334,7 +335,7 @@ def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
         if isinstance(output, dict) and "token_embeddings" in output:
             dtypes.add(output["token_embeddings"].dtype)
 
-    hooks = [module.register_forward_hook(record) for module in core.children()]
+    hooks = [module.register_forward_hook(record) for module in (core, *core.children())]
     try:
         yield dtypes
     finally:
@@ -344,10 +345,6 @@ def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
 
 def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE[dtype] if float32_precision(dtype) == "highest" else _TOLERANCE_TF32
-
-
-def _nothing_skipped(input_ids: Tensor) -> Tensor:
-    return torch.zeros_like(input_ids, dtype=torch.bool)
 
 
 def _name(core: nn.Module) -> str:

@@ -1,0 +1,163 @@
+"""Texts of a MultiVectorEncoder of Sentence Transformers, encoded without padding while it is in training.
+
+Only the encoder itself leaves the padding out. Its hidden states are padded again, with zeros, before anything else has
+them, as Sentence Transformers pads again what it flattened for FlashAttention. So all that follows goes on as ever:
+projection and masks, losses, modules and losses of somebody's own.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from functools import wraps
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import functional as F
+
+from pylate_fastmaxsim.integrations import compilation, log_once, switch
+from pylate_fastmaxsim.integrations.documents import Documents, grouped_plan, nothing_skipped, packed_plan
+from pylate_fastmaxsim.integrations.encoders import encoder_of, inputs_of, positioned
+from pylate_fastmaxsim.integrations.packing import UNDERSTOOD, mode_for
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
+from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed
+
+_stock_model, _stock_transformer = detached(MultiVectorEncoder.forward), detached(Transformer.forward)
+
+# Inside the forward of a model in training, and of nothing that this package tries out there.
+_in_training: ContextVar[bool] = ContextVar("in_training", default=False)
+
+# What is said of the texts and is nothing that an encoder takes.
+_SAID_OF_TEXTS = {"modality", "task", "prompt_length"}
+
+# What Sentence Transformers adds where it leaves padding out itself, and to queries that it expands: these have tokens
+# to encode that are not attended to.
+_LEFT_ALONE = {"cu_seq_lens_q", "query_expansion_positions"}
+
+_widest: WeakKeyDictionary[Transformer, int] = WeakKeyDictionary()
+
+_PADDED = "Texts are encoded with padding, as stock Sentence Transformers does: %s."
+
+
+def patches() -> list[Patch]:
+    """What to replace in Sentence Transformers."""
+    return [
+        Patch(MultiVectorEncoder, "forward", encode),
+        Patch(Transformer, "forward", forward),
+    ]
+
+
+@wraps(_stock_model)
+def encode(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
+    # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
+    if torch.compiler.is_compiling():
+        return _stock_model(self, *args, **kwargs)
+    token = _in_training.set(self.training and switch.options() is not None)
+    try:
+        return _stock_model(self, *args, **kwargs)
+    finally:
+        _in_training.reset(token)
+
+
+@wraps(_stock_transformer)
+def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[str, Tensor]:
+    if torch.compiler.is_compiling() or not _in_training.get():
+        return _stock_transformer(self, features, **kwargs)
+    token = _in_training.set(False)
+    try:
+        hidden = _without_padding(self, features, kwargs)
+    finally:
+        _in_training.reset(token)
+    if hidden is None:
+        return _stock_transformer(self, features, **kwargs)
+    features[self.module_output_name] = hidden
+    return features
+
+
+def _without_padding(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> Tensor | None:
+    """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
+    options = switch.options()
+    if options is None or "input_ids" not in features or not _LEFT_ALONE.isdisjoint(features):
+        return None
+    if options.compile:
+        compilation.compile_layers(transformer)
+    if not options.padding_free:
+        return None
+    reason = _reason_to_pad(transformer, features, kwargs)
+    if reason is not None:
+        log_once(_PADDED, reason, about=transformer)
+        return None
+    column = {key: features[key] for key in UNDERSTOOD.intersection(features)}
+    mode = mode_for(transformer, [_as_wide_as_ever(transformer, column)], group=None, host="Sentence Transformers")
+    if mode == "padded":
+        return None
+    documents = Documents.from_columns([column])
+    if mode == "packed" and documents.gaps:
+        reason = "one has a gap in its attention_mask"
+    elif mode == "grouped" and _counts_calls(transformer):
+        reason = "processes of a distributed run may count the calls of checkpointed layers"
+    if reason is not None:
+        log_once(_PADDED, reason, about=transformer)
+        return None
+    if mode == "packed":
+        plan = packed_plan(*positioned(transformer, documents), nothing_skipped)
+    else:
+        plan = grouped_plan(documents, nothing_skipped, token_budget=None)
+    said = {key: features[key] for key in _SAID_OF_TEXTS.intersection(features)}
+    with uninspected():
+        calls = [_stock_transformer(transformer, {**said, **call}) for call in plan.calls]
+    values = plan.batch([call[transformer.module_output_name] for call in calls]).values
+    count, length = features["input_ids"].shape
+    if mode == "grouped":
+        # In the order of the texts.
+        text, place = documents.token_index // length, documents.token_index % length
+        values = values[plan.starts[text] + place]
+    padded = values.new_zeros(count * length, values.shape[1])
+    return padded.index_copy_(0, documents.token_index, values).view(count, length, -1)
+
+
+def _as_wide_as_ever(transformer: Transformer, column: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Texts padded to the widest batch so far.
+
+    Batches are as wide as their longest text, and queries less wide than documents: what was found out with wider ones
+    is not to be found out again.
+    """
+    width = column["input_ids"].shape[1]
+    widest = _widest[transformer] = max(width, _widest.get(transformer, 0))
+    return {key: F.pad(values, (0, widest - width)) for key, values in column.items()}
+
+
+def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> str | None:
+    """What :func:`~pylate_fastmaxsim.integrations.packing.mode_for` does not look at."""
+    called = transformer.modality_config.get(features.get("modality", "text"), {})
+    output = called.get("method"), called.get("method_output_name"), transformer.module_output_name
+    if output not in (
+        ("forward", "last_hidden_state", "token_embeddings"),
+        ("forward", ("last_hidden_state",), "token_embeddings"),
+    ):
+        return "its output is not the last hidden state of each token"
+    if unknown := sorted((features.keys() | kwargs.keys()) - UNDERSTOOD - _SAID_OF_TEXTS):
+        return f"the encoder may take {', '.join(unknown)}"
+    if _SAID_OF_TEXTS & inputs_of(transformer):
+        return "the encoder takes what is said of the texts"
+    if getattr(transformer, "_is_replica", False):
+        return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
+    if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in transformer.modules()):
+        return "FSDP divides the weights of the encoder"
+    if divided_by_deepspeed(transformer):
+        return "DeepSpeed divides the weights of the encoder (ZeRO 3)"
+    if getattr(encoder_of(transformer).config, "output_hidden_states", False):
+        return "it is to return the hidden states of all layers"
+    return None
+
+
+def _counts_calls(transformer: Transformer) -> bool:
+    """Whether DistributedDataParallel may count the calls of checkpointed layers, which groups have more of."""
+    in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return in_processes and getattr(encoder_of(transformer), "is_gradient_checkpointing", False)

@@ -1,0 +1,175 @@
+"""MaxSim of Sentence Transformers without a similarity tensor: what its losses, evaluators and models score with."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+from sentence_transformers.multi_vector_encoder.scoring import colbert as stock_scores
+from sentence_transformers.util import similarity as stock_similarity
+from sentence_transformers.util.similarity import _fill_empty_document_scores, _query_token_counts, _zero_row_mask
+from sentence_transformers.util.tensor import _convert_to_tensor
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations import stock
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.tokens import TokenBatch
+
+_replaces = partial(stock.replaces, host="Sentence Transformers")
+
+
+def patches() -> list[Patch]:
+    """What to replace in Sentence Transformers.
+
+    Its other MaxSim scores and those of its models go through these. XTR scores are left as they are.
+    """
+    return [
+        Patch(stock_similarity, "maxsim", all_pairs),
+        Patch(stock_similarity, "maxsim_pairwise", pairs),
+        Patch(stock_scores, "colbert_scores", colbert_scores),
+        Patch(stock_scores, "colbert_kd_scores", colbert_kd_scores),
+    ]
+
+
+@_replaces(stock_similarity.maxsim)
+def all_pairs(
+    options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
+) -> Tensor:
+    queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
+    _check_device(documents, device)
+    return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None)
+
+
+@_replaces(stock_similarity.maxsim_pairwise)
+def pairs(
+    options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
+) -> Tensor:
+    queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
+    _check_device(documents, device)
+    if len(queries) != len(documents):
+        raise LeftToStock("queries and documents differ in number")
+    own = torch.arange(len(documents), device=documents.device)[:, None]
+    return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None, own).squeeze(1)
+
+
+@_replaces(stock_scores.colbert_scores)
+def colbert_scores(
+    options: Options,
+    queries_embeddings,
+    documents_embeddings,
+    queries_mask=None,
+    documents_mask=None,
+    chunk_elements=None,
+    length_normalize=False,
+) -> Tensor:
+    queries, documents, _ = _groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+    counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
+    return _score(options, queries, documents, counts)
+
+
+@_replaces(stock_scores.colbert_kd_scores)
+def colbert_kd_scores(
+    options: Options,
+    queries_embeddings,
+    documents_embeddings,
+    queries_mask=None,
+    documents_mask=None,
+    chunk_elements=None,
+    length_normalize=False,
+) -> Tensor:
+    queries, documents, own = _groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+    if len(queries) != len(own):
+        raise LeftToStock("queries and documents differ in number")
+    counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
+    return _score(options, queries, documents, counts, own)
+
+
+def _groups(queries, documents, queries_mask, documents_mask) -> tuple[TokenBatch, TokenBatch, Tensor]:
+    """Queries ``[Nq, Lq, d]``, groups of documents ``[B, N, L, d]`` one behind the other, and which are whose."""
+    documents = _convert_to_tensor(documents)
+    if documents.dim() != 4:
+        raise LeftToStock(f"documents have the shape {tuple(documents.shape)}")
+    if documents_mask is not None:
+        documents_mask = _convert_to_tensor(documents_mask)
+        if documents_mask.shape != documents.shape[:-1]:
+            raise LeftToStock(f"a mask has the shape {tuple(documents_mask.shape)}")
+        documents_mask = documents_mask.flatten(0, 1)
+    own = own_documents(documents)
+    queries = _side(_convert_to_tensor(queries), queries_mask, of_queries=True)
+    return queries, _side(documents.flatten(0, 1), documents_mask), own
+
+
+def _score(
+    options: Options,
+    queries: TokenBatch,
+    documents: TokenBatch,
+    counts: Tensor | None,
+    candidates: Tensor | None = None,
+) -> Tensor:
+    """``counts``: the number of tokens of each query, for the mean over them."""
+    check(queries.values, documents.values, 2, 2)
+    scores = maxsim(queries, documents, candidates, grad_filter=options.grad_filter).float()
+    empty = documents.lengths == 0
+    scores = _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
+    return scores if counts is None else scores / counts.to(scores)[:, None]
+
+
+def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
+    """Queries or documents as stock takes them: ``[N, L, d]``, one ``[L, d]``, or a list of these."""
+    if isinstance(embeddings, list):
+        if mask is not None:
+            raise LeftToStock("a list comes with a mask")
+        return _listed([_convert_to_tensor(sequence) for sequence in embeddings])
+    if not isinstance(embeddings, (Tensor, np.ndarray)):
+        raise LeftToStock(f"embeddings are of type {type(embeddings).__name__}")
+    values = _convert_to_tensor(embeddings)
+    if values.dim() == 2:
+        values = values[None]
+        mask = mask[None] if isinstance(mask, Tensor) and mask.dim() == 1 else mask
+    if values.dim() != 3 or not values.is_floating_point():
+        raise LeftToStock(f"embeddings have the shape {tuple(values.shape)} and the dtype {values.dtype}")
+    if mask is None:
+        return TokenBatch.from_padded(values, _zero_row_mask(values).bool())
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != values.shape[1]:
+        raise LeftToStock("a mask is not [N, L] of the embeddings")
+    if mask.device != values.device or mask.shape[0] not in (1, len(values)):
+        raise LeftToStock("a mask is not of the embeddings")
+    if of_queries and mask.dtype != torch.bool:
+        raise LeftToStock("a mask of queries may weigh their tokens, because it is not bool")
+    return TokenBatch.from_padded(values, mask.bool().expand(len(values), -1))
+
+
+def _listed(sequences: list[Tensor]) -> TokenBatch:
+    if not sequences:
+        raise LeftToStock("there are no queries or no documents")
+    first = sequences[0]
+    if (
+        any(
+            each.dim() != 2 or (each.shape[1], each.dtype, each.device) != (first.shape[1], first.dtype, first.device)
+            for each in sequences
+        )
+        or not first.is_floating_point()
+    ):
+        raise LeftToStock("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
+    lengths = [len(each) for each in sequences]
+    return TokenBatch.from_packed(
+        torch.cat(sequences), torch.tensor([0, *accumulate(lengths)]), max_length=max(lengths)
+    )
+
+
+def _counts(queries, mask) -> Tensor:
+    """What stock divides by for the mean over the tokens of each query, ``[Nq]``."""
+    if isinstance(queries, (Tensor, np.ndarray)) and queries.ndim == 2:
+        queries = queries[None]
+        mask = mask[None] if mask is not None and mask.ndim == 1 else mask
+    return _query_token_counts(queries, mask)
+
+
+def _check_device(documents: TokenBatch, device: str | torch.device | None) -> None:
+    if device is not None and torch.device(device) != documents.device:
+        raise LeftToStock(f"the scores are to be computed on {device} and not where the documents are")

@@ -1,0 +1,307 @@
+"""Sentence Transformers' own late interaction: losses, scores and training of a MultiVectorEncoder."""
+
+from __future__ import annotations
+
+import logging
+import string
+
+import pytest
+import torch
+from models import sentences
+from torch import nn
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import compilation, multi_vector, multi_vector_scores, packing
+
+COUNT = 8
+QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))
+TEACHER = torch.linspace(-1, 1, 2 * COUNT).view(COUNT, 2)
+LOSSES = [
+    (losses.MultiVectorMultipleNegativesRankingLoss, {}),
+    (losses.MultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0}),
+    (losses.MultiVectorMultipleNegativesRankingLoss, {"similarity_fct": mean_colbert_scores, "scale": 8.0}),
+    (losses.MultiVectorMultipleNegativesRankingLoss, {"similarity_fct": XTRScores(9)}),
+    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 3}),
+    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 8, "mini_batch_num_tokens": 60}),
+    (losses.MultiVectorDistillKLDivLoss, {"temperature": 0.5}),
+    (losses.MultiVectorMarginMSELoss, {}),
+]
+
+
+def load(path: str, **options: object) -> MultiVectorEncoder:
+    torch.manual_seed(0)
+    return MultiVectorEncoder(path, device="cpu", **options).double().train()
+
+
+@pytest.fixture
+def model(encoder) -> MultiVectorEncoder:
+    return load(encoder("bert"))
+
+
+def batch_of(model: MultiVectorEncoder) -> list[dict]:
+    tasks = ["query", "document", "document"]
+    return [
+        {**model.preprocess(texts, task=task), "task": task}
+        for texts, task in zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
+    ]
+
+
+def run(model: MultiVectorEncoder, loss: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    value = loss(batch_of(model), TEACHER.clone())
+    value.backward()
+    return [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+
+def assert_equal(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
+    assert len(ours) == len(stock) > 1
+    largest = max(gradient.abs().max() for gradient in stock[1:])
+    # Scores are float32 in a model in float64 too.
+    torch.testing.assert_close(ours[0], stock[0], rtol=2e-6, atol=0)
+    for own, other in zip(ours[1:], stock[1:], strict=True):
+        assert (own - other).abs().max() <= 3e-6 * largest
+
+
+def modes(model: MultiVectorEncoder) -> set[str]:
+    return set(packing._modes.get(model[0], {}).values())
+
+
+@pytest.fixture
+def scored(monkeypatch) -> list[None]:
+    """An entry for each time that the operator was called."""
+    made, operator = [], multi_vector_scores.maxsim
+    monkeypatch.setattr(
+        multi_vector_scores, "maxsim", lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
+    )
+    return made
+
+
+@pytest.mark.parametrize("loss_class, options", LOSSES)
+def test_losses_and_gradients_are_those_of_stock(model, mode, scored, loss_class, options):
+    loss = loss_class(model, **options)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+    assert modes(model) == {mode}
+    assert bool(scored) != isinstance(options.get("similarity_fct"), XTRScores)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "xlm-roberta", "qwen3", "mpnet", "longrope"])
+def test_encoders(encoder, mode, family):
+    model = load(encoder(family))
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+    # MPNet attends in code of its own; long texts change what this Llama makes of short ones.
+    assert modes(model) == {{"mpnet": "grouped", "longrope": "padded"}.get(family, mode)}
+
+
+@pytest.mark.parametrize("attend", [True, False])
+@pytest.mark.parametrize("strategy", ["fixed", "min"])
+def test_query_expansion(encoder, mode, strategy, attend):
+    model = load(encoder("bert"))
+    model[0].query_expansion = {"strategy": strategy, "attend": attend, "length": 10}
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+
+
+def test_skipped_words_are_not_scored(encoder, mode):
+    model = load(encoder("bert"))
+    masks = next(module for module in model if hasattr(module, "skiplist_words"))
+    masks.skiplist_words = list(string.punctuation)
+    masks.resolve_with_tokenizer(model.tokenizer)
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    with_words = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), with_words)
+    masks.skiplist_words = []
+    masks.resolve_with_tokenizer(model.tokenizer)
+    assert run(model, loss)[0] != with_words[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(model, mode, reentrant):
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model[0].auto_model.enable_input_require_grads()
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+    assert modes(model) == {mode}
+
+
+def test_dropout_is_the_same_in_both_passes_of_gradcache(encoder, mode):
+    """Otherwise cached gradients would belong to other embeddings: a step of them would not lower the loss."""
+    model = load(encoder("bert", hidden_dropout_prob=0.3))
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    torch.manual_seed(1)
+    cached = run(model, loss)
+    whole = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=COUNT)
+    seen = []
+    hook = model[0].register_forward_hook(lambda *_: seen.append(_[2]["token_embeddings"].detach().clone()))
+    run(model, whole)
+    hook.remove()
+    # Each column is encoded twice, and every time the same.
+    first, second = seen[:3], seen[3:]
+    for own, other in zip(first, second, strict=True):
+        assert torch.equal(own, other)
+    assert all(gradient.isfinite().all() for gradient in cached)
+
+
+@pytest.mark.parametrize("compile_options", [{}, {"padding_free": False}])
+def test_compiled_layers(model, packed, monkeypatch, compile_options):
+    compile_call = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
+    )
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable(compile=True, **compile_options)
+    assert_equal(run(model, loss), stock)
+    layers = compilation.encoder_layers(model[0])
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+    pylate_fastmaxsim.disable()
+    assert all(layer._compiled_call_impl is None for layer in layers)
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_encoded_as_it_came(model):
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    model.compile(backend="eager")
+    assert_equal(run(model, loss), stock)
+    assert not modes(model)
+
+
+def test_only_training_leaves_padding_out(model, mode):
+    pylate_fastmaxsim.enable()
+    with torch.no_grad():
+        model.eval()(batch_of(model)[1], task="document")
+        model.encode_document(POSITIVES[:2], show_progress_bar=False)
+    assert not modes(model)
+    model.train()(batch_of(model)[1], task="document")
+    assert modes(model) == {mode}
+
+
+def test_wider_batches_are_decided_about_and_narrower_ones_are_not(model, packed):
+    pylate_fastmaxsim.enable()
+    widths = []
+    for longest in (30, 4, 12, 40):
+        model(model.preprocess(sentences(4, longest), task="document"), task="document")
+        widths.append(len(packing._modes[model[0]]))
+    assert widths[0] == widths[1] == widths[2]
+
+
+def test_the_output_is_that_of_stock_but_for_padding(model, mode):
+    features = batch_of(model)[1]
+    stock = model[0](dict(features))["token_embeddings"]
+    pylate_fastmaxsim.enable()
+    seen = []
+    hook = model[1].register_forward_pre_hook(lambda _, args: seen.append(dict(args[0])))
+    model(dict(features), task="document")
+    hook.remove()
+    assert seen[0].keys() == {*features, "token_embeddings"}
+    attended = features["attention_mask"].bool()
+    torch.testing.assert_close(seen[0]["token_embeddings"][attended], stock[attended])
+    assert seen[0]["token_embeddings"].shape == stock.shape
+    assert not seen[0]["token_embeddings"][~attended].any()
+
+
+class Doubling(nn.Module):
+    def forward(self, features: dict) -> dict:
+        return {**features, "token_embeddings": features["token_embeddings"] * 2}
+
+
+def test_modules_of_ones_own_behind_the_encoder_do_not_matter(encoder, mode):
+    model = load(encoder("bert"))
+    model.insert(1, Doubling())
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+    assert modes(model) == {mode}
+
+
+def reasons(model: MultiVectorEncoder, change, caplog) -> str:
+    change(model)
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+    assert modes(model) <= {"padded"}
+    return caplog.text
+
+
+def returns_all_layers(model):
+    model[0].auto_model.config.output_hidden_states = True
+
+
+def hooks(model):
+    model[0].auto_model.register_forward_hook(lambda *_: None)
+
+
+def pads_on_the_left(model):
+    model.tokenizer.padding_side = "left"
+
+
+def takes_noise(model):
+    model[0].auto_model.get_input_embeddings().neftune_noise_alpha = 0.0
+    model[0].auto_model.embeddings.word_embeddings.neftune_noise_alpha = 1e-9
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (returns_all_layers, "it is to return the hidden states of all layers."),
+        (hooks, "a hook of your own is on BertModel"),
+        (pads_on_the_left, "the tokenizer pads on the left"),
+        (takes_noise, "NEFTune scales its noise by the width of a call"),
+    ],
+)
+def test_what_needs_padding_has_it(model, packed, caplog, change, said):
+    text = reasons(model, change, caplog)
+    assert "with padding, as stock Sentence Transformers does: " in text and said in text
+
+
+def test_gaps_need_padding(model, packed, caplog):
+    def with_gaps(features):
+        features["attention_mask"][:, 1] = 0
+        return features
+
+    features = with_gaps(model.preprocess(POSITIVES, task="document"))
+    stock = model(dict(features), task="document")["token_embeddings"]
+    pylate_fastmaxsim.enable()
+    torch.testing.assert_close(model(dict(features), task="document")["token_embeddings"], stock)
+    assert "with padding, as stock Sentence Transformers does: one has a gap in its attention_mask." in caplog.text
+
+
+def test_what_sentence_transformers_flattened_is_left_to_it(model, packed):
+    pylate_fastmaxsim.enable()
+    assert not multi_vector._LEFT_ALONE.isdisjoint({"cu_seq_lens_q": None})
+    flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4])}
+    model(flat, task="document")
+    assert not modes(model)
+
+
+def test_off_again_everything_is_as_it_came(model, caplog):
+    from sentence_transformers.base.modules import Transformer
+
+    stock = Transformer.forward, "forward" in vars(MultiVectorEncoder)
+    with caplog.at_level(logging.INFO), pylate_fastmaxsim.enabled():
+        assert Transformer.forward is not stock[0]
+        run(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
+    assert (Transformer.forward, "forward" in vars(MultiVectorEncoder)) == stock
+    assert "Sentence Transformers" in caplog.text and " accelerated: fused MaxSim" in caplog.text

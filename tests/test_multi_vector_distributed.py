@@ -1,0 +1,91 @@
+"""Losses of a MultiVectorEncoder in two real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import attend_to_own_document, sentences
+from ranks import loss_and_gradients
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder import losses
+from sharding import data_parallel, flat_sharded, fully_sharded
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import attention, packing
+
+RANKS = 2
+
+
+def _batch(model: MultiVectorEncoder) -> list[dict]:
+    rank = dist.get_rank()
+    # Rank 0 has short documents and rank 1 long ones: each alone would divide them differently.
+    longest = (6, 40)[rank]
+    texts = [sentences(6, longest=8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))]
+    tasks = ["query", "document", "document"]
+    return [{**model.preprocess(each, task=task), "task": task} for each, task in zip(texts, tasks, strict=True)]
+
+
+def _compare(
+    loss_class,
+    wrap: Callable,
+    mode: str,
+    packs: tuple[bool, bool] = (True, True),
+    checkpointing: bool = False,
+    **options,
+) -> Callable[[str], None]:
+    def run(folder: str) -> None:
+        torch.manual_seed(0)
+        core = MultiVectorEncoder(f"{folder}/modernbert", device="cpu").double().train()
+        if checkpointing:
+            core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+        transformer, batch = core[0], _batch(core)
+        loss_function = loss_class(wrap(core), **options)
+        step = partial(loss_and_gradients, core, loss_function, batch)
+        stock = step()
+        if packs[dist.get_rank()]:
+            attention.variable_length_attention = attend_to_own_document
+        with pylate_fastmaxsim.enabled():
+            step()
+            ours = step()
+            found = set(packing._modes.get(transformer, {}).values()) or {"padded"}
+        assert found == {mode if packs[dist.get_rank()] else "grouped"}
+        assert ours[0] == pytest.approx(stock[0], rel=2e-6)
+        largest = max(gradient.abs().max() for gradient in stock[1].values())
+        for name, gradient in stock[1].items():
+            assert (ours[1][name] - gradient).abs().max() <= 3e-6 * largest, name
+
+    return run
+
+
+_CONTRASTIVE, _CACHED = (
+    losses.MultiVectorMultipleNegativesRankingLoss,
+    losses.CachedMultiVectorMultipleNegativesRankingLoss,
+)
+_NONE = False, False
+
+CASES = {
+    "contrastive": _compare(_CONTRASTIVE, data_parallel, "packed"),
+    "gathered": _compare(_CONTRASTIVE, data_parallel, "packed", gather_across_devices=True),
+    "gathered-grouped": _compare(_CONTRASTIVE, data_parallel, "grouped", _NONE, gather_across_devices=True),
+    "cached": _compare(_CACHED, data_parallel, "packed", mini_batch_size=4, gather_across_devices=True),
+    "cached-grouped": _compare(_CACHED, data_parallel, "grouped", _NONE, mini_batch_size=4),
+    "checkpointed": _compare(_CONTRASTIVE, data_parallel, "packed", checkpointing=True),
+    "checkpointed-grouped": _compare(_CONTRASTIVE, data_parallel, "grouped", _NONE, checkpointing=True),
+    "one-packs": _compare(_CONTRASTIVE, data_parallel, "packed", (True, False), gather_across_devices=True),
+    "fully-sharded": _compare(_CONTRASTIVE, fully_sharded, "padded"),
+    "flat-sharded": _compare(_CONTRASTIVE, flat_sharded, "packed"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks(outcomes, case):
+    assert outcomes(case) == ["passed"] * RANKS

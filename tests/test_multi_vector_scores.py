@@ -1,0 +1,172 @@
+"""Scores of Sentence Transformers' MultiVectorEncoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers import util
+from sentence_transformers.multi_vector_encoder import scoring
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import multi_vector_scores
+
+torch.manual_seed(0)
+QUERIES = torch.randn(3, 5, 16)
+DOCUMENTS = torch.randn(4, 7, 16)
+GROUPS = torch.randn(3, 2, 7, 16)
+QUERIES_MASK = torch.arange(5) < torch.tensor([5, 2, 0])[:, None]
+DOCUMENTS_MASK = torch.rand(4, 7) < 0.6
+DOCUMENTS_MASK[2] = False
+GROUPS_MASK = torch.rand(3, 2, 7) < 0.6
+GROUPS_MASK[1, 1] = False
+RAGGED_QUERIES = [torch.randn(length, 16) for length in (1, 4, 3)]
+RAGGED_DOCUMENTS = [torch.randn(length, 16) for length in (6, 2, 0)]
+PADDED = torch.cat([QUERIES, torch.zeros(3, 2, 16)], dim=1)
+MASKS = {"a_mask": QUERIES_MASK, "b_mask": DOCUMENTS_MASK}
+GROUP_MASKS = {"queries_mask": QUERIES_MASK, "documents_mask": GROUPS_MASK}
+
+FAST = [
+    (util.maxsim, (QUERIES, DOCUMENTS), {}),
+    (util.maxsim, (QUERIES, DOCUMENTS), MASKS),
+    (util.maxsim, (QUERIES, DOCUMENTS), {**MASKS, "length_normalize": True, "chunk_elements": 9}),
+    (util.maxsim, (QUERIES, DOCUMENTS), {**MASKS, "b_mask": DOCUMENTS_MASK.float()}),
+    (util.maxsim, (QUERIES, DOCUMENTS), {"b_mask": DOCUMENTS_MASK[:1].long()}),
+    (util.maxsim, (PADDED, -PADDED), {"length_normalize": True}),
+    (util.maxsim, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {}),
+    (util.maxsim, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {"length_normalize": True}),
+    (util.maxsim, (RAGGED_QUERIES[1], RAGGED_DOCUMENTS), {"length_normalize": True}),
+    (util.maxsim, (QUERIES[0], DOCUMENTS), {"a_mask": QUERIES_MASK[1], "length_normalize": True}),
+    (util.maxsim, ([query.numpy() for query in QUERIES], DOCUMENTS.numpy()), {}),
+    (util.maxsim, (QUERIES.double(), DOCUMENTS.double()), MASKS),
+    (util.maxsim, (QUERIES, DOCUMENTS), {"device": "cpu"}),
+    (util.mean_maxsim, (QUERIES, DOCUMENTS), MASKS),
+    (util.maxsim_pairwise, (QUERIES, DOCUMENTS[:3]), {}),
+    (util.maxsim_pairwise, (QUERIES, DOCUMENTS[:3]), {"a_mask": QUERIES_MASK, "b_mask": DOCUMENTS_MASK[:3]}),
+    (util.maxsim_pairwise, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {"length_normalize": True}),
+    (util.mean_maxsim_pairwise, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {}),
+    (scoring.colbert_scores, (QUERIES, GROUPS), {}),
+    (scoring.colbert_scores, (QUERIES, GROUPS), GROUP_MASKS),
+    (scoring.colbert_scores, (QUERIES[:2], GROUPS), {**GROUP_MASKS, "queries_mask": QUERIES_MASK[:2]}),
+    (scoring.mean_colbert_scores, (QUERIES, GROUPS), GROUP_MASKS),
+    (scoring.colbert_kd_scores, (QUERIES, GROUPS), {}),
+    (scoring.colbert_kd_scores, (QUERIES, GROUPS), GROUP_MASKS),
+    (scoring.mean_colbert_kd_scores, (QUERIES, GROUPS), GROUP_MASKS),
+    (scoring.colbert_kd_scores, (QUERIES.tolist(), GROUPS.tolist()), {}),
+    (scoring.colbert_scores_pairwise, (QUERIES, GROUPS[:, 0]), {}),
+]
+
+LEFT_TO_STOCK = [
+    (util.maxsim, (QUERIES, DOCUMENTS), {"a_mask": torch.rand(3, 5)}),
+    (util.maxsim, (RAGGED_QUERIES, DOCUMENTS), {"a_mask": [torch.ones(len(query)) for query in RAGGED_QUERIES]}),
+    (util.maxsim, ((QUERIES * 9).to(torch.int8), (DOCUMENTS * 9).to(torch.int8)), {}),
+    (util.maxsim, ([(query * 9).to(torch.int8) for query in QUERIES], DOCUMENTS), {}),
+    (util.maxsim, ([], DOCUMENTS), {}),
+    (util.maxsim, (QUERIES, []), {}),
+    (util.maxsim, ([query.tolist() for query in QUERIES], DOCUMENTS), {"b_mask": DOCUMENTS_MASK.numpy()}),
+]
+
+
+def run(function, arguments, options):
+    def leaf(value):
+        if isinstance(value, list):
+            return [leaf(each) for each in value]
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.detach().clone().requires_grad_() if floating else value
+
+    arguments = [leaf(argument) for argument in arguments]
+    scores = function(*arguments, **options)
+    leaves = [each for value in arguments for each in (value if isinstance(value, list) else [value])]
+    leaves = [each for each in leaves if isinstance(each, torch.Tensor) and each.requires_grad]
+    if leaves and scores.requires_grad:
+        (scores * torch.linspace(-1, 2, scores.numel()).view_as(scores)).sum().backward()
+    return [scores.detach(), *(each.grad for each in leaves)]
+
+
+def assert_equal(ours, stock):
+    assert ours[0].dtype == stock[0].dtype and ours[0].shape == stock[0].shape
+    for own, other in zip(ours, stock, strict=True):
+        if own is None or other is None:
+            assert (own is None or not own.any()) and (other is None or not other.any())
+        else:
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("function, arguments, options", FAST)
+def test_scores_and_gradients_are_those_of_stock(function, arguments, options, caplog):
+    stock = run(function, arguments, options)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(function, arguments, options), stock)
+    assert "itself computes the scores" not in caplog.text
+
+
+@pytest.mark.parametrize("function, arguments, options", LEFT_TO_STOCK)
+def test_what_is_left_to_stock(function, arguments, options, caplog):
+    stock = run(function, arguments, options)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(function, arguments, options), stock)
+    assert f"{function.__qualname__} of Sentence Transformers itself computes the scores: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (util.maxsim, (QUERIES, DOCUMENTS[..., :8])),
+        (util.maxsim_pairwise, (QUERIES, DOCUMENTS)),
+        (scoring.colbert_scores, (QUERIES, DOCUMENTS)),
+        (scoring.colbert_kd_scores, (QUERIES[:2], GROUPS)),
+    ],
+)
+def test_errors_are_those_of_stock(function, arguments):
+    with pytest.raises(Exception) as stock:
+        function(*arguments)
+    pylate_fastmaxsim.enable()
+    with pytest.raises(type(stock.value)) as ours:
+        function(*arguments)
+    assert str(ours.value) == str(stock.value)
+
+
+def test_one_call_scores_all_groups(monkeypatch):
+    made, operator = [], multi_vector_scores.maxsim
+    monkeypatch.setattr(
+        multi_vector_scores, "maxsim", lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
+    )
+    pylate_fastmaxsim.enable()
+    scoring.colbert_scores(QUERIES, GROUPS)
+    scoring.colbert_kd_scores(QUERIES, GROUPS)
+    assert len(made) == 2
+
+
+def test_half_precision_is_summed_in_float32():
+    queries, documents = QUERIES.bfloat16(), DOCUMENTS.bfloat16()
+    pylate_fastmaxsim.enable()
+    scores = util.maxsim(queries, documents)
+    exact = torch.einsum("ash,bth->abst", queries.double(), documents.double()).amax(-1).sum(-1)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_the_gradient_filter(monkeypatch):
+    seen, operator = [], multi_vector_scores.maxsim
+    monkeypatch.setattr(
+        multi_vector_scores,
+        "maxsim",
+        lambda *args, **kwargs: seen.append(kwargs["grad_filter"]) or operator(*args, **kwargs),
+    )
+    pylate_fastmaxsim.enable(grad_filter="auto")
+    scoring.colbert_scores(QUERIES, GROUPS)
+    assert seen == ["auto"]
+
+
+def test_models_and_names_follow():
+    from sentence_transformers import SimilarityFunction
+
+    score = SimilarityFunction.to_similarity_fn("maxsim")
+    pylate_fastmaxsim.enable()
+    with torch.no_grad():
+        assert score(QUERIES, DOCUMENTS).shape == (3, 4)
+    assert score is util.maxsim is SimilarityFunction.to_similarity_fn("maxsim")
