@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorTri
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor, packing
 
+README = Path(__file__).resolve().parents[1] / "README.md"
 ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
 SCRIPT = """
 import torch
@@ -77,8 +79,25 @@ def test_mixed_precision(encoder, packed, tmp_path):
     path = encoder("bert")
     stock, _ = train(path, tmp_path / "stock", bf16=True)
     pylate_fastmaxsim.enable()
-    ours, _ = train(path, tmp_path / "fast", bf16=True)
+    ours, model = train(path, tmp_path / "fast", bf16=True)
     assert ours == pytest.approx(stock, rel=0.02)
+    assert set(packing._modes[model[0]].values()) == {"packed"}
+
+
+def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
+    section = README.read_text(encoding="utf-8").partition("### MultiVectorEncoder of Sentence Transformers")[2]
+    script = section.partition("```python\n")[2].partition("```")[0]
+    for here, there in (
+        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
+        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
+    ):
+        assert here in script
+        script = script.replace(here, there)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(script, names)
+    assert names["trainer"].state.global_step == 1
+    assert set(packing._modes[names["model"][0]].values()) == {"packed"}
 
 
 def test_a_script_that_is_not_edited(tmp_path):

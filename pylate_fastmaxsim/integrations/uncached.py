@@ -6,6 +6,8 @@ answered, and gives each layer a place of its own among them, so that ``torch.co
 
 from __future__ import annotations
 
+from importlib import util
+
 from sentence_transformers.models import Transformer
 from torch import Tensor
 
@@ -24,5 +26,6 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs: object) ->
 
 
 def patches() -> list[Patch]:
-    """What to replace in Sentence Transformers."""
-    return [Patch(Transformer, "forward", forward)]
+    """What to replace in Sentence Transformers, which since release 6 asks for no cache itself."""
+    asks_for_none = util.find_spec("sentence_transformers.multi_vector_encoder") is not None
+    return [] if asks_for_none else [Patch(Transformer, "forward", forward)]
