@@ -54,10 +54,9 @@ ENCODERS = {
 SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 
-def build_model(directory: Path, layers: int | None, document_length: int, encoder: str = "modernbert"):
-    """A PyLate model around an encoder with random weights, and a word-level tokenizer."""
+def save_encoder(directory: Path, layers: int | None, encoder: str = "modernbert") -> None:
+    """An encoder with random weights and a word-level tokenizer."""
     import torch
-    from pylate import models
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from tokenizers import models as token_models
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
@@ -82,6 +81,13 @@ def build_model(directory: Path, layers: int | None, document_length: int, encod
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     AutoModel.from_config(config).save_pretrained(directory)
+
+
+def build_model(directory: Path, layers: int | None, document_length: int, encoder: str = "modernbert"):
+    """A PyLate model around such an encoder."""
+    from pylate import models
+
+    save_encoder(directory, layers, encoder)
     return models.ColBERT(
         model_name_or_path=str(directory),
         query_length=QUERY_LENGTH,

@@ -111,6 +111,8 @@ def forward(
     if sums.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return sums, counts, winners
 
+    # More than there are pass alike, and would have blocks of queries smaller than need be.
+    k = min(k, len(documents.row) + 1)
     rows_at_once = max(1, BLOCK_ELEMENTS // max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
     blocks = [len(counts) for counts in split_prefixes(queries.count.tolist(), rows_at_once)]
     for block in torch.arange(len(q_starts), device=q_values.device).split(blocks):

@@ -1,0 +1,161 @@
+"""Training steps of a MultiVectorEncoder of Sentence Transformers: stock, stock with FlashAttention, and this package.
+
+    python benchmarks/multi_vector_step.py                       # measure what is missing, then print the table
+    python benchmarks/multi_vector_step.py --batches 32 --layers 2   # a trial
+
+Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words
+with the lengths of MS MARCO, one negative a query, bf16 autocast. Sentence Transformers pads a batch to its longest
+text. With flash-attn installed it leaves padding out itself. Each cell runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+from records import environment, write
+from training_cell import DOCUMENT_LENGTH, elapsed, make_rows, mark, peaks_gib, save_encoder
+from workers import ask_apart, serve
+
+RESULTS = Path(__file__).parent / "results" / "multi_vector_step.json"
+PATHS = {
+    "stock": "Sentence Transformers",
+    "flash": "Sentence Transformers, flash_attention_2",
+    "fast": "Sentence Transformers + pylate-fastmaxsim",
+}
+
+
+def run_cell(cell: dict) -> dict:
+    import torch
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+
+    import pylate_fastmaxsim
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    if cell["path"] == "fast":
+        pylate_fastmaxsim.enable(compile=cell["compile"])
+    attention = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if cell["path"] == "flash" else {}
+    with tempfile.TemporaryDirectory() as directory:
+        save_encoder(Path(directory), cell["layers"])
+        model = MultiVectorEncoder(directory, device=str(device), model_kwargs=attention).train()
+    if attention:
+        # FlashAttention is for weights in 16 bits only when a model is loaded.
+        model.float()
+    model[0].document_length = DOCUMENT_LENGTH
+    draw = random.Random(0)
+
+    def batch() -> list[dict]:
+        columns = zip(*(row.values() for row in make_rows(cell["batch"], 1, "contrastive", draw)), strict=True)
+        tasks = ["query", "document", "document"]
+        pairs = zip(columns, tasks, strict=True)
+        return [{**model.preprocess(list(texts), task=task), "task": task} for texts, task in pairs]
+
+    batches = [batch() for _ in range(cell["different"])]
+    if cell["compile"] and cell["path"] != "fast":
+        model.compile(dynamic=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
+    loss_function = MultiVectorMultipleNegativesRankingLoss(model, scale=50.0)
+
+    def step(index: int) -> torch.Tensor:
+        features = [
+            {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in column.items()}
+            for column in batches[index % len(batches)]
+        ]
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = loss_function(features)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    losses = [step(index) for index in range(cell["warmup"])]
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    # Nothing waits for the GPU between steps but what the paths themselves do.
+    marks = [mark(cuda)]
+    for index in range(cell["warmup"], cell["warmup"] + cell["steps"]):
+        losses.append(step(index))
+        marks.append(mark(cuda))
+    if cuda:
+        torch.cuda.synchronize()
+    times = [elapsed(*pair) * 1e3 for pair in zip(marks, marks[1:], strict=False)]
+    masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
+    return {
+        "status": "ok",
+        "step_ms": statistics.median(times),
+        "each_ms": [round(each, 2) for each in times],
+        "peak_gib": peaks_gib()[0] if cuda else None,
+        "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+def markdown_table(cells: dict[str, dict]) -> str:
+    """Step time and peak memory by path and batch, with the ratio to stock."""
+    batches = sorted({cell["batch"] for cell in cells.values()})
+    rows = sorted({(cell["compile"], list(PATHS).index(cell["path"])) for cell in cells.values()})
+    lines = ["| | " + " | ".join(f"batch {batch}" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
+    for compiled, place in rows:
+        entries = [list(PATHS.values())[place] + ", compiled" * compiled]
+        for batch in batches:
+            cell, stock = (
+                cells.get(cell_name(path, batch, compiled), {"status": ""}) for path in (list(PATHS)[place], "stock")
+            )
+            if cell["status"] != "ok":
+                entries.append(cell["status"])
+                continue
+            memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
+            ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if place and stock["status"] == "ok" else ""
+            entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
+        lines.append("| " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def cell_name(path: str, batch: int, compiled: bool) -> str:
+    return f"{path}/batch={batch}/compile={int(compiled)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
+    parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
+    parser.add_argument("--warmup", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        serve(run_cell)
+        return
+    cells = json.loads(options.results.read_text()) if options.results.exists() else {}
+    for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
+        for batch in options.batches:
+            for path in options.paths:
+                name = cell_name(path, batch, compiled)
+                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
+                    continue
+                cell = {"path": path, "batch": batch, "compile": compiled}
+                how = {key: getattr(options, key) for key in ("layers", "different", "warmup", "steps")}
+                result = ask_apart([__file__, "--worker"], {**cell, **how}, options.timeout)
+                if "failure" in result:
+                    status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
+                    result = {"status": status, "detail": result["failure"]}
+                cells[name] = {**cell, **how, **result, "environment": environment()}
+                print(name, {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True)
+                write(options.results, cells)
+    print(markdown_table(cells))
+
+
+if __name__ == "__main__":
+    main()
