@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import NoReturn
 
 
 def main() -> None:
@@ -22,21 +23,31 @@ def main() -> None:
     try:
         from pylate_fastmaxsim.recipes.commands import app
     except ModuleNotFoundError as error:
-        sys.exit(
-            f"fastmaxsim: {error.name} is missing, which every command but run and doctor needs: "
-            'pip install "pylate-fastmaxsim[recipes]".'
-        )
+        _stop_without(error)
     except KeyboardInterrupt:  # in the seconds that imports take
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
     # For --help: above they were reached without typer.
     for command in (run, doctor):
         app.command()(command)
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        # All else that recipes need may have come with others, as with Sentence Transformers 6, which excludes PyLate.
+        if error.name != "pylate":
+            raise
+        _stop_without(error)
+
+
+def _stop_without(error: ModuleNotFoundError) -> NoReturn:
+    sys.exit(
+        f"fastmaxsim: {error.name} is missing, which every command but run and doctor needs: "
+        'pip install "pylate-fastmaxsim[recipes]".'
+    )
 
 
 def run(arguments: list[str]) -> None:
-    """Run a PyLate or colpali-engine training script with this package switched on: fastmaxsim run SCRIPT.py ARGS."""
+    """Run somebody's training script with this package switched on: fastmaxsim run SCRIPT.py ARGS."""
     from pylate_fastmaxsim.integrations.launcher import run_script
 
     run_script(arguments)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 import time
 
 import pytest
@@ -174,10 +175,10 @@ def test_run_hands_all_arguments_to_the_script(tmp_path):
     assert done.stdout.strip() == "['--help', '--set', 'a=b', '-v', '--', '--version'] True"
 
 
-@pytest.mark.parametrize("missing", ["typer", "yaml"])
-def test_without_the_recipes_extra_it_says_what_to_install(missing, tmp_path):
+@pytest.mark.parametrize("missing", ["typer", "yaml", "pylate"])
+def test_without_the_recipes_extra_it_says_what_to_install(missing):
     code = f"sys.modules['{missing}'] = None"
-    done = fastmaxsim("train", "recipe.yaml", code=code)
+    done = fastmaxsim("train", Path(__file__).parents[1] / "recipes" / "quickstart.yaml", code=code)
     assert done.returncode == 1
     assert done.stderr == (
         f"fastmaxsim: {missing} is missing, which every command but run and doctor needs: "

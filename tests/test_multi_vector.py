@@ -19,7 +19,7 @@ from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, multi_vector, multi_vector_scores, packing
+from pylate_fastmaxsim.integrations import compilation, multi_vector, multi_vector_scores, packing, switch
 
 COUNT = 8
 QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))
@@ -307,3 +307,11 @@ def test_off_again_everything_is_as_it_came(model, caplog):
         run(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
     assert (Transformer.forward, "forward" in vars(MultiVectorEncoder)) == stock
     assert "Sentence Transformers" in caplog.text and " accelerated: fused MaxSim" in caplog.text
+
+
+def test_options_that_only_pylate_has(caplog, monkeypatch):
+    # Another host may be there too.
+    of_sentence_transformers = tuple(host for host in switch._HOSTS if host.name == "Sentence Transformers")
+    monkeypatch.setattr(switch, "_HOSTS", of_sentence_transformers)
+    pylate_fastmaxsim.enable(ring=True, stock_masking=True)
+    assert "stock_masking=True and ring=True: only PyLate has that." in caplog.text

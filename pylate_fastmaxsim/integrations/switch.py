@@ -211,6 +211,9 @@ def enable(
         " and ".join(f"{host.name} {host.version}" for host in _patched) + (" is" if len(_patched) == 1 else " are"),
         ", ".join(f"{name} {_said(value)}" for name, value in asdict(new).items()),
     )
+    asked = [f"{name}=True" for name in ("stock_masking", "ring") if getattr(new, name)]
+    if asked and all(host.name != "PyLate" for host in _patched):
+        _logger.warning("%s: only PyLate has that.", " and ".join(asked))
 
 
 def disable() -> None:
