@@ -34,14 +34,14 @@ def main() -> None:
         app()
     except ModuleNotFoundError as error:
         # All else that recipes need may have come with others, as with Sentence Transformers 6, which excludes PyLate.
-        if error.name != "pylate":
+        if str(error.name).partition(".")[0] != "pylate":
             raise
         _stop_without(error)
 
 
 def _stop_without(error: ModuleNotFoundError) -> NoReturn:
     sys.exit(
-        f"fastmaxsim: {error.name} is missing, which every command but run and doctor needs: "
+        f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run and doctor needs: "
         'pip install "pylate-fastmaxsim[recipes]".'
     )
 

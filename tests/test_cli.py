@@ -5,8 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 import time
+from pathlib import Path
 
 import pytest
 
