@@ -16,6 +16,7 @@ pytest.importorskip(
 
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
 
 import pylate_fastmaxsim
@@ -288,6 +289,73 @@ def test_gaps_need_padding(model, packed, caplog):
     pylate_fastmaxsim.enable()
     torch.testing.assert_close(model(dict(features), task="document")["token_embeddings"], stock)
     assert "with padding, as stock Sentence Transformers does: one has a gap in its attention_mask." in caplog.text
+
+
+def test_texts_without_a_token_that_is_attended_to(model, mode):
+    features = model.preprocess(POSITIVES, task="document")
+    features["attention_mask"] = torch.zeros_like(features["attention_mask"])
+    stock = model(dict(features), task="document")
+    pylate_fastmaxsim.enable()
+    ours = model(dict(features), task="document")
+    assert ours["token_embeddings"].shape == stock["token_embeddings"].shape
+    assert not ours["attention_mask"].any()
+
+
+def said(model: MultiVectorEncoder, features: dict) -> str:
+    try:
+        model(dict(features), task="document")
+    except Exception as error:
+        return repr(error)
+    return "nothing"
+
+
+def test_no_texts_are_left_to_sentence_transformers(model, mode):
+    features = model.preprocess(POSITIVES, task="document")
+    features |= {key: features[key][:0] for key in ("input_ids", "token_type_ids", "attention_mask")}
+    stock = said(model, features)
+    pylate_fastmaxsim.enable()
+    assert said(model, features) == stock
+
+
+def only_ids(features: dict) -> dict:
+    return {key: value for key, value in features.items() if key != "attention_mask"}
+
+
+def mask_of_pairs(features: dict) -> dict:
+    attended = features["attention_mask"].bool()
+    return {**features, "attention_mask": attended[:, None, None] & attended[:, None, :, None]}
+
+
+@pytest.mark.parametrize("change", [only_ids, mask_of_pairs])
+def test_attention_masks_of_ones_own_are_left_to_sentence_transformers(model, mode, change):
+    del model[[isinstance(module, MultiVectorMask) for module in model].index(True)]
+    features = model.preprocess(POSITIVES, task="document")
+    attended = features["attention_mask"].bool()
+    stock = model(change(features), task="document")["token_embeddings"]
+    pylate_fastmaxsim.enable()
+    ours = model(change(features), task="document")["token_embeddings"]
+    torch.testing.assert_close(ours[attended], stock[attended])
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """What DataParallel makes for one step."""
+    copy = module._replicate_for_data_parallel()
+    for name, weight in module._parameters.items():
+        setattr(copy, name, None if weight is None else weight.view_as(weight))
+    for name, inner in module._modules.items():
+        copy._modules[name] = copied(inner)
+    return copy
+
+
+def test_copies_of_data_parallel(model, packed, caplog):
+    features = batch_of(model)[1]
+    stock = model(dict(features), task="document")["token_embeddings"]
+    pylate_fastmaxsim.enable(compile=True)
+    for _ in range(2):
+        ours = copied(model)(dict(features), task="document")["token_embeddings"]
+    torch.testing.assert_close(ours, stock)
+    assert not compilation._compiled and not modes(model)
+    assert caplog.text.count("DataParallel copies the model") == caplog.text.count("compile=True does nothing") == 1
 
 
 def test_what_sentence_transformers_flattened_is_left_to_it(model, packed):

@@ -83,27 +83,32 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[st
 def _without_padding(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> Tensor | None:
     """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
     options = switch.options()
-    if options is None or "input_ids" not in features or not _LEFT_ALONE.isdisjoint(features):
+    if options is None or not {"input_ids", "attention_mask"} <= features.keys():
+        return None
+    # Without texts there is nothing to leave out, and nothing to try out what could be.
+    if not _LEFT_ALONE.isdisjoint(features) or features["input_ids"].numel() == 0:
         return None
     if options.compile:
-        compilation.compile_layers(transformer)
+        _compile_layers(transformer)
     if not options.padding_free:
         return None
     reason = _reason_to_pad(transformer, features, kwargs)
     if reason is not None:
-        log_once(_PADDED, reason, about=transformer)
+        _say_padded(transformer, reason)
         return None
     column = {key: features[key] for key in UNDERSTOOD.intersection(features)}
     mode = mode_for(transformer, [_as_wide_as_ever(transformer, column)], group=None, host="Sentence Transformers")
     if mode == "padded":
         return None
     documents = Documents.from_columns([column])
+    if len(documents.token_index) == 0:
+        return None
     if mode == "packed" and documents.gaps:
         reason = "one has a gap in its attention_mask"
     elif mode == "grouped" and _counts_calls(transformer):
         reason = "processes of a distributed run may count the calls of checkpointed layers"
     if reason is not None:
-        log_once(_PADDED, reason, about=transformer)
+        _say_padded(transformer, reason)
         return None
     if mode == "packed":
         plan = packed_plan(*positioned(transformer, documents), nothing_skipped)
@@ -120,6 +125,11 @@ def _without_padding(transformer: Transformer, features: dict[str, Tensor], kwar
         values = values[plan.starts[text] + place]
     padded = values.new_zeros(count * length, values.shape[1])
     return padded.index_copy_(0, documents.token_index, values).view(count, length, -1)
+
+
+def _say_padded(transformer: Transformer, reason: str) -> None:
+    # Of copies that come in every step it is said once.
+    log_once(_PADDED, reason, about=None if _is_copy(transformer) else transformer)
 
 
 def _as_wide_as_ever(transformer: Transformer, column: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -142,11 +152,13 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
         ("forward", ("last_hidden_state",), "token_embeddings"),
     ):
         return "its output is not the last hidden state of each token"
+    if features["attention_mask"].shape != features["input_ids"].shape:
+        return "attention_mask has another shape than input_ids"
     if unknown := sorted((features.keys() | kwargs.keys()) - UNDERSTOOD - _SAID_OF_TEXTS):
         return f"the encoder may take {', '.join(unknown)}"
     if _SAID_OF_TEXTS & inputs_of(transformer):
         return "the encoder takes what is said of the texts"
-    if getattr(transformer, "_is_replica", False):
+    if _is_copy(transformer):
         return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
     if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in transformer.modules()):
         return "FSDP divides the weights of the encoder"
@@ -155,6 +167,18 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
     if getattr(encoder_of(transformer).config, "output_hidden_states", False):
         return "it is to return the hidden states of all layers"
     return None
+
+
+def _compile_layers(transformer: Transformer) -> None:
+    if _is_copy(transformer):
+        log_once("compile=True does nothing: copies that DataParallel makes would each be compiled, in every step.")
+        return
+    compilation.compile_layers(transformer)
+
+
+def _is_copy(transformer: Transformer) -> bool:
+    """Whether DataParallel made it, for one step."""
+    return getattr(transformer, "_is_replica", False)
 
 
 def _counts_calls(transformer: Transformer) -> bool:
