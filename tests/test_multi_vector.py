@@ -15,6 +15,7 @@ pytest.importorskip(
 )
 
 from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
@@ -220,7 +221,8 @@ def test_the_output_is_that_of_stock_but_for_padding(model, mode):
     attended = features["attention_mask"].bool()
     torch.testing.assert_close(seen[0]["token_embeddings"][attended], stock[attended])
     assert seen[0]["token_embeddings"].shape == stock.shape
-    assert not seen[0]["token_embeddings"][~attended].any()
+    # Where a length of 0 would be divided by, losses would be NaN.
+    assert seen[0]["token_embeddings"][~attended].any(dim=-1).all()
 
 
 class Doubling(nn.Module):
@@ -236,6 +238,20 @@ def test_modules_of_ones_own_behind_the_encoder_do_not_matter(encoder, mode):
     pylate_fastmaxsim.enable()
     assert_equal(run(model, loss), stock)
     assert modes(model) == {mode}
+
+
+class Unit(nn.Module):
+    def forward(self, features: dict) -> dict:
+        tokens = features["token_embeddings"]
+        return {**features, "token_embeddings": tokens / tokens.norm(dim=-1, keepdim=True)}
+
+
+def test_a_normalization_of_ones_own_divides_by_no_zero(model, mode):
+    model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
 
 
 def reasons(model: MultiVectorEncoder, change, caplog) -> str:

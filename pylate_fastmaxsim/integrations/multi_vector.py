@@ -1,8 +1,9 @@
 """Texts of a MultiVectorEncoder of Sentence Transformers, encoded without padding while it is in training.
 
-Only the encoder itself leaves the padding out. Its hidden states are padded again, with zeros, before anything else has
-them, as Sentence Transformers pads again what it flattened for FlashAttention. So all that follows goes on as ever:
-projection and masks, losses, modules and losses of somebody's own.
+Only the encoder itself leaves the padding out. Its hidden states are padded again before anything else has them, as
+Sentence Transformers pads again what it flattened for FlashAttention. So all that follows goes on as ever: projection
+and masks, losses, modules and losses of somebody's own. In the place of padding stands the state of a token, as what an
+encoder makes of padding is no zero either.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def _without_padding(transformer: Transformer, features: dict[str, Tensor], kwar
         # In the order of the texts.
         text, place = documents.token_index // length, documents.token_index % length
         values = values[plan.starts[text] + place]
-    padded = values.new_zeros(count * length, values.shape[1])
+    # Not zeros: somebody's own normalisation, in a module or in a loss, may divide by the length of each token's state.
+    padded = values[:1].detach().repeat(count * length, 1)
     return padded.index_copy_(0, documents.token_index, values).view(count, length, -1)
 
 
