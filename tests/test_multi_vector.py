@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import string
 
@@ -15,9 +16,9 @@ pytest.importorskip(
 )
 
 from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.modules import Normalize
+from sentence_transformers.base.modules import Dense, Normalize, Router
 from sentence_transformers.multi_vector_encoder import losses
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
 
 import pylate_fastmaxsim
@@ -225,19 +226,49 @@ def test_the_output_is_that_of_stock_but_for_padding(model, mode):
     assert seen[0]["token_embeddings"][~attended].any(dim=-1).all()
 
 
-class Doubling(nn.Module):
+class Over(nn.Module):
+    """A module of somebody's own behind the encoder."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
     def forward(self, features: dict) -> dict:
-        return {**features, "token_embeddings": features["token_embeddings"] * 2}
+        tokens = features["token_embeddings"]
+        return {**features, "token_embeddings": self.layer(tokens.transpose(1, 2)).transpose(1, 2)}
 
 
-def test_modules_of_ones_own_behind_the_encoder_do_not_matter(encoder, mode):
-    model = load(encoder("bert"))
-    model.insert(1, Doubling())
+@pytest.mark.parametrize("layer", [nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32)])
+def test_modules_behind_the_encoder_may_look_at_padding(model, mode, caplog, layer):
+    model.insert(1, Over(copy.deepcopy(layer)).double().train())
     loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
     stock = run(model, loss)
     pylate_fastmaxsim.enable()
     assert_equal(run(model, loss), stock)
+    assert not modes(model)
+    assert "with padding, as stock Sentence Transformers does: Over may look at padding" in caplog.text
+
+
+def test_modules_of_ones_own_behind_the_encoder(model, mode):
+    model.insert(1, Over(nn.Tanh()))
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable(padding_free="always")
+    assert_equal(run(model, loss), stock)
     assert modes(model) == {mode}
+
+
+def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode):
+    routed = [load(encoder(family)) for family in ("bert", "modernbert")]
+    for each in routed:
+        each.insert(1, Dense(32, 32, module_input_name="token_embeddings").double())
+    model = MultiVectorEncoder(modules=[Router.for_query_document(*map(list, routed))], device="cpu").train()
+    model.append(HierarchicalTokenPooling(pool_factor=2))
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+    assert [modes(each) for each in routed] == [{mode}, {mode}]
 
 
 class Unit(nn.Module):
@@ -250,8 +281,9 @@ def test_a_normalization_of_ones_own_divides_by_no_zero(model, mode):
     model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
     loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
     stock = run(model, loss)
-    pylate_fastmaxsim.enable()
+    pylate_fastmaxsim.enable(padding_free="always")
     assert_equal(run(model, loss), stock)
+    assert modes(model) == {mode}
 
 
 def reasons(model: MultiVectorEncoder, change, caplog) -> str:

@@ -2,8 +2,8 @@
 
 Only the encoder itself leaves the padding out. Its hidden states are padded again before anything else has them, as
 Sentence Transformers pads again what it flattened for FlashAttention. So all that follows goes on as ever: projection
-and masks, losses, modules and losses of somebody's own. In the place of padding stands the state of a token, as what an
-encoder makes of padding is no zero either.
+and masks, losses, also those of somebody's own. In the place of padding stands the state of a token, as what an encoder
+makes of padding is no zero either. A model with a module that may look at it is encoded with padding.
 """
 
 from __future__ import annotations
@@ -14,25 +14,38 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-from torch import Tensor
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from sentence_transformers.multi_vector_encoder.modules.token_pooling import BaseTokenPooling
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling, WordWeights
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import compilation, log_once, switch
 from pylate_fastmaxsim.integrations.documents import Documents, grouped_plan, nothing_skipped, packed_plan
 from pylate_fastmaxsim.integrations.encoders import encoder_of, inputs_of, positioned
+from pylate_fastmaxsim.integrations.own_code import forward_is_own
 from pylate_fastmaxsim.integrations.packing import UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
-from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed
+from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, unwrap
 
 _stock_model, _stock_transformer = detached(MultiVectorEncoder.forward), detached(Transformer.forward)
 
-# Inside the forward of a model in training, and of nothing that this package tries out there.
-_in_training: ContextVar[bool] = ContextVar("in_training", default=False)
+# The model in training whose forward this is inside of, and of nothing that this package tries out there.
+_in_training: ContextVar[MultiVectorEncoder | None] = ContextVar("in_training", default=None)
+
+# Forwards that make of a token what they make of it alone, or of a text what they make of its attended tokens.
+_LEAVE_PADDING = {
+    each.forward
+    for each in (
+        *(Dense, Normalize, MultiVectorMask, BaseTokenPooling, HierarchicalTokenPooling),
+        *(Dropout, LayerNorm, Pooling, WordWeights, nn.Identity),
+    )
+}
 
 # What is said of the texts and is nothing that an encoder takes.
 _SAID_OF_TEXTS = {"modality", "task", "prompt_length"}
@@ -59,7 +72,7 @@ def encode(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
     # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
     if torch.compiler.is_compiling():
         return _stock_model(self, *args, **kwargs)
-    token = _in_training.set(self.training and switch.options() is not None)
+    token = _in_training.set(self if self.training and switch.options() is not None else None)
     try:
         return _stock_model(self, *args, **kwargs)
     finally:
@@ -68,11 +81,11 @@ def encode(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
 
 @wraps(_stock_transformer)
 def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[str, Tensor]:
-    if torch.compiler.is_compiling() or not _in_training.get():
+    if torch.compiler.is_compiling() or (model := _in_training.get()) is None:
         return _stock_transformer(self, features, **kwargs)
-    token = _in_training.set(False)
+    token = _in_training.set(None)
     try:
-        hidden = _without_padding(self, features, kwargs)
+        hidden = _without_padding(model, self, features, kwargs)
     finally:
         _in_training.reset(token)
     if hidden is None:
@@ -81,7 +94,9 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[st
     return features
 
 
-def _without_padding(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> Tensor | None:
+def _without_padding(
+    model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
+) -> Tensor | None:
     """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
     options = switch.options()
     if options is None or not {"input_ids", "attention_mask"} <= features.keys():
@@ -94,6 +109,8 @@ def _without_padding(transformer: Transformer, features: dict[str, Tensor], kwar
     if not options.padding_free:
         return None
     reason = _reason_to_pad(transformer, features, kwargs)
+    if reason is None and options.padding_free != "always":
+        reason = _reason_behind(model)
     if reason is not None:
         _say_padded(transformer, reason)
         return None
@@ -169,6 +186,24 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
     if getattr(encoder_of(transformer).config, "output_hidden_states", False):
         return "it is to return the hidden states of all layers"
     return None
+
+
+def _reason_behind(model: MultiVectorEncoder) -> str | None:
+    """What in a model may look at the states of padding, which are other ones here."""
+    modules = list(model.children())
+    for module in map(unwrap, modules):
+        if type(module) in (Router, nn.ModuleDict, nn.Sequential):
+            modules += module.children()
+        elif not isinstance(module, Transformer) and not _leaves_padding(module):
+            return (
+                f"{type(module).__name__} may look at padding (if it treats each token by itself, switch on with "
+                'padding_free="always")'
+            )
+    return None
+
+
+def _leaves_padding(module: nn.Module) -> bool:
+    return type(module).forward in _LEAVE_PADDING and forward_is_own(module)
 
 
 def _compile_layers(transformer: Transformer) -> None:
