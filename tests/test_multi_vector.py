@@ -8,6 +8,7 @@ import string
 
 import pytest
 import torch
+from accelerate import Accelerator
 from models import sentences
 from torch import nn
 
@@ -226,6 +227,43 @@ def test_the_output_is_that_of_stock_but_for_padding(model, mode):
     assert seen[0]["token_embeddings"][~attended].any(dim=-1).all()
 
 
+def prepared(model: MultiVectorEncoder) -> nn.Module:
+    """As accelerate hands a model to the trainer."""
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+
+
+def of_ones_own(model: MultiVectorEncoder) -> nn.Module:
+    model.__class__ = OfOnesOwn
+    return model
+
+
+class OfOnesOwn(MultiVectorEncoder):
+    def forward(self, input: dict, task: str | None = None) -> dict:
+        for module in self:
+            input = module(input, **({"task": task} if isinstance(module, MultiVectorMask) else {}))
+        return input
+
+
+@pytest.mark.parametrize("change, padding_free", [(prepared, True), (of_ones_own, "always")])
+def test_a_forward_of_a_models_own(model, mode, change, padding_free):
+    changed = change(model.float())
+    features = batch_of(model)[1]
+    stock = changed(dict(features), task="document")
+    pylate_fastmaxsim.enable(padding_free=padding_free)
+    ours = changed(dict(features), task="document")
+    assert modes(model) == {mode}
+    attended = stock["attention_mask"]
+    tolerance = {"rtol": 0, "atol": 0.05} if change is prepared else {}
+    torch.testing.assert_close(ours["token_embeddings"][attended], stock["token_embeddings"][attended], **tolerance)
+
+
+def test_a_forward_of_ones_own_may_look_at_padding(model, packed, caplog):
+    pylate_fastmaxsim.enable()
+    of_ones_own(model)(batch_of(model)[1], task="document")
+    assert not modes(model)
+    assert "OfOnesOwn may look at padding" in caplog.text
+
+
 class Over(nn.Module):
     """A module of somebody's own behind the encoder."""
 
@@ -417,11 +455,13 @@ def test_what_sentence_transformers_flattened_is_left_to_it(model, packed):
 def test_off_again_everything_is_as_it_came(model, caplog):
     from sentence_transformers.base.modules import Transformer
 
-    stock = Transformer.forward, "forward" in vars(MultiVectorEncoder)
+    names = {"__call__", "forward"}
+    stock = Transformer.forward, names & vars(MultiVectorEncoder).keys()
     with caplog.at_level(logging.INFO), pylate_fastmaxsim.enabled():
         assert Transformer.forward is not stock[0]
         run(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
-    assert (Transformer.forward, "forward" in vars(MultiVectorEncoder)) == stock
+    assert (Transformer.forward, names & vars(MultiVectorEncoder).keys()) == stock
+    assert MultiVectorEncoder.__call__ is nn.Module.__call__
     assert "Sentence Transformers" in caplog.text and " accelerated: fused MaxSim" in caplog.text
 
 

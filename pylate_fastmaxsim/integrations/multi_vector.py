@@ -8,6 +8,7 @@ makes of padding is no zero either. A model with a module that may look at it is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import compilation, log_once, switch
+from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
 from pylate_fastmaxsim.integrations.documents import Documents, grouped_plan, nothing_skipped, packed_plan
 from pylate_fastmaxsim.integrations.encoders import encoder_of, inputs_of, positioned
 from pylate_fastmaxsim.integrations.own_code import forward_is_own
@@ -33,7 +35,7 @@ from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, unwrap
 
-_stock_model, _stock_transformer = detached(MultiVectorEncoder.forward), detached(Transformer.forward)
+_stock_transformer = detached(Transformer.forward)
 
 # The model in training whose forward this is inside of, and of nothing that this package tries out there.
 _in_training: ContextVar[MultiVectorEncoder | None] = ContextVar("in_training", default=None)
@@ -62,21 +64,31 @@ _PADDED = "Texts are encoded with padding, as stock Sentence Transformers does: 
 def patches() -> list[Patch]:
     """What to replace in Sentence Transformers."""
     return [
+        # A model may have a forward of its own, also one that accelerate made of stock's for mixed precision.
+        Patch(MultiVectorEncoder, "__call__", called),
         Patch(MultiVectorEncoder, "forward", encode),
         Patch(Transformer, "forward", forward),
     ]
 
 
-@wraps(_stock_model)
-def encode(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
-    # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
-    if torch.compiler.is_compiling():
-        return _stock_model(self, *args, **kwargs)
-    token = _in_training.set(self if self.training and switch.options() is not None else None)
-    try:
-        return _stock_model(self, *args, **kwargs)
-    finally:
-        _in_training.reset(token)
+def _noted(stock: Callable) -> Callable:
+    """What calls a model, and notes whether it is in training while it does."""
+
+    @wraps(stock)
+    def call(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
+        # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
+        if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
+            return stock(self, *args, **kwargs)
+        token = _in_training.set(self if self.training and switch.options() is not None else None)
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            _in_training.reset(token)
+
+    return call
+
+
+called, encode = _noted(detached(MultiVectorEncoder.__call__)), _noted(detached(MultiVectorEncoder.forward))
 
 
 @wraps(_stock_transformer)
@@ -190,15 +202,24 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
 
 def _reason_behind(model: MultiVectorEncoder) -> str | None:
     """What in a model may look at the states of padding, which are other ones here."""
+    module = _looks_at_padding(model)
+    if module is None:
+        return None
+    return (
+        f"{type(module).__name__} may look at padding (if it treats each token by itself, switch on with "
+        'padding_free="always")'
+    )
+
+
+def _looks_at_padding(model: MultiVectorEncoder) -> nn.Module | None:
+    if not written_in(type(model).forward, HOSTS):
+        return model
     modules = list(model.children())
     for module in map(unwrap, modules):
         if type(module) in (Router, nn.ModuleDict, nn.Sequential):
             modules += module.children()
         elif not isinstance(module, Transformer) and not _leaves_padding(module):
-            return (
-                f"{type(module).__name__} may look at padding (if it treats each token by itself, switch on with "
-                'padding_free="always")'
-            )
+            return module
     return None
 
 
