@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import string
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, multi_vector, multi_vector_scores, packing, switch
+from pylate_fastmaxsim.integrations import compilation, decisions, multi_vector, multi_vector_scores, packing, switch
+from pylate_fastmaxsim.integrations.encoders import checkpoints_layers
 
 COUNT = 8
 QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))
@@ -146,6 +149,17 @@ def test_checkpointing(model, mode, reentrant):
     pylate_fastmaxsim.enable()
     assert_equal(run(model, loss), stock)
     assert modes(model) == {mode}
+
+
+def test_to_ask_for_checkpointing_warns_of_nothing(model):
+    transformer = model[0]
+    assert not checkpoints_layers(transformer)
+    transformer.auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoints_layers(transformer)
+        wrapped = SimpleNamespace(module=transformer, static_graph=True)
+        assert decisions.counts_checkpoints(wrapped)
 
 
 def test_dropout_is_the_same_in_both_passes_of_gradcache(encoder, mode):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoders import encoder_of, with_adapters
+from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.own_code import forward_is_own
 from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, unsharded, unwrap
 
@@ -82,7 +82,7 @@ def counts_checkpoints(model: nn.Module) -> bool:
     if not any(getattr(layer, "static_graph", False) for layer in around):
         return False
     try:
-        return getattr(encoder_of(core), "is_gradient_checkpointing", False)
+        return checkpoints_layers(core)
     except AttributeError:  # no encoder that could be packed
         return False
 

@@ -52,6 +52,11 @@ def layers_share_keys(transformer: nn.Module) -> bool:
     return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
+def checkpoints_layers(core: nn.Module) -> bool:
+    """Whether gradient checkpointing is on, in whatever transformers calls its property for that."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in encoder_of(core).modules())
+
+
 def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
     """Token embeddings ``[N, L, d]`` of one call of the model, which leaves the features as they are."""
     with uninspected():

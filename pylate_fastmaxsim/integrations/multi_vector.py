@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.integrations import compilation, log_once, switch
 from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
 from pylate_fastmaxsim.integrations.documents import Documents, grouped_plan, nothing_skipped, packed_plan
-from pylate_fastmaxsim.integrations.encoders import encoder_of, inputs_of, positioned
+from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
 from pylate_fastmaxsim.integrations.own_code import forward_is_own
 from pylate_fastmaxsim.integrations.packing import UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.patching import Patch
@@ -242,4 +242,4 @@ def _is_copy(transformer: Transformer) -> bool:
 def _counts_calls(transformer: Transformer) -> bool:
     """Whether DistributedDataParallel may count the calls of checkpointed layers, which groups have more of."""
     in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return in_processes and getattr(encoder_of(transformer), "is_gradient_checkpointing", False)
+    return in_processes and checkpoints_layers(transformer)
