@@ -25,7 +25,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, decisions, multi_vector, multi_vector_scores, packing, switch
+from pylate_fastmaxsim.integrations import compilation, decisions, multi_vector_scores, packing, switch
 from pylate_fastmaxsim.integrations.encoders import checkpoints_layers
 
 COUNT = 8
@@ -195,6 +195,23 @@ def test_compiled_layers(model, packed, monkeypatch, compile_options):
     assert all(layer._compiled_call_impl is not None for layer in layers)
     pylate_fastmaxsim.disable()
     assert all(layer._compiled_call_impl is None for layer in layers)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_layers_are_compiled_before_expanded_queries(encoder, packed, monkeypatch, dropout):
+    """Checkpointing has to do in the backward what it did in the forward."""
+    compile_call, seen = nn.Module.compile, []
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
+    )
+    model = load(encoder("bert", hidden_dropout_prob=dropout))
+    model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = compilation.encoder_layers(model[0])
+    model[1].register_forward_hook(lambda *_: seen.append(layers[0]._compiled_call_impl is not None))
+    pylate_fastmaxsim.enable(compile=True)
+    run(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
+    assert seen and all(seen)
 
 
 def test_a_model_that_is_compiled_as_a_whole_is_encoded_as_it_came(model):
@@ -458,12 +475,12 @@ def test_copies_of_data_parallel(model, packed, caplog):
     assert caplog.text.count("DataParallel copies the model") == caplog.text.count("compile=True does nothing") == 1
 
 
-def test_what_sentence_transformers_flattened_is_left_to_it(model, packed):
-    pylate_fastmaxsim.enable()
-    assert not multi_vector._LEFT_ALONE.isdisjoint({"cu_seq_lens_q": None})
+def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplog):
+    pylate_fastmaxsim.enable(compile=True)
     flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4])}
     model(flat, task="document")
-    assert not modes(model)
+    assert not modes(model) and not compilation._compiled
+    assert "compile=True does nothing: Sentence Transformers leaves padding out itself." in caplog.text
 
 
 def test_off_again_everything_is_as_it_came(model, caplog):

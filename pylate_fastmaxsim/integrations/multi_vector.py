@@ -52,9 +52,11 @@ _LEAVE_PADDING = {
 # What is said of the texts and is nothing that an encoder takes.
 _SAID_OF_TEXTS = {"modality", "task", "prompt_length"}
 
-# What Sentence Transformers adds where it leaves padding out itself, and to queries that it expands: these have tokens
-# to encode that are not attended to.
-_LEFT_ALONE = {"cu_seq_lens_q", "query_expansion_positions"}
+# What Sentence Transformers adds where it leaves padding out itself.
+_FLATTENED = "cu_seq_lens_q"
+
+# What it adds to queries that it expands: these have tokens to encode that are not attended to.
+_EXPANDED = "query_expansion_positions"
 
 _widest: WeakKeyDictionary[Transformer, int] = WeakKeyDictionary()
 
@@ -111,14 +113,19 @@ def _without_padding(
 ) -> Tensor | None:
     """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
     options = switch.options()
-    if options is None or not {"input_ids", "attention_mask"} <= features.keys():
+    if options is None:
         return None
-    # Without texts there is nothing to leave out, and nothing to try out what could be.
-    if not _LEFT_ALONE.isdisjoint(features) or features["input_ids"].numel() == 0:
+    if _FLATTENED in features:
+        if options.compile:
+            log_once("compile=True does nothing: Sentence Transformers leaves padding out itself.", about=transformer)
         return None
+    # Before anything is encoded: checkpointing has to find layers in the backward as they were in the forward.
     if options.compile:
         _compile_layers(transformer)
-    if not options.padding_free:
+    # Without texts there is nothing to leave out, and nothing to try out what could be.
+    if not {"input_ids", "attention_mask"} <= features.keys() or features["input_ids"].numel() == 0:
+        return None
+    if not options.padding_free or _EXPANDED in features:
         return None
     reason = _reason_to_pad(transformer, features, kwargs)
     if reason is None and options.padding_free != "always":
