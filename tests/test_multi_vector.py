@@ -454,6 +454,17 @@ def test_attention_masks_of_ones_own_are_left_to_sentence_transformers(model, mo
     torch.testing.assert_close(ours[attended], stock[attended])
 
 
+def test_keywords_stand_in_for_features(model, mode):
+    model.module_kwargs = {"0": ["attention_mask"]}
+    features = model.preprocess(POSITIVES, task="document")
+    attended = features["attention_mask"].bool()
+    shorter = attended & (torch.arange(attended.shape[1]) < 5)
+    stock = model(dict(features), task="document", attention_mask=shorter)["token_embeddings"]
+    pylate_fastmaxsim.enable()
+    ours = model(dict(features), task="document", attention_mask=shorter)["token_embeddings"]
+    torch.testing.assert_close(ours[attended], stock[attended])
+
+
 def copied(module: nn.Module) -> nn.Module:
     """What DataParallel makes for one step."""
     copy = module._replicate_for_data_parallel()

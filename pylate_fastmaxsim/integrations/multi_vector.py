@@ -192,7 +192,8 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
         return "its output is not the last hidden state of each token"
     if features["attention_mask"].shape != features["input_ids"].shape:
         return "attention_mask has another shape than input_ids"
-    if unknown := sorted((features.keys() | kwargs.keys()) - UNDERSTOOD - _SAID_OF_TEXTS):
+    # Keywords stand in for features, also for those that are understood.
+    if unknown := sorted((features.keys() - UNDERSTOOD | kwargs.keys()) - _SAID_OF_TEXTS):
         return f"the encoder may take {', '.join(unknown)}"
     if _SAID_OF_TEXTS & inputs_of(transformer):
         return "the encoder takes what is said of the texts"
