@@ -346,7 +346,13 @@ def _is_hosts(patch: Patch) -> bool:
 
 def brings_host(package: str) -> bool:
     """Whether a package that is imported is a library to accelerate, or has it in it: Sentence Transformers may not."""
-    return any(host.package == package and util.find_spec(host.module) is not None for host in _HOSTS)
+    return any(host.package == package and _is_there(host) for host in _HOSTS)
+
+
+def _is_there(host: _Host) -> bool:
+    """Whether a library is installed; of one that is a part of a package, also whether that can be imported."""
+    can_be_there = host.module == host.package or sys.modules.get(host.package) is not None
+    return can_be_there and util.find_spec(host.module) is not None
 
 
 def left_alone() -> list[str]:
@@ -359,7 +365,7 @@ def _left_alone(reasons: dict[_Host, str]) -> list[str]:
     return [
         f"{host.name} runs as it came: {reason}"
         for host, reason in reasons.items()
-        if util.find_spec(host.module) is not None
+        if _is_there(host)
     ]
 
 
