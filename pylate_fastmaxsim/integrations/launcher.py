@@ -25,7 +25,8 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     """Run a Python script or module as ``python`` would, with :func:`~pylate_fastmaxsim.enable` called for it.
 
     ``enable`` is called when the script imports PyLate, colpali-engine or Sentence Transformers with a
-    MultiVectorEncoder, not before: what the script sets in the environment first (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without us.
+    MultiVectorEncoder, not before: what the script sets in the environment first (``HF_HOME``,
+    ``CUDA_VISIBLE_DEVICES``, ...) counts as it does without us.
 
     Parameters
     ----------

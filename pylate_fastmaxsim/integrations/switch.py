@@ -362,11 +362,7 @@ def left_alone() -> list[str]:
 
 
 def _left_alone(reasons: dict[_Host, str]) -> list[str]:
-    return [
-        f"{host.name} runs as it came: {reason}"
-        for host, reason in reasons.items()
-        if _is_there(host)
-    ]
+    return [f"{host.name} runs as it came: {reason}" for host, reason in reasons.items() if _is_there(host)]
 
 
 def _hosts() -> tuple[list[_Host], dict[_Host, str]]:
