@@ -377,6 +377,20 @@ def pads_on_the_left(model):
     model.tokenizer.padding_side = "left"
 
 
+def takes_messages(model):
+    model[0].modality_config = {"message": model[0].modality_config["text"]}
+    preprocess = model.preprocess
+    model.preprocess = lambda *args, **kwargs: {**_as_text(model, preprocess, *args, **kwargs), "modality": "message"}
+
+
+def _as_text(model, preprocess, *args, **kwargs):
+    messages, model[0].modality_config = model[0].modality_config, {"text": model[0].modality_config["message"]}
+    try:
+        return preprocess(*args, **kwargs)
+    finally:
+        model[0].modality_config = messages
+
+
 def takes_noise(model):
     model[0].auto_model.get_input_embeddings().neftune_noise_alpha = 0.0
     model[0].auto_model.embeddings.word_embeddings.neftune_noise_alpha = 1e-9
@@ -388,6 +402,7 @@ def takes_noise(model):
         (returns_all_layers, "it is to return the hidden states of all layers."),
         (hooks, "a hook of your own is on BertModel"),
         (pads_on_the_left, "the tokenizer pads on the left"),
+        (takes_messages, "it takes no plain texts, with which it could be tried out."),
         (takes_noise, "NEFTune scales its noise by the width of a call"),
     ],
 )

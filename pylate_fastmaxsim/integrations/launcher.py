@@ -81,8 +81,8 @@ def _run(parsed: argparse.Namespace) -> None:
         if hook in sys.meta_path:
             sys.meta_path.remove(hook)
             _logger.warning(
-                "%s did not import PyLate, colpali-engine or Sentence Transformers with a MultiVectorEncoder, so nothing "
-                "was accelerated.",
+                "%s did not import PyLate, colpali-engine or Sentence Transformers with a MultiVectorEncoder, so "
+                "nothing was accelerated.",
                 parsed.target,
             )
 

@@ -190,6 +190,8 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
         ("forward", ("last_hidden_state",), "token_embeddings"),
     ):
         return "its output is not the last hidden state of each token"
+    if "text" not in transformer.modality_config:
+        return "it takes no plain texts, with which it could be tried out"
     if features["attention_mask"].shape != features["input_ids"].shape:
         return "attention_mask has another shape than input_ids"
     # Keywords stand in for features, also for those that are understood.
