@@ -304,6 +304,10 @@ def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> bool:
 
 def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.dtype], how: str) -> None:
     error = (F.normalize(ours.double(), dim=-1) - F.normalize(expected.double(), dim=-1)).norm(dim=-1).max().item()
+    device = ours.device.type
+    if torch.is_autocast_enabled(device):
+        # An encoder may answer in float32, as its last norm does, and has computed in 16 bits all the same.
+        dtypes = {*dtypes, torch.get_autocast_dtype(device)}
     tolerance = max(_tolerance(dtype) for dtype in dtypes)
     if not error <= tolerance:
         raise PackingUnsupported(
@@ -328,12 +332,8 @@ def _evaluating(core: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
-    """The dtypes that the modules answer in; what leaves them may have been cast back to float32.
-
-    Under autocast an encoder may answer in float32, as its last norm does, and has computed in 16 bits all the same.
-    """
-    device = next(core.parameters()).device.type
-    dtypes = {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
+    """The dtypes that the modules answer in; what leaves them may have been cast back to float32."""
+    dtypes: set[torch.dtype] = set()
 
     def record(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
         if isinstance(output, dict) and "token_embeddings" in output:
