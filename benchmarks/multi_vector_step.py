@@ -5,7 +5,8 @@
 
 Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words
 with the lengths of MS MARCO, one negative a query, bf16 autocast. Sentence Transformers pads a batch to its longest
-text. With flash-attn installed it leaves padding out itself. Each cell runs in a process of its own.
+text. With flash-attn installed it leaves padding out itself. Where flash-attn is missing, the FlashAttention of PyTorch
+stands in for it (torch_flash_attention.py). Each cell runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from records import environment, write
+from torch_flash_attention import provide
 from training_cell import DOCUMENT_LENGTH, elapsed, make_rows, mark, peaks_gib, save_encoder
 from workers import ask_apart, serve
 
@@ -26,11 +28,21 @@ PATHS = {
     "stock": "Sentence Transformers",
     "flash": "Sentence Transformers, flash_attention_2",
     "fast": "Sentence Transformers + pylate-fastmaxsim",
+    "both": "Sentence Transformers, flash_attention_2 + pylate-fastmaxsim",
 }
 
 
 def run_cell(cell: dict) -> dict:
+    with tempfile.TemporaryDirectory() as directory:
+        return _measured(cell, Path(directory))
+
+
+def _measured(cell: dict, directory: Path) -> dict:
     import torch
+
+    flash, fast = cell["path"] in ("flash", "both"), cell["path"] in ("fast", "both")
+    kernels = provide(directory / "flash_attention") if flash else None
+
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
 
@@ -38,12 +50,12 @@ def run_cell(cell: dict) -> dict:
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    if cell["path"] == "fast":
-        pylate_fastmaxsim.enable(compile=cell["compile"])
-    attention = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if cell["path"] == "flash" else {}
-    with tempfile.TemporaryDirectory() as directory:
-        save_encoder(Path(directory), cell["layers"])
-        model = MultiVectorEncoder(directory, device=str(device), model_kwargs=attention).train()
+    if fast:
+        # What Sentence Transformers flattens itself, this package does not compile.
+        pylate_fastmaxsim.enable(compile=cell["compile"] and not flash)
+    attention = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if flash else {}
+    save_encoder(directory / "encoder", cell["layers"])
+    model = MultiVectorEncoder(str(directory / "encoder"), device=str(device), model_kwargs=attention).train()
     if attention:
         # FlashAttention is for weights in 16 bits only when a model is loaded.
         model.float()
@@ -89,6 +101,7 @@ def run_cell(cell: dict) -> dict:
     masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
     return {
         "status": "ok",
+        "flash_attention": kernels,
         "step_ms": statistics.median(times),
         "each_ms": [round(each, 2) for each in times],
         "peak_gib": peaks_gib()[0] if cuda else None,

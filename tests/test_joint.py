@@ -81,7 +81,7 @@ def test_beside_many_documents_queries_have_a_call_of_their_own(encoder, packed,
     tokens = sum(int(column["attention_mask"].sum()) for column in many[1:])
     for most, together in ((tokens - 1, False), (tokens, True)):
         packing.release()
-        monkeypatch.setattr(packing, "_MOST_TOKENS_BESIDE_QUERIES", most)
+        monkeypatch.setattr(packing, "MOST_TOKENS_BESIDE_QUERIES", most)
         with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
             assert_as_stock(model, many)
         # The first batch decides for all.

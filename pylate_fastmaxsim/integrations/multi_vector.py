@@ -24,9 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations import compilation, log_once, switch
+from pylate_fastmaxsim.integrations import compilation, log_once, multi_vector_joint, switch
+from pylate_fastmaxsim.integrations import multi_vector_passes as passes
 from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
-from pylate_fastmaxsim.integrations.documents import Documents, grouped_plan, nothing_skipped, packed_plan
+from pylate_fastmaxsim.integrations.documents import (
+    Documents,
+    EncodingPlan,
+    grouped_plan,
+    nothing_skipped,
+    packed_plan,
+)
 from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
 from pylate_fastmaxsim.integrations.own_code import forward_is_own
 from pylate_fastmaxsim.integrations.packing import UNDERSTOOD, mode_for
@@ -123,7 +130,7 @@ def _without_padding(
     if options.compile:
         _compile_layers(transformer)
     # Without texts there is nothing to leave out, and nothing to try out what could be.
-    if not {"input_ids", "attention_mask"} <= features.keys() or features["input_ids"].numel() == 0:
+    if not _has_texts(features):
         return None
     if not options.padding_free or _EXPANDED in features:
         return None
@@ -133,11 +140,23 @@ def _without_padding(
     if reason is not None:
         _say_padded(transformer, reason)
         return None
-    column = {key: features[key] for key in UNDERSTOOD.intersection(features)}
-    mode = mode_for(transformer, [_as_wide_as_ever(transformer, column)], group=None, host="Sentence Transformers")
+    batch = multi_vector_joint.current()
+    if batch is not None and (hidden := batch.take(transformer, features)) is not None:
+        return hidden
+    columns = [_understood(features)]
+    behind = () if batch is None else batch.behind(model, transformer, features)
+    if all(_goes_with(transformer, each, features) for each in behind) and not _counts_calls(transformer):
+        columns += map(_understood, behind)
+    mode = passes.as_before(
+        lambda: mode_for(transformer, _as_wide_as_ever(transformer, columns), None, host="Sentence Transformers")
+    )
     if mode == "padded":
         return None
-    documents = Documents.from_columns([column])
+    if mode == "packed" and len(columns) > 1:
+        documents = Documents.from_columns(columns)
+        if not documents.gaps and multi_vector_joint.are_few(documents):
+            return batch.keep(transformer, documents, _packed(transformer, documents, features))
+    documents = Documents.from_columns(columns[:1])
     if len(documents.token_index) == 0:
         return None
     if mode == "packed" and documents.gaps:
@@ -147,22 +166,48 @@ def _without_padding(
     if reason is not None:
         _say_padded(transformer, reason)
         return None
-    if mode == "packed":
-        plan = packed_plan(*positioned(transformer, documents), nothing_skipped)
-    else:
-        plan = grouped_plan(documents, nothing_skipped, token_budget=None)
+    encode_texts = _packed if mode == "packed" else _grouped
+    states = encode_texts(transformer, documents, features)
+    shape = features["input_ids"].shape
+    return multi_vector_joint.padded(states, documents.token_index, *shape, filler=states[:1])
+
+
+def _packed(transformer: Transformer, documents: Documents, features: dict[str, Tensor]) -> Tensor:
+    """Hidden states of the attended tokens, ``[T, d]``, all from one call."""
+    plan = packed_plan(*positioned(transformer, documents), nothing_skipped)
+    return _states(transformer, plan, features)
+
+
+def _grouped(transformer: Transformer, documents: Documents, features: dict[str, Tensor]) -> Tensor:
+    """The same from a call for each group of texts of similar length."""
+    plan = grouped_plan(documents, nothing_skipped, token_budget=None)
+    text, place = documents.token_index // documents.max_length, documents.token_index % documents.max_length
+    return _states(transformer, plan, features)[plan.starts[text] + place]
+
+
+def _states(transformer: Transformer, plan: EncodingPlan, features: dict[str, Tensor]) -> Tensor:
     said = {key: features[key] for key in _SAID_OF_TEXTS.intersection(features)}
     with uninspected():
         calls = [_stock_transformer(transformer, {**said, **call}) for call in plan.calls]
-    values = plan.batch([call[transformer.module_output_name] for call in calls]).values
-    count, length = features["input_ids"].shape
-    if mode == "grouped":
-        # In the order of the texts.
-        text, place = documents.token_index // length, documents.token_index % length
-        values = values[plan.starts[text] + place]
-    # Not zeros: somebody's own normalisation, in a module or in a loss, may divide by the length of each token's state.
-    padded = values[:1].detach().repeat(count * length, 1)
-    return padded.index_copy_(0, documents.token_index, values).view(count, length, -1)
+    return plan.batch([call[transformer.module_output_name] for call in calls]).values
+
+
+def _understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: features[key] for key in UNDERSTOOD.intersection(features)}
+
+
+def _goes_with(transformer: Transformer, documents: dict[str, Tensor], queries: dict[str, Tensor]) -> bool:
+    """Whether documents may be encoded as texts of the same call as queries are."""
+    return (
+        _has_texts(documents)
+        and not {_EXPANDED, _FLATTENED} & documents.keys()
+        and documents.get("modality") == queries.get("modality")
+        and _reason_to_pad(transformer, documents, {}) is None
+    )
+
+
+def _has_texts(features: dict[str, Tensor]) -> bool:
+    return {"input_ids", "attention_mask"} <= features.keys() and features["input_ids"].numel() > 0
 
 
 def _say_padded(transformer: Transformer, reason: str) -> None:
@@ -170,15 +215,15 @@ def _say_padded(transformer: Transformer, reason: str) -> None:
     log_once(_PADDED, reason, about=None if _is_copy(transformer) else transformer)
 
 
-def _as_wide_as_ever(transformer: Transformer, column: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_wide_as_ever(transformer: Transformer, columns: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Texts padded to the widest batch so far.
 
     Batches are as wide as their longest text, and queries less wide than documents: what was found out with wider ones
     is not to be found out again.
     """
-    width = column["input_ids"].shape[1]
+    width = max(column["input_ids"].shape[1] for column in columns)
     widest = _widest[transformer] = max(width, _widest.get(transformer, 0))
-    return {key: F.pad(values, (0, widest - width)) for key, values in column.items()}
+    return [{key: F.pad(values, (0, widest - values.shape[1])) for key, values in column.items()} for column in columns]
 
 
 def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> str | None:

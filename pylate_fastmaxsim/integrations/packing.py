@@ -66,7 +66,7 @@ _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
 # Document tokens that keep a GPU busy while the host launches a call for the queries. More of them cost less apart from
 # the queries: FlashAttention starts as many blocks for each text of a call as the longest needs, queries included.
-_MOST_TOKENS_BESIDE_QUERIES = 2**16
+MOST_TOKENS_BESIDE_QUERIES = 2**16
 
 # Whether a packed encoder takes the queries with the documents.
 _joint: Decisions[bool] = WeakKeyDictionary()
@@ -353,7 +353,7 @@ def _should_join(
     model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], tokens: int, agree: Agree
 ) -> bool:
     core = unwrap(model)
-    if not agree(tokens <= _MOST_TOKENS_BESIDE_QUERIES):
+    if not agree(tokens <= MOST_TOKENS_BESIDE_QUERIES):
         return False
     if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
         return False

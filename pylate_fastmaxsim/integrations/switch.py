@@ -86,7 +86,10 @@ _HOSTS = (
         "sentence_transformers.multi_vector_encoder",
         "6",
         "7",
-        ("multi_vector_scores", "multi_vector", "uninspected_masks"),
+        (
+            *("multi_vector_scores", "multi_vector", "multi_vector_joint", "multi_vector_passes"),
+            "uninspected_masks",
+        ),
     ),
 )
 HOST_PACKAGES = frozenset(host.package for host in _HOSTS)

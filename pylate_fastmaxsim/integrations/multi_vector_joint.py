@@ -1,0 +1,149 @@
+"""Queries and documents of a loss of Sentence Transformers in one call of a packed encoder.
+
+These losses encode their queries and then their documents. Small batches are bound by the host, which launches
+everything once for each call and layer. So the first call, that of the queries, encodes the documents as well, and the
+calls that follow find theirs done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+
+import torch
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.losses import (
+    MultiVectorDistillKLDivLoss,
+    MultiVectorMarginMSELoss,
+    MultiVectorMultipleNegativesRankingLoss,
+)
+from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
+from pylate_fastmaxsim.integrations.documents import Documents
+from pylate_fastmaxsim.integrations.own_code import forward_is_own, hooks_change_nothing, unknown_wrapper
+from pylate_fastmaxsim.integrations.packing import MOST_TOKENS_BESIDE_QUERIES
+from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.redirection import detached
+
+Features = dict[str, Tensor]
+
+
+class Batch:
+    """The columns that a loss is about to encode, and the states of those that are encoded already."""
+
+    def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
+        self._columns = columns
+        self._may_join = len(columns) > 1 and unknown_wrapper(loss.model) is None
+        self._encoded: _Encoded | None = None
+
+    def behind(self, model: MultiVectorEncoder, transformer: Transformer, features: Features) -> Sequence[Features]:
+        """The columns of documents that may be encoded with ``features``; none if these are not the queries."""
+        queries = self._columns[0]
+        may_join, self._may_join = self._may_join, False
+        if not may_join or any(features.get(key) is not queries.get(key) for key in ("input_ids", "attention_mask")):
+            return ()
+        # Nothing may change the documents between the loss and their call.
+        leads_there = (
+            next(model.children()) is transformer
+            and written_in(type(model).forward, HOSTS)
+            and all(forward_is_own(module) and hooks_change_nothing(module) for module in (model, transformer))
+        )
+        return self._columns[1:] if leads_there else ()
+
+    def keep(self, transformer: Transformer, documents: Documents, states: Tensor) -> Tensor:
+        """Of the states ``[T, d]`` of all columns, those of the queries, padded; the others wait for their calls."""
+        self._encoded = _Encoded(transformer, documents, states, documents.cu_seqlens.tolist(), _in_force(states))
+        return self._encoded.take(*self._columns[0]["input_ids"].shape)
+
+    def take(self, transformer: Transformer, features: Features) -> Tensor | None:
+        """States ``[N, L, d]`` of documents that have been encoded with the queries."""
+        if self._encoded is None:
+            return None
+        count, width = features["input_ids"].shape
+        if not self._encoded.holds(transformer, count, width):
+            self._encoded = None
+            return None
+        return self._encoded.take(count, width)
+
+
+@dataclass
+class _Encoded:
+    """States of texts that are taken in their order, some at a time."""
+
+    transformer: Transformer
+    documents: Documents
+    states: Tensor
+    ends: list[int]
+    in_force: tuple[bool, bool]
+    taken: int = 0
+
+    def holds(self, transformer: Transformer, count: int, width: int) -> bool:
+        ends = self.ends[self.taken : self.taken + count + 1]
+        return (
+            transformer is self.transformer
+            and self.in_force == _in_force(self.states)
+            and len(ends) == count + 1
+            and all(end - start <= width for start, end in zip(ends, ends[1:], strict=False))
+        )
+
+    def take(self, count: int, width: int) -> Tensor:
+        start, end = self.ends[self.taken], self.ends[self.taken + count]
+        index = self.documents.token_index[start:end] - self.taken * self.documents.max_length
+        self.taken += count
+        if width != self.documents.max_length:
+            index = index // self.documents.max_length * width + index % self.documents.max_length
+        return padded(self.states[start:end], index, count, width, filler=self.states[:1])
+
+
+def _in_force(states: Tensor) -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(states.device.type)
+
+
+_batch: ContextVar[Batch | None] = ContextVar("batch", default=None)
+
+
+def current() -> Batch | None:
+    """What the loss is encoding that this is inside of."""
+    return _batch.get()
+
+
+def are_few(texts: Documents) -> bool:
+    """Whether there are tokens, but so few that the host would keep a GPU waiting with another call."""
+    return 0 < len(texts.token_index) <= MOST_TOKENS_BESIDE_QUERIES
+
+
+def padded(states: Tensor, index: Tensor, count: int, width: int, filler: Tensor) -> Tensor:
+    """States ``[T, d]`` at their places ``row * width + column``, ``[count, width, d]``, and ``filler`` between them."""
+    # Not zeros: somebody's own normalisation, in a module or in a loss, may divide by the length of each token's state.
+    filled = filler.detach().repeat(count * width, 1)
+    return filled.index_copy_(0, index, states).view(count, width, -1)
+
+
+def patches() -> list[Patch]:
+    """What to replace in Sentence Transformers."""
+    return [Patch(loss, "forward", _noting(detached(loss.forward))) for loss in _LOSSES]
+
+
+_LOSSES = (MultiVectorMultipleNegativesRankingLoss, MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss)
+
+
+def _noting(stock: Callable) -> Callable:
+    """The forward of a loss, during which it is known what it is to encode."""
+
+    @wraps(stock)
+    def forward(self: nn.Module, sentence_features: Iterable[Features], *args, **kwargs) -> Tensor:
+        if torch.compiler.is_compiling() or switch.options() is None:
+            return stock(self, sentence_features, *args, **kwargs)
+        columns = list(sentence_features)
+        token = _batch.set(Batch(self, columns))
+        try:
+            return stock(self, columns, *args, **kwargs)
+        finally:
+            _batch.reset(token)
+
+    return forward
