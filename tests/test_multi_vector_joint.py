@@ -1,0 +1,235 @@
+"""Queries and documents of a MultiVectorEncoder's loss in one call of the encoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers.multi_vector_encoder import losses
+from test_multi_vector import COUNT, LOSSES, TEACHER, OfOnesOwn, assert_equal, batch_of, load, modes, run
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import multi_vector, multi_vector_joint
+from pylate_fastmaxsim.integrations.attention import is_packed_mask
+
+CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
+UNCACHED = [each for each in LOSSES if "Cached" not in each[0].__name__]
+
+
+@pytest.fixture
+def model(encoder):
+    return load(encoder("bert"))
+
+
+@pytest.fixture
+def texts(monkeypatch) -> list[int]:
+    """How many texts each call of the encoder has, those that only try out what could be done left out."""
+    made, stock, decide = [], multi_vector._stock_transformer, multi_vector.mode_for
+
+    def transformer(self, features, **kwargs):
+        mask = features["attention_mask"]
+        made.append(mask.shape[-1] - 1 if is_packed_mask(mask) else len(mask))
+        return stock(self, features, **kwargs)
+
+    def mode_for(*args, **kwargs):
+        before = len(made)
+        try:
+            return decide(*args, **kwargs)
+        finally:
+            del made[before:]
+
+    monkeypatch.setattr(multi_vector, "_stock_transformer", transformer)
+    monkeypatch.setattr(multi_vector, "mode_for", mode_for)
+    return made
+
+
+@pytest.mark.parametrize("loss_class, options", UNCACHED)
+def test_one_call_encodes_all(model, packed, texts, loss_class, options):
+    loss = loss_class(model, **options)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        texts.clear()
+        assert_equal(run(model, loss), stock)
+        assert texts == [3 * COUNT]
+
+
+def test_with_gradients_in_chunks_of_documents(model, packed, texts):
+    """Chunks are cut to their longest document each."""
+    for size in (1, 3, 7, 2 * COUNT):
+        loss = CONTRASTIVE(model, mini_batch_size=size)
+        pylate_fastmaxsim.disable()
+        stock = run(model, loss)
+        pylate_fastmaxsim.enable()
+        texts.clear()
+        assert_equal(run(model, loss), stock)
+        assert texts == [3 * COUNT]
+
+
+def test_the_documents_that_were_encoded_are_those_that_are_scored(model, packed, monkeypatch):
+    """Column after column, in whatever calls they are asked for."""
+    monkeypatch.setattr(
+        "sentence_transformers.base.losses.merged_forward.merge_feature_batches", lambda features_list: None
+    )
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
+
+
+def hooked(model):
+    def other_words(_, args):
+        features = args[0]
+        features["input_ids"] = features["input_ids"].flip(0)
+        features["attention_mask"] = features["attention_mask"].flip(0)
+
+    model[0].register_forward_pre_hook(other_words)
+
+
+def hooked_around(model):
+    def other_words(_, args):
+        features = args[0]
+        features["input_ids"] = features["input_ids"].flip(0)
+        features["attention_mask"] = features["attention_mask"].flip(0)
+
+    model.register_forward_pre_hook(other_words)
+
+
+def replaced(model):
+    forward = model[0].forward
+    model[0].forward = lambda features, **kwargs: forward(
+        {key: values.flip(0) if isinstance(values, torch.Tensor) else values for key, values in features.items()}
+    )
+
+
+def of_ones_own(model):
+    model.__class__ = OfOnesOwn
+
+
+# Where the forward of the encoder was replaced, that calls what stood there before.
+@pytest.mark.parametrize("change, calls", [(hooked, 2), (hooked_around, 2), (of_ones_own, 2), (replaced, 0)])
+def test_what_may_change_documents_before_their_call_has_one(model, packed, texts, change, calls):
+    change(model)
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable(padding_free="always")
+    texts.clear()
+    assert_equal(run(model, loss), stock)
+    assert len(texts) == calls
+
+
+def test_a_wrapper_of_ones_own_may_change_documents(model, packed, texts):
+    class Around(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, features, **kwargs):
+            return self.module({key: v.flip(0) if isinstance(v, torch.Tensor) else v for key, v in features.items()})
+
+    loss = CONTRASTIVE(model)
+    loss.model = Around(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    texts.clear()
+    assert_equal(run(model, loss), stock)
+    assert len(texts) == 2
+
+
+def with_gaps(columns):
+    columns[2]["attention_mask"][0, 1] = 0
+
+
+def without_documents(columns):
+    for column in columns[1:]:
+        column["attention_mask"] = torch.zeros_like(column["attention_mask"])
+
+
+def with_an_input_of_their_own(columns):
+    for column in columns[1:]:
+        column["position_ids"] = torch.arange(column["input_ids"].shape[1]).expand_as(column["input_ids"])
+
+
+@pytest.mark.parametrize("change, calls", [(with_gaps, 2), (without_documents, 1), (with_an_input_of_their_own, 2)])
+def test_documents_that_need_a_call_of_their_own(model, packed, texts, change, calls):
+    columns = batch_of(model)
+    change(columns)
+    loss = losses.MultiVectorDistillKLDivLoss(model)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        value = loss([dict(column) for column in columns], TEACHER.clone())
+        value.backward()
+        return [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+    stock = gradients()
+    pylate_fastmaxsim.enable()
+    texts.clear()
+    assert_equal(gradients(), stock)
+    assert len(texts) == calls
+
+
+def test_many_tokens_are_encoded_apart(model, packed, texts, monkeypatch):
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    monkeypatch.setattr(multi_vector_joint, "MOST_TOKENS_BESIDE_QUERIES", 10)
+    texts.clear()
+    assert_equal(run(model, loss), stock)
+    assert texts == [COUNT, 2 * COUNT]
+
+
+def test_expanded_queries_are_encoded_apart(model, packed, texts):
+    model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    texts.clear()
+    assert_equal(run(model, loss), stock)
+    assert texts == [COUNT, 2 * COUNT]
+
+
+def test_groups_have_a_call_of_their_own(model, texts):
+    """Queries are short, so that a group of them and of documents would be padded."""
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    texts.clear()
+    assert_equal(run(model, loss), stock)
+    assert modes(model) == {"grouped"}
+    assert sum(texts) == 3 * COUNT
+
+
+def test_a_frozen_encoder(model, packed, texts):
+    model[0].requires_grad_(False)
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    texts.clear()
+    assert_equal(run(model, loss), stock)
+    assert texts == [3 * COUNT]
+
+
+def test_what_is_asked_for_in_another_way_is_encoded(model, packed, texts):
+    """A score of somebody's own may encode other texts, while the loss encodes its own."""
+
+    loss = CONTRASTIVE(model)
+    columns = batch_of(model)
+    pylate_fastmaxsim.enable()
+    seen = []
+
+    def similarity(queries, documents, **masks):
+        # From within the forward, another batch of the same model.
+        seen.append(model(batch_of(model)[2], task="document")["token_embeddings"])
+        return loss_similarity(queries, documents, **masks)
+
+    loss_similarity, loss.similarity_fct = loss.similarity_fct, similarity
+    loss(columns).backward()
+    expected = model(batch_of(model)[2], task="document")
+    attended = expected["attention_mask"].bool()
+    torch.testing.assert_close(seen[0][attended], expected["token_embeddings"][attended])

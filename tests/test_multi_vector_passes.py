@@ -1,0 +1,113 @@
+"""The two passes of GradCache over the texts of a MultiVectorEncoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers.multi_vector_encoder import losses
+from test_multi_vector import COUNT, assert_equal, batch_of, load, run
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import multi_vector
+
+CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
+
+
+@pytest.fixture
+def model(encoder):
+    return load(encoder("bert", hidden_dropout_prob=0.3))
+
+
+@pytest.fixture
+def embedded(monkeypatch) -> list[torch.Tensor]:
+    """What the first pass and then the second one made, in the order of their calls."""
+    made, stock = [], CACHED.embed_minibatch_iter
+
+    def embed(self, **kwargs):
+        for result in stock(self, **kwargs):
+            made.append(result[0].detach())
+            yield result
+
+    monkeypatch.setattr(CACHED, "embed_minibatch_iter", embed)
+    return made
+
+
+def assert_passes_alike(embedded: list[torch.Tensor]) -> None:
+    first, second = embedded[: len(embedded) // 2], embedded[len(embedded) // 2 :]
+    assert first
+    for own, other in zip(first, second, strict=True):
+        assert own.dtype == other.dtype
+        assert torch.equal(own, other)
+
+
+def assert_has_gradients(model) -> None:
+    for name, weight in model.named_parameters():
+        assert "pooler" in name or (weight.grad is not None and weight.grad.isfinite().all()), name
+
+
+@pytest.mark.parametrize("attends", ["packed", "grouped"])
+def test_a_backward_outside_of_autocast(request, model, embedded, attends):
+    """As a training loop of one's own calls it; stock makes the second pass in float32 then."""
+    if attends == "packed":
+        request.getfixturevalue("packed")
+    model.float()
+    loss = CACHED(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        embedded.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(batch_of(model))
+        value.backward()
+        assert_passes_alike(embedded)
+    assert_has_gradients(model)
+
+
+def test_a_backward_inside_of_autocast(model, packed, embedded):
+    """The weights that the first pass has cast without gradients are not those of the second."""
+    model.float()
+    loss = CACHED(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss(batch_of(model)).backward()
+    assert_passes_alike(embedded)
+    assert_has_gradients(model)
+
+
+def test_what_is_decided_in_the_first_pass_holds_in_the_second(model, packed, embedded, monkeypatch):
+    """Wider texts of the same batch may be decided about in between."""
+    pylate_fastmaxsim.enable()
+    model(batch_of(model)[1], task="document")  # prepares the encoder for packed texts
+    found = iter(["packed", "padded", "grouped"])
+    monkeypatch.setattr(multi_vector, "mode_for", lambda *args, **kwargs: next(found))
+    # As many calls as there are columns: a fourth question would have no answer.
+    CACHED(model, mini_batch_size=COUNT)(batch_of(model)).backward()
+    assert_passes_alike(embedded)
+
+
+def test_switched_off_between_the_passes(encoder, packed):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    model.zero_grad(set_to_none=True)
+    value = loss(batch_of(model))
+    pylate_fastmaxsim.disable()
+    value.backward()
+    assert_equal(
+        [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)], stock
+    )
+
+
+def test_texts_are_embedded_with_arguments_by_position_too(encoder, packed):
+    model = load(encoder("bert"))
+    loss = CACHED(model)
+    features = batch_of(model)[1]
+    pylate_fastmaxsim.enable()
+    first, _, state = loss.embed_minibatch(dict(features), 0, 4, False, True)
+    second, _, none = loss.embed_minibatch(dict(features), 0, 4, True, False, state)
+    assert none is None and second.requires_grad and torch.equal(first, second.detach())
