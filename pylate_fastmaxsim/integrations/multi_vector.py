@@ -134,15 +134,15 @@ def _without_padding(
         return None
     if not options.padding_free or _EXPANDED in features:
         return None
-    reason = _reason_to_pad(transformer, features, kwargs)
+    batch = multi_vector_joint.current()
+    if batch is not None and (hidden := batch.take(transformer, features)) is not None:
+        return hidden
+    reason = _reason_in_features(transformer, features, kwargs) or _reason_in_transformer(transformer)
     if reason is None and options.padding_free != "always":
         reason = _reason_behind(model)
     if reason is not None:
         _say_padded(transformer, reason)
         return None
-    batch = multi_vector_joint.current()
-    if batch is not None and (hidden := batch.take(transformer, features)) is not None:
-        return hidden
     columns = [_understood(features)]
     behind = () if batch is None else batch.behind(model, transformer, features)
     if all(_goes_with(transformer, each, features) for each in behind) and not _counts_calls(transformer):
@@ -202,7 +202,7 @@ def _goes_with(transformer: Transformer, documents: dict[str, Tensor], queries: 
         _has_texts(documents)
         and not {_EXPANDED, _FLATTENED} & documents.keys()
         and documents.get("modality") == queries.get("modality")
-        and _reason_to_pad(transformer, documents, {}) is None
+        and _reason_in_features(transformer, documents, {}) is None
     )
 
 
@@ -216,18 +216,21 @@ def _say_padded(transformer: Transformer, reason: str) -> None:
 
 
 def _as_wide_as_ever(transformer: Transformer, columns: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Texts padded to the widest batch so far.
+    """Texts of which the first are padded to the widest batch so far.
 
     Batches are as wide as their longest text, and queries less wide than documents: what was found out with wider ones
     is not to be found out again.
     """
     width = max(column["input_ids"].shape[1] for column in columns)
     widest = _widest[transformer] = max(width, _widest.get(transformer, 0))
-    return [{key: F.pad(values, (0, widest - values.shape[1])) for key, values in column.items()} for column in columns]
+    if width == widest:
+        return columns
+    first = {key: F.pad(values, (0, widest - values.shape[1])) for key, values in columns[0].items()}
+    return [first, *columns[1:]]
 
 
-def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> str | None:
-    """What :func:`~pylate_fastmaxsim.integrations.packing.mode_for` does not look at."""
+# Both say what mode_for does not look at.
+def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> str | None:
     called = transformer.modality_config.get(features.get("modality", "text"), {})
     output = called.get("method"), called.get("method_output_name"), transformer.module_output_name
     if output not in (
@@ -244,12 +247,18 @@ def _reason_to_pad(transformer: Transformer, features: dict[str, Tensor], kwargs
         return f"the encoder may take {', '.join(unknown)}"
     if _SAID_OF_TEXTS & inputs_of(transformer):
         return "the encoder takes what is said of the texts"
+    return None
+
+
+def _reason_in_transformer(transformer: Transformer) -> str | None:
     if _is_copy(transformer):
         return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
-    if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in transformer.modules()):
-        return "FSDP divides the weights of the encoder"
-    if divided_by_deepspeed(transformer):
-        return "DeepSpeed divides the weights of the encoder (ZeRO 3)"
+    # Neither is there without processes, and to look at all modules in every step takes a millisecond each.
+    if dist.is_available() and dist.is_initialized():
+        if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in transformer.modules()):
+            return "FSDP divides the weights of the encoder"
+        if divided_by_deepspeed(transformer):
+            return "DeepSpeed divides the weights of the encoder (ZeRO 3)"
     if getattr(encoder_of(transformer).config, "output_hidden_states", False):
         return "it is to return the hidden states of all layers"
     return None
