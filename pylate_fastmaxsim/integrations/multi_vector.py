@@ -24,8 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations import compilation, log_once, multi_vector_joint, switch
-from pylate_fastmaxsim.integrations import multi_vector_passes as passes
+from pylate_fastmaxsim.integrations import (
+    compilation,
+    log_once,
+    multi_vector_gradcache,
+    multi_vector_joint,
+    switch,
+)
 from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
@@ -147,7 +152,7 @@ def _without_padding(
     behind = () if batch is None else batch.behind(model, transformer, features)
     if all(_goes_with(transformer, each, features) for each in behind) and not _counts_calls(transformer):
         columns += map(_understood, behind)
-    mode = passes.as_before(
+    mode = multi_vector_gradcache.as_before(
         lambda: mode_for(transformer, _as_wide_as_ever(transformer, columns), None, host="Sentence Transformers")
     )
     if mode == "padded":
@@ -166,6 +171,8 @@ def _without_padding(
     if reason is not None:
         _say_padded(transformer, reason)
         return None
+    if mode == "packed":
+        multi_vector_gradcache.note_packed()
     encode_texts = _packed if mode == "packed" else _grouped
     states = encode_texts(transformer, documents, features)
     shape = features["input_ids"].shape

@@ -87,7 +87,7 @@ _HOSTS = (
         "6",
         "7",
         (
-            *("multi_vector_scores", "multi_vector", "multi_vector_joint", "multi_vector_passes"),
+            *("multi_vector_scores", "multi_vector", "multi_vector_joint", "multi_vector_gradcache"),
             "uninspected_masks",
         ),
     ),

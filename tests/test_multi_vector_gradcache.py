@@ -111,3 +111,115 @@ def test_texts_are_embedded_with_arguments_by_position_too(encoder, packed):
     first, _, state = loss.embed_minibatch(dict(features), 0, 4, False, True)
     second, _, none = loss.embed_minibatch(dict(features), 0, 4, True, False, state)
     assert none is None and second.requires_grad and torch.equal(first, second.detach())
+
+
+@pytest.fixture
+def rows(monkeypatch) -> list[int]:
+    """How many texts each mini-batch of the first pass has."""
+    made, stock = [], CACHED.embed_minibatch_iter
+
+    def embed(self, **kwargs):
+        for result in stock(self, **kwargs):
+            if not kwargs["with_grad"]:
+                made.append(len(result[0]))
+            yield result
+
+    monkeypatch.setattr(CACHED, "embed_minibatch_iter", embed)
+    return made
+
+
+STOCK_ROWS = 3 * [3, 3, 2]
+
+
+def test_mini_batches_fill_a_packed_encoder(encoder, packed, rows):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    rows.clear()
+    assert_equal(run(model, loss), stock)
+    # Not in the first step, in which nothing is known yet.
+    assert rows == STOCK_ROWS
+    for _ in range(2):
+        rows.clear()
+        assert_equal(run(model, loss), stock)
+        assert len(rows) < len(STOCK_ROWS) and sum(rows) == 3 * COUNT
+        assert rows[0] == COUNT  # all queries, which have few tokens
+    columns = batch_of(model)
+    budget = 3 * max(column["input_ids"].shape[1] for column in columns)
+    lengths = [length for column in columns for length in column["attention_mask"].sum(dim=1).tolist()]
+    for size in rows:
+        assert sum(lengths[:size]) <= budget
+        del lengths[:size]
+
+
+def test_mini_batches_of_tokens_are_those_that_were_asked_for(encoder, packed, rows):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3, mini_batch_num_tokens=40)
+    run(model, loss)
+    stock = list(rows)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        rows.clear()
+        run(model, loss)
+        assert rows == stock
+
+
+def test_mini_batches_of_other_encoders_are_those_of_stock(encoder, rows):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):  # in groups
+        rows.clear()
+        run(model, loss)
+        assert rows == STOCK_ROWS
+
+
+def test_outside_of_training_mini_batches_are_those_of_stock(encoder, packed, rows):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    run(model, loss)
+    model.eval()
+    rows.clear()
+    with torch.no_grad():
+        loss(batch_of(model))
+    assert rows == STOCK_ROWS
+    model.train()
+    rows.clear()
+    run(model, loss)
+    assert len(rows) < len(STOCK_ROWS)
+    pylate_fastmaxsim.enable(padding_free=False)
+    for _ in range(2):
+        rows.clear()
+        run(model, loss)
+    assert rows == STOCK_ROWS
+
+
+def test_after_texts_with_gaps_mini_batches_are_those_of_stock(encoder, packed, rows):
+    """Which are padded, so that more of them would need more memory."""
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    run(model, loss)
+    columns = batch_of(model)
+    columns[1]["attention_mask"][:, 1] = 0
+    loss(columns).backward()
+    rows.clear()
+    run(model, loss)
+    assert rows == STOCK_ROWS
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_sizes_that_stock_refuses(encoder, packed, size):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    pylate_fastmaxsim.enable()
+    run(model, loss)
+    loss.mini_batch_size = size
+    with pytest.raises(Exception) as ours:
+        run(model, loss)
+    pylate_fastmaxsim.disable()
+    with pytest.raises(type(ours.value)) as stock:
+        run(model, loss)
+    assert str(ours.value) == str(stock.value)
