@@ -1,6 +1,7 @@
 """Training steps of a MultiVectorEncoder of Sentence Transformers: stock, stock with FlashAttention, and this package.
 
     python benchmarks/multi_vector_step.py                       # measure what is missing, then print the table
+    python benchmarks/multi_vector_step.py --mini-batch 32       # the same of GradCache, in a file of its own
     python benchmarks/multi_vector_step.py --batches 32 --layers 2   # a trial
 
 Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words
@@ -23,7 +24,7 @@ from torch_flash_attention import provide
 from training_cell import DOCUMENT_LENGTH, elapsed, make_rows, mark, peaks_gib, save_encoder
 from workers import ask_apart, serve
 
-RESULTS = Path(__file__).parent / "results" / "multi_vector_step.json"
+RESULTS = Path(__file__).parent / "results"
 PATHS = {
     "stock": "Sentence Transformers",
     "flash": "Sentence Transformers, flash_attention_2",
@@ -44,7 +45,7 @@ def _measured(cell: dict, directory: Path) -> dict:
     kernels = provide(directory / "flash_attention") if flash else None
 
     from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+    from sentence_transformers.multi_vector_encoder import losses
 
     import pylate_fastmaxsim
 
@@ -72,28 +73,37 @@ def _measured(cell: dict, directory: Path) -> dict:
     if cell["compile"] and cell["path"] != "fast":
         model.compile(dynamic=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
-    loss_function = MultiVectorMultipleNegativesRankingLoss(model, scale=50.0)
+    if cell["mini_batch"]:
+        loss_function = losses.CachedMultiVectorMultipleNegativesRankingLoss(
+            model, scale=50.0, mini_batch_size=cell["mini_batch"]
+        )
+    else:
+        loss_function = losses.MultiVectorMultipleNegativesRankingLoss(model, scale=50.0)
 
     def step(index: int) -> torch.Tensor:
         features = [
             {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in column.items()}
             for column in batches[index % len(batches)]
         ]
+        # GradCache encodes again in the backward. Its second pass is to be in bf16 on all paths, as in the trainer.
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_function(features)
-        loss.backward()
+            if cell["mini_batch"]:
+                loss.backward()
+        if not cell["mini_batch"]:
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    losses = [step(index) for index in range(cell["warmup"])]
+    values = [step(index) for index in range(cell["warmup"])]
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     # Nothing waits for the GPU between steps but what the paths themselves do.
     marks = [mark(cuda)]
     for index in range(cell["warmup"], cell["warmup"] + cell["steps"]):
-        losses.append(step(index))
+        values.append(step(index))
         marks.append(mark(cuda))
     if cuda:
         torch.cuda.synchronize()
@@ -106,7 +116,7 @@ def _measured(cell: dict, directory: Path) -> dict:
         "each_ms": [round(each, 2) for each in times],
         "peak_gib": peaks_gib()[0] if cuda else None,
         "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
-        "losses": [float(loss) for loss in losses],
+        "losses": [float(value) for value in values],
     }
 
 
@@ -137,7 +147,8 @@ def cell_name(path: str, batch: int, compiled: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, help="default: multi_vector_step.json or multi_vector_gradcache.json")
+    parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of so many texts")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
@@ -151,7 +162,8 @@ def main() -> None:
     if options.worker:
         serve(run_cell)
         return
-    cells = json.loads(options.results.read_text()) if options.results.exists() else {}
+    results = options.results or RESULTS / f"multi_vector_{'gradcache' if options.mini_batch else 'step'}.json"
+    cells = json.loads(results.read_text()) if results.exists() else {}
     for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
         for batch in options.batches:
             for path in options.paths:
@@ -159,14 +171,14 @@ def main() -> None:
                 if cells.get(name, {}).get("status") in ("ok", "out of memory"):
                     continue
                 cell = {"path": path, "batch": batch, "compile": compiled}
-                how = {key: getattr(options, key) for key in ("layers", "different", "warmup", "steps")}
+                how = {key: getattr(options, key) for key in ("mini_batch", "layers", "different", "warmup", "steps")}
                 result = ask_apart([__file__, "--worker"], {**cell, **how}, options.timeout)
                 if "failure" in result:
                     status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
                     result = {"status": status, "detail": result["failure"]}
                 cells[name] = {**cell, **how, **result, "environment": environment()}
                 print(name, {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True)
-                write(options.results, cells)
+                write(results, cells)
     print(markdown_table(cells))
 
 

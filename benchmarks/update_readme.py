@@ -16,6 +16,8 @@ from cranfield_table import markdown as cranfield_markdown
 from lengths import markdown_table as lengths_table
 from losses_table import markdown as losses_markdown
 from losses_table import ring_table
+from multi_vector_step import PATHS as MULTI_VECTOR_PATHS
+from multi_vector_step import cell_name as multi_vector_cell
 from operators_table import readme_table
 from page_step import markdown_table as page_table
 from train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
@@ -54,6 +56,27 @@ def summary_table() -> str:
     add("the same, compiled", step, 256, compiled=True)
     add("distillation, 32 queries, 16 documents each", kd, 32)
     add("GradCache (`CachedContrastive`), 4,096 queries, one negative each", gradcache, 4096)
+    return "\n".join(lines)
+
+
+def multi_vector_table() -> str:
+    """Steps of a MultiVectorEncoder: speed relative to stock, not compiled."""
+    step, gradcache = results("multi_vector_step"), results("multi_vector_gradcache")
+    columns = [(step, 64), (step, 256), (gradcache, 256)]
+    lines = ["| | 64 queries | 256 queries | 256 queries, GradCache |", "|---" * 4 + "|"]
+    for compiled, path in ((False, "stock"), (False, "flash"), (False, "both"), (False, "fast"), (True, "fast")):
+        entries = [MULTI_VECTOR_PATHS[path] + ", `compile=True`" * compiled]
+        for cells, batch in columns:
+            cell, stock = (
+                cells.get(multi_vector_cell(*key)) for key in ((path, batch, compiled), ("stock", batch, False))
+            )
+            if cell is None or cell["status"] != "ok":
+                entries.append("" if cell is None else cell["status"])
+                continue
+            speed = path != "stock" and stock["status"] == "ok"
+            ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
+            entries.append(f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB{ratio}")
+        lines.append("| " + " | ".join(entries) + " |")
     return "\n".join(lines)
 
 
@@ -170,6 +193,7 @@ def tables() -> dict[str, dict[str, str]]:
     losses = results("losses")
     return {
         "README.md": {
+            "multi-vector-table": multi_vector_table(),
             "train-step-table": train_step_tables(),
             "summary-table": summary_table(),
             "lengths-table": lengths_table(results("lengths")["cells"]),

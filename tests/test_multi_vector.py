@@ -507,6 +507,12 @@ def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplo
     model(flat, task="document")
     assert not modes(model) and not compilation._compiled
     assert "compile=True does nothing: Sentence Transformers leaves padding out itself." in caplog.text
+    assert caplog.text.count("calls the encoder for each column of a batch") == 1
+    caplog.clear()
+    pylate_fastmaxsim.disable()
+    pylate_fastmaxsim.enable(padding_free=False)
+    model(flat, task="document")
+    assert not caplog.text
 
 
 def test_off_again_everything_is_as_it_came(model, caplog):

@@ -67,6 +67,11 @@ _SAID_OF_TEXTS = {"modality", "task", "prompt_length"}
 # What Sentence Transformers adds where it leaves padding out itself.
 _FLATTENED = "cu_seq_lens_q"
 
+_FLATTENED_APART = (
+    "Sentence Transformers leaves padding out itself, and calls the encoder for each column of a batch. Where the model "
+    'is loaded without attn_implementation="flash_attention_2", this package leaves padding out, in one call.'
+)
+
 # What it adds to queries that it expands: these have tokens to encode that are not attended to.
 _EXPANDED = "query_expansion_positions"
 
@@ -130,6 +135,8 @@ def _without_padding(
     if _FLATTENED in features:
         if options.compile:
             log_once("compile=True does nothing: Sentence Transformers leaves padding out itself.", about=transformer)
+        if options.padding_free:
+            log_once(_FLATTENED_APART, about=transformer)
         return None
     # Before anything is encoded: checkpointing has to find layers in the backward as they were in the forward.
     if options.compile:
