@@ -196,15 +196,17 @@ def test_outside_of_training_mini_batches_are_those_of_stock(encoder, packed, ro
     assert rows == STOCK_ROWS
 
 
-def test_after_texts_with_gaps_mini_batches_are_those_of_stock(encoder, packed, rows):
-    """Which are padded, so that more of them would need more memory."""
+def test_of_texts_with_gaps_mini_batches_are_those_of_stock(encoder, packed, rows):
+    """Which are padded, so that more of them would need more memory; and so are those of the step behind them."""
     model = load(encoder("bert"))
     loss = CACHED(model, mini_batch_size=3)
     pylate_fastmaxsim.enable()
     run(model, loss)
     columns = batch_of(model)
     columns[1]["attention_mask"][:, 1] = 0
+    rows.clear()
     loss(columns).backward()
+    assert rows[:4] == [COUNT, 3, 3, 2] and len(rows) < 7
     rows.clear()
     run(model, loss)
     assert rows == STOCK_ROWS

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations import switch
 from pylate_fastmaxsim.integrations.decisions import least_of_all_ranks
+from pylate_fastmaxsim.integrations.documents import has_gaps
 from pylate_fastmaxsim.integrations.grouping import fill_in_order, split_until
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
@@ -132,20 +133,22 @@ _stock_ranges = detached(gradcache._minibatch_ranges)
 
 
 @wraps(_stock_ranges)
-def mini_batches(
-    sentence_feature: Features, mini_batch_size: int, mini_batch_num_tokens: int | None = None, *args, **kwargs
-) -> Ranges:
+def mini_batches(sentence_feature: Features, mini_batch_size: int, mini_batch_num_tokens: int | None = None) -> Ranges:
     """Which texts of a column are encoded together: from the first of each mini-batch to the one behind its last."""
     step = _step.get()
     if step is None or step.tokens is None or mini_batch_num_tokens is not None:
-        return _stock_ranges(sentence_feature, mini_batch_size, mini_batch_num_tokens, *args, **kwargs)
+        return _stock_ranges(sentence_feature, mini_batch_size, mini_batch_num_tokens)
     mask = sentence_feature["attention_mask"]
-    parts = fill_in_order(mask.sum(dim=1).tolist(), step.tokens)
+    if has_gaps(mask):
+        # These are padded, and more of them would need more memory.
+        parts = [list(range(*ends)) for ends in _stock_ranges(sentence_feature, mini_batch_size)]
+    else:
+        parts = fill_in_order(mask.sum(dim=1).tolist(), step.tokens)
     if step.group:
         # Buffers, or the weights of a sharded model, are sent in every call. Others may have more or fewer texts.
         calls = -least_of_all_ranks(-len(parts), mask.device, step.group)
         if calls > least_of_all_ranks(len(mask), mask.device, step.group):
-            return _stock_ranges(sentence_feature, mini_batch_size, mini_batch_num_tokens, *args, **kwargs)
+            return _stock_ranges(sentence_feature, mini_batch_size)
         parts = split_until(parts, calls)
     return [(part[0], part[-1] + 1) for part in parts]
 
