@@ -141,6 +141,7 @@ OF_MULTI_VECTOR = {
     "_convert_to_tensor",
     "_declared_forward_params",
     "_fill_empty_document_scores",
+    "_minibatch_ranges",
     "_query_token_counts",
     "_zero_row_mask",
 }
