@@ -512,7 +512,7 @@ def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplo
     pylate_fastmaxsim.disable()
     pylate_fastmaxsim.enable(padding_free=False)
     model(flat, task="document")
-    assert not caplog.text
+    assert "leaves padding out itself" not in caplog.text
 
 
 def test_off_again_everything_is_as_it_came(model, caplog):
