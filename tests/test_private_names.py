@@ -141,7 +141,6 @@ OF_MULTI_VECTOR = {
     "_convert_to_tensor",
     "_declared_forward_params",
     "_fill_empty_document_scores",
-    "_minibatch_ranges",
     "_query_token_counts",
     "_zero_row_mask",
 }

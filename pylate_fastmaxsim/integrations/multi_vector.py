@@ -159,8 +159,11 @@ def _without_padding(
     behind = () if batch is None else batch.behind(model, transformer, features)
     if all(_goes_with(transformer, each, features) for each in behind) and not _counts_calls(transformer):
         columns += map(_understood, behind)
+    backwards = multi_vector_gradcache.inside()
     mode = multi_vector_gradcache.as_before(
-        lambda: mode_for(transformer, _as_wide_as_ever(transformer, columns), None, host="Sentence Transformers")
+        lambda: mode_for(
+            transformer, _as_wide_as_ever(transformer, columns), None, backwards, host="Sentence Transformers"
+        )
     )
     if mode == "padded":
         return None
@@ -178,8 +181,6 @@ def _without_padding(
     if reason is not None:
         _say_padded(transformer, reason)
         return None
-    if mode == "packed":
-        multi_vector_gradcache.note_packed()
     encode_texts = _packed if mode == "packed" else _grouped
     states = encode_texts(transformer, documents, features)
     shape = features["input_ids"].shape

@@ -21,14 +21,15 @@ from sentence_transformers.multi_vector_encoder.losses import (
     MultiVectorMultipleNegativesRankingLoss,
 )
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
 from pylate_fastmaxsim.integrations.documents import Documents
-from pylate_fastmaxsim.integrations.own_code import forward_is_own, hooks_change_nothing, unknown_wrapper
+from pylate_fastmaxsim.integrations.own_code import forward_is_own, hooks_change_nothing
 from pylate_fastmaxsim.integrations.packing import MOST_TOKENS_BESIDE_QUERIES
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping
 
 Features = dict[str, Tensor]
 
@@ -38,7 +39,9 @@ class Batch:
 
     def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
         self._columns = columns
-        self._may_join = len(columns) > 1 and unknown_wrapper(loss.model) is None
+        self._may_join = len(columns) > 1 and all(
+            isinstance(layer, DistributedDataParallel) for layer in layers_of_wrapping(loss.model)[:-1]
+        )
         self._encoded: _Encoded | None = None
 
     def behind(self, model: MultiVectorEncoder, transformer: Transformer, features: Features) -> Sequence[Features]:
@@ -50,7 +53,8 @@ class Batch:
         # Nothing may change the documents between the loss and their call.
         leads_there = (
             next(model.children()) is transformer
-            and written_in(type(model).forward, HOSTS)
+            # Not subclasses, which may have a __call__ or a forward of their own.
+            and (type(model), type(transformer)) == (MultiVectorEncoder, Transformer)
             and all(forward_is_own(module) and hooks_change_nothing(module) for module in (model, transformer))
         )
         return self._columns[1:] if leads_there else ()
