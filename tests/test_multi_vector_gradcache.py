@@ -111,3 +111,30 @@ def test_texts_are_embedded_with_arguments_by_position_too(encoder, packed):
     first, _, state = loss.embed_minibatch(dict(features), 0, 4, False, True)
     second, _, none = loss.embed_minibatch(dict(features), 0, 4, True, False, state)
     assert none is None and second.requires_grad and torch.equal(first, second.detach())
+
+
+@pytest.mark.parametrize("options", [{"grad_filter": "auto"}, {"padding_free": "always"}])
+def test_options_that_change_between_the_passes(encoder, packed, options):
+    """Which puts encoders back that were prepared for packed texts."""
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    model.zero_grad(set_to_none=True)
+    with pylate_fastmaxsim.enabled(**options):
+        value = loss(batch_of(model))
+    value.backward()
+    assert_equal(
+        [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)], stock
+    )
+
+
+def test_hooks_on_weights_see_the_gradients_of_each_mini_batch(encoder, mode):
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    for weight in model.parameters():
+        weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        assert_equal(run(model, loss), stock)

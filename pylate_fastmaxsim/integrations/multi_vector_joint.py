@@ -39,9 +39,8 @@ class Batch:
 
     def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
         self._columns = columns
-        self._may_join = len(columns) > 1 and all(
-            isinstance(layer, DistributedDataParallel) for layer in layers_of_wrapping(loss.model)[:-1]
-        )
+        *around, self._model = layers_of_wrapping(loss.model)
+        self._may_join = len(columns) > 1 and all(isinstance(layer, DistributedDataParallel) for layer in around)
         self._encoded: _Encoded | None = None
 
     def behind(self, model: MultiVectorEncoder, transformer: Transformer, features: Features) -> Sequence[Features]:
@@ -52,7 +51,8 @@ class Batch:
             return ()
         # Nothing may change the documents between the loss and their call.
         leads_there = (
-            next(model.children()) is transformer
+            model is self._model
+            and next(model.children()) is transformer
             # Not subclasses, which may have a __call__ or a forward of their own.
             and (type(model), type(transformer)) == (MultiVectorEncoder, Transformer)
             and all(forward_is_own(module) and hooks_change_nothing(module) for module in (model, transformer))
