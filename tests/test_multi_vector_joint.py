@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
 )
 
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import losses
 from test_multi_vector import COUNT, LOSSES, TEACHER, OfOnesOwn, assert_equal, batch_of, load, modes, run
 
@@ -121,6 +124,40 @@ def test_what_may_change_documents_before_their_call_has_one(model, packed, text
     texts.clear()
     assert_equal(run(model, loss), stock)
     assert len(texts) == calls
+
+
+class Calls(MultiVectorEncoder):
+    def __call__(self, features, task=None, **kwargs):
+        if task == "document":
+            features = {**features, "input_ids": features["input_ids"].flip(0)}
+        return super().__call__(features, task=task, **kwargs)
+
+
+class Forwards(Transformer):
+    def forward(self, features, **kwargs):
+        if features.get("task") == "document":
+            features["input_ids"] = features["input_ids"].flip(0)
+        return super().forward(features, **kwargs)
+
+
+@pytest.mark.parametrize("padding_free", [True, "always"])
+@pytest.mark.parametrize("subclass", [Calls, Forwards])
+def test_subclasses_may_change_documents(model, packed, subclass, padding_free):
+    changed = model if subclass is Calls else model[0]
+    changed.__class__ = subclass
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable(padding_free=padding_free)
+    assert_equal(run(model, loss), stock)
+
+
+def test_a_model_that_is_checkpointed_as_a_whole(model, packed):
+    """What is computed again asks for the documents outside of the loss."""
+    loss = CONTRASTIVE(model)
+    stock = run(model, loss)
+    loss.model = checkpoint_wrapper(model, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss), stock)
 
 
 def test_a_wrapper_of_ones_own_may_change_documents(model, packed, texts):

@@ -258,7 +258,9 @@ def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], k
     if features["attention_mask"].shape != features["input_ids"].shape:
         return "attention_mask has another shape than input_ids"
     # Keywords stand in for features, also for those that are understood.
-    if unknown := sorted((features.keys() - UNDERSTOOD | kwargs.keys()) - _SAID_OF_TEXTS):
+    # What a call has left there, a second one with the same features finds, as of a model that is checkpointed.
+    left = {transformer.module_output_name} - inputs_of(transformer)
+    if unknown := sorted((features.keys() - UNDERSTOOD - left | kwargs.keys()) - _SAID_OF_TEXTS):
         return f"the encoder may take {', '.join(unknown)}"
     if _SAID_OF_TEXTS & inputs_of(transformer):
         return "the encoder takes what is said of the texts"
