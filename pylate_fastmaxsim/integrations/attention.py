@@ -184,11 +184,6 @@ def variable_length_attention(
     )[0]
 
 
-def any_prepared() -> bool:
-    """Whether an attention of transformers takes packed masks now."""
-    return bool(_replaced)
-
-
 def accept_packed_masks(encoder: nn.Module) -> None:
     """Teach the attention function with which a model of transformers attends to take a packed mask.
 

@@ -373,6 +373,23 @@ def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, obje
     return {key: value[begin:end] if _has_rows(value, count) else value for key, value in features.items()}
 
 
+def padded_again(states: Tensor, index: Tensor, count: int, width: int, filler: Tensor) -> Tensor:
+    """States ``[T, d]`` at their places ``row * width + column``, ``[count, width, d]``, and ``filler`` between them.
+
+    Not zeros, as :meth:`~pylate_fastmaxsim.TokenBatch.to_padded` has: somebody's own normalisation, in a module or in a
+    loss, may divide by the length of each token's state.
+
+    Examples
+    --------
+    >>> states = torch.tensor([[1.0], [2.0]])
+    >>> padded_again(states, torch.tensor([0, 2]), count=2, width=2, filler=states[:1]).squeeze(-1)
+    tensor([[1., 1.],
+            [2., 1.]])
+    """
+    filled = filler.detach().repeat(count * width, 1)
+    return filled.index_copy_(0, index, states).view(count, width, -1)
+
+
 def has_gaps(attention_mask: Tensor) -> bool:
     """Whether a row of a mask ``[N, L]``, 0/1, has a 0 before a 1. Waits for the device.
 

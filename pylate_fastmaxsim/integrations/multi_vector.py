@@ -8,7 +8,7 @@ makes of padding is no zero either. A model with a module that may look at it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from weakref import WeakKeyDictionary
@@ -31,17 +31,20 @@ from pylate_fastmaxsim.integrations import (
     multi_vector_joint,
     switch,
 )
+from pylate_fastmaxsim.integrations.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
+from pylate_fastmaxsim.integrations.context import setting
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
     EncodingPlan,
     grouped_plan,
     nothing_skipped,
     packed_plan,
+    padded_again,
 )
 from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
 from pylate_fastmaxsim.integrations.own_code import forward_is_own
-from pylate_fastmaxsim.integrations.packing import UNDERSTOOD, mode_for
+from pylate_fastmaxsim.integrations.packing import APART, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
@@ -77,6 +80,8 @@ _EXPANDED = "query_expansion_positions"
 
 _widest: WeakKeyDictionary[Transformer, int] = WeakKeyDictionary()
 
+_COUNTED = "processes of a distributed run may count the calls of checkpointed layers"
+
 _PADDED = "Texts are encoded with padding, as stock Sentence Transformers does: %s."
 
 
@@ -98,11 +103,8 @@ def _noted(stock: Callable) -> Callable:
         # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
         if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
             return stock(self, *args, **kwargs)
-        token = _in_training.set(self if self.training and switch.options() is not None else None)
-        try:
+        with setting(_in_training, self if self.training and switch.options() is not None else None):
             return stock(self, *args, **kwargs)
-        finally:
-            _in_training.reset(token)
 
     return call
 
@@ -114,11 +116,8 @@ called, encode = _noted(detached(MultiVectorEncoder.__call__)), _noted(detached(
 def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[str, Tensor]:
     if torch.compiler.is_compiling() or (model := _in_training.get()) is None:
         return _stock_transformer(self, features, **kwargs)
-    token = _in_training.set(None)
-    try:
+    with setting(_in_training, None):
         hidden = _without_padding(model, self, features, kwargs)
-    finally:
-        _in_training.reset(token)
     if hidden is None:
         return _stock_transformer(self, features, **kwargs)
     features[self.module_output_name] = hidden
@@ -156,8 +155,9 @@ def _without_padding(
         _say_padded(transformer, reason)
         return None
     columns = [_understood(features)]
-    behind = () if batch is None else batch.behind(model, transformer, features)
-    if all(_goes_with(transformer, each, features) for each in behind) and not _counts_calls(transformer):
+    behind = () if batch is None else batch.behind(features)
+    apart = _reason_apart(batch, model, transformer, behind) if behind else None
+    if apart is None:
         columns += map(_understood, behind)
     backwards = multi_vector_gradcache.inside()
     mode = multi_vector_gradcache.as_before(
@@ -167,6 +167,8 @@ def _without_padding(
     )
     if mode == "padded":
         return None
+    if mode == "packed" and apart is not None:
+        log_once(APART, apart, about=transformer)
     if mode == "packed" and len(columns) > 1:
         documents = Documents.from_columns(columns)
         if not documents.gaps and multi_vector_joint.are_few(documents):
@@ -177,18 +179,20 @@ def _without_padding(
     if mode == "packed" and documents.gaps:
         reason = "one has a gap in its attention_mask"
     elif mode == "grouped" and _counts_calls(transformer):
-        reason = "processes of a distributed run may count the calls of checkpointed layers"
+        reason = _COUNTED
     if reason is not None:
         _say_padded(transformer, reason)
         return None
     encode_texts = _packed if mode == "packed" else _grouped
     states = encode_texts(transformer, documents, features)
     shape = features["input_ids"].shape
-    return multi_vector_joint.padded(states, documents.token_index, *shape, filler=states[:1])
+    return padded_again(states, documents.token_index, *shape, filler=states[:1])
 
 
 def _packed(transformer: Transformer, documents: Documents, features: dict[str, Tensor]) -> Tensor:
     """Hidden states of the attended tokens, ``[T, d]``, all from one call."""
+    # What was decided in the first pass of GradCache may hold after options changed, which puts encoders back.
+    accept_packed_masks(encoder_of(transformer))
     plan = packed_plan(*positioned(transformer, documents), nothing_skipped)
     return _states(transformer, plan, features)
 
@@ -211,14 +215,21 @@ def _understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 
-def _goes_with(transformer: Transformer, documents: dict[str, Tensor], queries: dict[str, Tensor]) -> bool:
-    """Whether documents may be encoded as texts of the same call as queries are."""
-    return (
-        _has_texts(documents)
-        and not {_EXPANDED, _FLATTENED} & documents.keys()
-        and documents.get("modality") == queries.get("modality")
-        and _reason_in_features(transformer, documents, {}) is None
-    )
+def _reason_apart(
+    batch: multi_vector_joint.Batch,
+    model: MultiVectorEncoder,
+    transformer: Transformer,
+    documents: Sequence[dict[str, Tensor]],
+) -> str | None:
+    """Why documents are not encoded in the call of their queries."""
+    if not all(map(_has_texts, documents)):
+        return "a column of documents has no texts"
+    reasons = (_reason_in_features(transformer, each, {}) for each in documents)
+    if (reason := next(filter(None, reasons), None)) is not None:
+        return reason
+    if _counts_calls(transformer):
+        return _COUNTED
+    return batch.reason_apart(model, transformer)
 
 
 def _has_texts(features: dict[str, Tensor]) -> bool:

@@ -1,31 +1,27 @@
 """The two passes of Sentence Transformers' GradCache, alike: in the same precision, encoded the same way.
 
-The second pass runs inside ``backward()``, which a training loop calls outside of its autocast context. Stock makes it
-in float32 there, and the gradients that wait are of other embeddings. Here dropout would be of another draw as well: in
-float32 texts are encoded another way.
+Where ``backward()`` is called outside of autocast, stock makes the second pass in float32, and the gradients that wait are
+of other embeddings. Here dropout would be of another draw as well: in float32 texts are encoded another way.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import attention, switch
+from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations.context import setting
+from pylate_fastmaxsim.integrations.passes import autocast_in_force
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
-
-Features = dict[str, Tensor]
-Value = TypeVar("Value")
 
 
 @dataclass
@@ -52,13 +48,7 @@ def as_before(decide: Callable[[], str]) -> str:
     """How to encode texts: as in the first pass over them, or as ``decide`` finds."""
     modes = _modes.get()
     if isinstance(modes, Iterator):
-        before = next(modes, None)
-        if before is None:
-            return decide()
-        if before == "packed" and not attention.any_prepared():
-            # Options changed between the passes, which puts encoders back. To decide prepares them again.
-            return decide()
-        return before
+        return next(modes, None) or decide()
     mode = decide()
     if modes is not None:
         modes.append(mode)
@@ -80,33 +70,14 @@ def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
     state = given.get("random_state")
     if state is not None and state in _firsts:
         first = _firsts[state]
-        with _setting(_modes, iter(first.modes)), torch.autocast(**first.autocast):
+        with setting(_modes, iter(first.modes)), torch.autocast(**first.autocast):
             return _stock_embed(self, *args, **kwargs)
     if state is not None or switch.options() is None:
         return _stock_embed(self, *args, **kwargs)
-    first = _First(_autocast_of(given["sentence_feature"]))
-    with _setting(_modes, first.modes):
+    tensors = (value for value in given["sentence_feature"].values() if isinstance(value, Tensor))
+    first = _First(autocast_in_force(next(tensors).device.type))
+    with setting(_modes, first.modes):
         *embedded, state = _stock_embed(self, *args, **kwargs)
     if state is not None:
         _firsts[state] = first
     return *embedded, state
-
-
-@contextmanager
-def _setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def _autocast_of(features: Features) -> dict[str, object]:
-    device = next(values for values in features.values() if isinstance(values, Tensor)).device.type
-    return {
-        "device_type": device,
-        "dtype": torch.get_autocast_dtype(device),
-        "enabled": torch.is_autocast_enabled(device),
-        # Up to PyTorch 2.10 a backward inside of autocast would be given the weights that the first pass has cast.
-        "cache_enabled": False,
-    }

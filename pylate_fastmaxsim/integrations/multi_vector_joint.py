@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.documents import Documents
+from pylate_fastmaxsim.integrations.context import setting
+from pylate_fastmaxsim.integrations.documents import Documents, padded_again
 from pylate_fastmaxsim.integrations.own_code import forward_is_own, hooks_change_nothing
 from pylate_fastmaxsim.integrations.packing import MOST_TOKENS_BESIDE_QUERIES
 from pylate_fastmaxsim.integrations.patching import Patch
@@ -39,25 +40,30 @@ class Batch:
 
     def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
         self._columns = columns
-        *around, self._model = layers_of_wrapping(loss.model)
-        self._may_join = len(columns) > 1 and all(isinstance(layer, DistributedDataParallel) for layer in around)
+        self._loss = loss
         self._encoded: _Encoded | None = None
 
-    def behind(self, model: MultiVectorEncoder, transformer: Transformer, features: Features) -> Sequence[Features]:
-        """The columns of documents that may be encoded with ``features``; none if these are not the queries."""
+    def behind(self, features: Features) -> Sequence[Features]:
+        """The columns of documents, if ``features`` are the queries, which come first; else none."""
         queries = self._columns[0]
-        may_join, self._may_join = self._may_join, False
-        if not may_join or any(features.get(key) is not queries.get(key) for key in ("input_ids", "attention_mask")):
-            return ()
-        # Nothing may change the documents between the loss and their call.
-        leads_there = (
-            model is self._model
-            and next(model.children()) is transformer
-            # Not subclasses, which may have a __call__ or a forward of their own.
-            and (type(model), type(transformer)) == (MultiVectorEncoder, Transformer)
-            and all(forward_is_own(module) and hooks_change_nothing(module) for module in (model, transformer))
-        )
-        return self._columns[1:] if leads_there else ()
+        are_queries = all(features.get(key) is queries.get(key) for key in ("input_ids", "attention_mask"))
+        return self._columns[1:] if are_queries else ()
+
+    def reason_apart(self, model: MultiVectorEncoder, transformer: Transformer) -> str | None:
+        """What may change documents between the loss and their call, which must not be encoded before it."""
+        *around, core = layers_of_wrapping(self._loss.model)
+        for layer in around:
+            if not isinstance(layer, DistributedDataParallel):
+                return f"{type(layer).__name__} is around the model"
+        if core is not model or next(model.children()) is not transformer:
+            return "the model does not begin with the encoder"
+        for module, kind in ((model, MultiVectorEncoder), (transformer, Transformer)):
+            # A subclass may have a __call__ or a forward of its own.
+            if type(module) is not kind:
+                return f"{type(module).__name__} is a class of your own"
+            if not forward_is_own(module) or not hooks_change_nothing(module):
+                return f"a hook or another forward is on {type(module).__name__}"
+        return None
 
     def keep(self, transformer: Transformer, documents: Documents, states: Tensor) -> Tensor:
         """Of the states ``[T, d]`` of all columns, those of the queries, padded; the others wait for their calls."""
@@ -101,7 +107,7 @@ class _Encoded:
         self.taken += count
         if width != self.documents.max_length:
             index = index // self.documents.max_length * width + index % self.documents.max_length
-        return padded(self.states[start:end], index, count, width, filler=self.states[:1])
+        return padded_again(self.states[start:end], index, count, width, filler=self.states[:1])
 
 
 def _in_force(states: Tensor) -> tuple[bool, bool]:
@@ -121,13 +127,6 @@ def are_few(texts: Documents) -> bool:
     return 0 < len(texts.token_index) <= MOST_TOKENS_BESIDE_QUERIES
 
 
-def padded(states: Tensor, index: Tensor, count: int, width: int, filler: Tensor) -> Tensor:
-    """States ``[T, d]`` at their places ``row * width + column``, ``[count, width, d]``, and ``filler`` between them."""
-    # Not zeros: somebody's own normalisation, in a module or in a loss, may divide by the length of each token's state.
-    filled = filler.detach().repeat(count * width, 1)
-    return filled.index_copy_(0, index, states).view(count, width, -1)
-
-
 def patches() -> list[Patch]:
     """What to replace in Sentence Transformers."""
     return [Patch(loss, "forward", _noting(detached(loss.forward))) for loss in _LOSSES]
@@ -144,10 +143,7 @@ def _noting(stock: Callable) -> Callable:
         if torch.compiler.is_compiling() or switch.options() is None:
             return stock(self, sentence_features, *args, **kwargs)
         columns = list(sentence_features)
-        token = _batch.set(Batch(self, columns))
-        try:
+        with setting(_batch, Batch(self, columns)):
             return stock(self, columns, *args, **kwargs)
-        finally:
-            _batch.reset(token)
 
     return forward

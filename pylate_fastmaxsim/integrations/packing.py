@@ -61,7 +61,7 @@ _LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
 _modes: Decisions[str] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
-_APART = "Queries are not encoded with the documents but in a call of their own: %s."
+APART = "Queries are not encoded with the documents but in a call of their own: %s."
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
 # Document tokens that keep a GPU busy while the host launches a call for the queries. More of them cost less apart from
@@ -346,7 +346,7 @@ def _joins(
             f"The queries of this batch cannot be encoded with the documents, as those before were: {reason}. All "
             "processes must encode alike: train with enable(padding_free=False), or without such queries."
         )
-    return _works(core, bool, reason, _APART)
+    return _works(core, bool, reason, APART)
 
 
 def _should_join(
@@ -355,10 +355,10 @@ def _should_join(
     core = unwrap(model)
     if not agree(tokens <= MOST_TOKENS_BESIDE_QUERIES):
         return False
-    if not _works(core, agree, _reason_not_to_join(core, queries), _APART):
+    if not _works(core, agree, _reason_not_to_join(core, queries), APART):
         return False
     samples = short_to_long(core, Documents.from_columns(columns))
-    return _works(core, agree, why_not_joint(core, samples, _carried(queries)), _APART)
+    return _works(core, agree, why_not_joint(core, samples, _carried(queries)), APART)
 
 
 # Outside of what is compiled, as plan_documents.

@@ -27,6 +27,7 @@ from pylate_fastmaxsim.integrations.authors import SCORING, written_in
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
 from pylate_fastmaxsim.integrations.documents import without_total
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
+from pylate_fastmaxsim.integrations.passes import autocast_in_force
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
@@ -216,19 +217,12 @@ class _Pass:
         """Unit token embeddings, without gradients."""
         device = self._features["input_ids"].device.type
         self._random_state = RandContext(*self._features.values())
-        self._autocast = {
-            "device_type": device,
-            "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-            # Up to PyTorch 2.10 a backward inside of autocast would be given the weights that the first pass has cast.
-            "cache_enabled": False,
-        }
+        self._autocast = autocast_in_force(device)
         with torch.no_grad():
             return self._embed()
 
     def again(self) -> Tensor:
         """The same with gradients."""
-        # The second pass runs inside backward(), which a training loop calls outside of its autocast context.
         with self._random_state, torch.enable_grad(), torch.autocast(**self._autocast):
             return self._embed()
 

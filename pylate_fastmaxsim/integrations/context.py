@@ -1,0 +1,30 @@
+"""Values that hold for the calls inside of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+@contextmanager
+def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Give a variable a value for the length of a block.
+
+    Examples
+    --------
+    >>> depth = ContextVar("depth", default=0)
+    >>> with setting(depth, 1):
+    ...     depth.get()
+    1
+    >>> depth.get()
+    0
+    """
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
