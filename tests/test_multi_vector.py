@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import string
 import warnings
@@ -19,9 +18,8 @@ pytest.importorskip(
 )
 
 from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.modules import Dense, Normalize, Router
 from sentence_transformers.multi_vector_encoder import losses
-from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.multi_vector_encoder.scoring import XTRScores, mean_colbert_scores
 
 import pylate_fastmaxsim
@@ -65,6 +63,11 @@ def run(model: MultiVectorEncoder, loss: nn.Module) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     value = loss(batch_of(model), TEACHER.clone())
     value.backward()
+    return found(model, value)
+
+
+def found(model: MultiVectorEncoder, value: torch.Tensor) -> list[torch.Tensor]:
+    """A loss that was differentiated, and the gradients that it left."""
     return [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
 
@@ -286,233 +289,6 @@ def test_a_forward_of_a_models_own(model, mode, change, padding_free):
     attended = stock["attention_mask"]
     tolerance = {"rtol": 0, "atol": 0.05} if change is prepared else {}
     torch.testing.assert_close(ours["token_embeddings"][attended], stock["token_embeddings"][attended], **tolerance)
-
-
-def test_a_forward_of_ones_own_may_look_at_padding(model, packed, caplog):
-    pylate_fastmaxsim.enable()
-    of_ones_own(model)(batch_of(model)[1], task="document")
-    assert not modes(model)
-    assert "OfOnesOwn may look at padding" in caplog.text
-
-
-class Over(nn.Module):
-    """A module of somebody's own behind the encoder."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, features: dict) -> dict:
-        tokens = features["token_embeddings"]
-        return {**features, "token_embeddings": self.layer(tokens.transpose(1, 2)).transpose(1, 2)}
-
-
-@pytest.mark.parametrize("layer", [nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32)])
-def test_modules_behind_the_encoder_may_look_at_padding(model, mode, caplog, layer):
-    model.insert(1, Over(copy.deepcopy(layer)).double().train())
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable()
-    assert_equal(run(model, loss), stock)
-    assert not modes(model)
-    assert "with padding, as stock Sentence Transformers does: Over may look at padding" in caplog.text
-
-
-def test_modules_of_ones_own_behind_the_encoder(model, mode):
-    model.insert(1, Over(nn.Tanh()))
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable(padding_free="always")
-    assert_equal(run(model, loss), stock)
-    assert modes(model) == {mode}
-
-
-def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode):
-    routed = [load(encoder(family)) for family in ("bert", "modernbert")]
-    for each in routed:
-        each.insert(1, Dense(32, 32, module_input_name="token_embeddings").double())
-    model = MultiVectorEncoder(modules=[Router.for_query_document(*map(list, routed))], device="cpu").train()
-    model.append(HierarchicalTokenPooling(pool_factor=2))
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable()
-    assert_equal(run(model, loss), stock)
-    assert [modes(each) for each in routed] == [{mode}, {mode}]
-
-
-class Unit(nn.Module):
-    def forward(self, features: dict) -> dict:
-        tokens = features["token_embeddings"]
-        return {**features, "token_embeddings": tokens / tokens.norm(dim=-1, keepdim=True)}
-
-
-def test_a_normalization_of_ones_own_divides_by_no_zero(model, mode):
-    model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable(padding_free="always")
-    assert_equal(run(model, loss), stock)
-    assert modes(model) == {mode}
-
-
-def reasons(model: MultiVectorEncoder, change, caplog) -> str:
-    change(model)
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable()
-    assert_equal(run(model, loss), stock)
-    assert modes(model) <= {"padded"}
-    return caplog.text
-
-
-def returns_all_layers(model):
-    model[0].auto_model.config.output_hidden_states = True
-
-
-def hooks(model):
-    model[0].auto_model.register_forward_hook(lambda *_: None)
-
-
-def pads_on_the_left(model):
-    model.tokenizer.padding_side = "left"
-
-
-def takes_messages(model):
-    model[0].modality_config = {"message": model[0].modality_config["text"]}
-    preprocess = model.preprocess
-    model.preprocess = lambda *args, **kwargs: {**_as_text(model, preprocess, *args, **kwargs), "modality": "message"}
-
-
-def _as_text(model, preprocess, *args, **kwargs):
-    messages, model[0].modality_config = model[0].modality_config, {"text": model[0].modality_config["message"]}
-    try:
-        return preprocess(*args, **kwargs)
-    finally:
-        model[0].modality_config = messages
-
-
-def takes_noise(model):
-    model[0].auto_model.get_input_embeddings().neftune_noise_alpha = 0.0
-    model[0].auto_model.embeddings.word_embeddings.neftune_noise_alpha = 1e-9
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (returns_all_layers, "it is to return the hidden states of all layers."),
-        (hooks, "a hook of your own is on BertModel"),
-        (pads_on_the_left, "the tokenizer pads on the left"),
-        (takes_messages, "it takes no plain texts, with which it could be tried out."),
-        (takes_noise, "NEFTune scales its noise by the width of a call"),
-    ],
-)
-def test_what_needs_padding_has_it(model, packed, caplog, change, said):
-    text = reasons(model, change, caplog)
-    assert "with padding, as stock Sentence Transformers does: " in text and said in text
-
-
-def test_gaps_need_padding(model, packed, caplog):
-    def with_gaps(features):
-        features["attention_mask"][:, 1] = 0
-        return features
-
-    features = with_gaps(model.preprocess(POSITIVES, task="document"))
-    stock = model(dict(features), task="document")["token_embeddings"]
-    pylate_fastmaxsim.enable()
-    torch.testing.assert_close(model(dict(features), task="document")["token_embeddings"], stock)
-    assert "with padding, as stock Sentence Transformers does: one has a gap in its attention_mask." in caplog.text
-
-
-def test_texts_without_a_token_that_is_attended_to(model, mode):
-    features = model.preprocess(POSITIVES, task="document")
-    features["attention_mask"] = torch.zeros_like(features["attention_mask"])
-    stock = model(dict(features), task="document")
-    pylate_fastmaxsim.enable()
-    ours = model(dict(features), task="document")
-    assert ours["token_embeddings"].shape == stock["token_embeddings"].shape
-    assert not ours["attention_mask"].any()
-
-
-def said(model: MultiVectorEncoder, features: dict) -> str:
-    try:
-        model(dict(features), task="document")
-    except Exception as error:
-        return repr(error)
-    return "nothing"
-
-
-def test_no_texts_are_left_to_sentence_transformers(model, mode):
-    features = model.preprocess(POSITIVES, task="document")
-    features |= {key: features[key][:0] for key in ("input_ids", "token_type_ids", "attention_mask")}
-    stock = said(model, features)
-    pylate_fastmaxsim.enable()
-    assert said(model, features) == stock
-
-
-def only_ids(features: dict) -> dict:
-    return {key: value for key, value in features.items() if key != "attention_mask"}
-
-
-def mask_of_pairs(features: dict) -> dict:
-    attended = features["attention_mask"].bool()
-    return {**features, "attention_mask": attended[:, None, None] & attended[:, None, :, None]}
-
-
-@pytest.mark.parametrize("change", [only_ids, mask_of_pairs])
-def test_attention_masks_of_ones_own_are_left_to_sentence_transformers(model, mode, change):
-    del model[[isinstance(module, MultiVectorMask) for module in model].index(True)]
-    features = model.preprocess(POSITIVES, task="document")
-    attended = features["attention_mask"].bool()
-    stock = model(change(features), task="document")["token_embeddings"]
-    pylate_fastmaxsim.enable()
-    ours = model(change(features), task="document")["token_embeddings"]
-    torch.testing.assert_close(ours[attended], stock[attended])
-
-
-def test_keywords_stand_in_for_features(model, mode):
-    model.module_kwargs = {"0": ["attention_mask"]}
-    features = model.preprocess(POSITIVES, task="document")
-    attended = features["attention_mask"].bool()
-    shorter = attended & (torch.arange(attended.shape[1]) < 5)
-    stock = model(dict(features), task="document", attention_mask=shorter)["token_embeddings"]
-    pylate_fastmaxsim.enable()
-    ours = model(dict(features), task="document", attention_mask=shorter)["token_embeddings"]
-    torch.testing.assert_close(ours[attended], stock[attended])
-
-
-def copied(module: nn.Module) -> nn.Module:
-    """What DataParallel makes for one step."""
-    copy = module._replicate_for_data_parallel()
-    for name, weight in module._parameters.items():
-        setattr(copy, name, None if weight is None else weight.view_as(weight))
-    for name, inner in module._modules.items():
-        copy._modules[name] = copied(inner)
-    return copy
-
-
-def test_copies_of_data_parallel(model, packed, caplog):
-    features = batch_of(model)[1]
-    stock = model(dict(features), task="document")["token_embeddings"]
-    pylate_fastmaxsim.enable(compile=True)
-    for _ in range(2):
-        ours = copied(model)(dict(features), task="document")["token_embeddings"]
-    torch.testing.assert_close(ours, stock)
-    assert not compilation._compiled and not modes(model)
-    assert caplog.text.count("DataParallel copies the model") == caplog.text.count("compile=True does nothing") == 1
-
-
-def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplog):
-    pylate_fastmaxsim.enable(compile=True)
-    flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4])}
-    model(flat, task="document")
-    assert not modes(model) and not compilation._compiled
-    assert "compile=True does nothing: Sentence Transformers leaves padding out itself." in caplog.text
-    assert caplog.text.count("calls the encoder for each column of a batch") == 1
-    caplog.clear()
-    pylate_fastmaxsim.disable()
-    pylate_fastmaxsim.enable(padding_free=False)
-    model(flat, task="document")
-    assert "leaves padding out itself" not in caplog.text
 
 
 def test_off_again_everything_is_as_it_came(model, caplog):
