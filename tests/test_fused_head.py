@@ -86,7 +86,7 @@ def test_inside_a_compiled_loss_the_head_is_not_fused(encoder, caplog):
 
 
 @pytest.mark.parametrize("options", [{"padding_free": False}, {"compile": True}], ids=str)
-def test_other_options(encoder, projected, options):
+def test_other_options(encoder, projected, traced, options):
     model = load_model(encoder("modernbert", num_hidden_layers=1))
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     stock = run(loss_function, batch)

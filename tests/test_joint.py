@@ -216,12 +216,7 @@ def test_dropout_is_tried_before_the_first_step(encoder, packed, monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_layers_take_both_and_do_not_recompile(encoder, packed, monkeypatch, checkpointing):
-    compile_call, compile_function = torch.nn.Module.compile, torch.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
-    )
-    monkeypatch.setattr(torch, "compile", partial(compile_function, backend="aot_eager"))
+def test_compiled_layers_take_both_and_do_not_recompile(encoder, packed, traced, checkpointing):
     model = load(encoder)
     if checkpointing:
         model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})

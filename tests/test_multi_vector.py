@@ -185,11 +185,7 @@ def test_dropout_is_the_same_in_both_passes_of_gradcache(encoder, mode):
 
 
 @pytest.mark.parametrize("compile_options", [{}, {"padding_free": False}])
-def test_compiled_layers(model, packed, monkeypatch, compile_options):
-    compile_call = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
-    )
+def test_compiled_layers(model, packed, traced, compile_options):
     loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
     stock = run(model, loss)
     pylate_fastmaxsim.enable(compile=True, **compile_options)
@@ -201,12 +197,9 @@ def test_compiled_layers(model, packed, monkeypatch, compile_options):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_layers_are_compiled_before_expanded_queries(encoder, packed, monkeypatch, dropout):
+def test_layers_are_compiled_before_expanded_queries(encoder, packed, traced, dropout):
     """Checkpointing has to do in the backward what it did in the forward."""
-    compile_call, seen = nn.Module.compile, []
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
-    )
+    seen = []
     model = load(encoder("bert", hidden_dropout_prob=dropout))
     model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
     model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -409,11 +409,7 @@ def test_a_saved_model_is_an_ordinary_model(model, packed, tmp_path):
         torch.testing.assert_close(own, other)
 
 
-def test_layers_are_compiled_once_and_not_again_as_batches_vary(encoder, mode, monkeypatch):
-    compile_call = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
-    )
+def test_layers_are_compiled_once_and_not_again_as_batches_vary(encoder, mode, traced):
     model = load_model(encoder("modernbert", num_hidden_layers=4))
     layers = compilation.encoder_layers(model)
     assert len(layers) == 4

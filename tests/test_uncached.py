@@ -9,7 +9,6 @@ import torch
 from models import collated, load_model, sentences
 from pylate import losses
 from test_losses import assert_equal, batch_of, run
-from torch import nn
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
@@ -71,12 +70,7 @@ def test_configurations_of_older_transformers_have_no_text_of_their_own():
     assert not encoders.layers_share_keys(transformer)
 
 
-def test_layers_share_what_is_compiled(encoder, packed, monkeypatch):
-    compile_call = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: compile_call(self, backend="aot_eager", **options)
-    )
-
+def test_layers_share_what_is_compiled(encoder, packed, traced):
     def graphs(layers):
         model = load_model(encoder("qwen3", num_hidden_layers=layers))
         torch._dynamo.reset()

@@ -48,8 +48,6 @@ else:
     def check(queries, documents, k, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
         args = arguments(queries, documents, k, candidates, zero_floor)
         sums, counts, winners = xtr.forward(*args, True, precision, tiles)
-        alone = xtr.forward(*args, False, precision, tiles)
-        assert torch.equal(sums, alone[0]) and torch.equal(counts, alone[1]) and alone[2].numel() == 0
         q64, d64 = (each.with_values(each.values.double()) for each in (queries, documents))
         rest = k, candidates, zero_floor
         assert torch.equal(winner_index(winners), reference.xtr_winners(q64, d64, *rest))
@@ -73,6 +71,15 @@ else:
         queries = batch(generator, [4, 17, 1], 48, dtype, masked=False)
         documents = batch(generator, [20, 3, 35, 18], 48, dtype)
         check(queries, documents, 12)
+
+    @pytest.mark.parametrize("layout", ["all", "candidates"])
+    def test_without_winners(generator, layout):
+        batches = batch(generator, [5, 0, 3], 16), batch(generator, [1, 40, 0, 17], 16)
+        candidates = torch.tensor([[3, 1], [0, 1], [1, 1]]) if layout == "candidates" else None
+        args = arguments(*batches, 9, candidates, torch.tensor([True, False, False, True]))
+        sums, counts, winners = xtr.forward(*args, False, "highest", TILES)
+        expected = xtr.forward(*args, True, "highest", TILES)
+        assert torch.equal(sums, expected[0]) and torch.equal(counts, expected[1]) and winners.numel() == 0
 
     def test_tiles_of_the_table(generator):
         check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20, tiles=launch.XtrTiles())
