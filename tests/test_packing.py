@@ -180,7 +180,9 @@ def test_dropout_reaches_packed_attention(encoder, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rotated_queries_and_keys_are_attended_to_in_the_dtype_of_autocast(encoder, monkeypatch, dtype, compiled):
+def test_rotated_queries_and_keys_are_attended_to_in_the_dtype_of_autocast(
+    encoder, monkeypatch, traced, dtype, compiled
+):
     """Qwen 3, Llama, Gemma, EuroBERT and others rotate in float32, which FlashAttention does not take."""
     seen = []
 
