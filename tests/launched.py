@@ -6,6 +6,7 @@ what native code writes can be told apart as well. safetensors does that by itse
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -25,7 +26,8 @@ def note_writing(event: str, arguments: tuple) -> None:
         path = arguments[1]
     elif event == "shutil.rmtree" or (event == "os.remove" and arguments[1] == -1):  # else of a folder being removed
         path = arguments[0]
-    if isinstance(path, (str, os.PathLike)):
+    # Both may be the first to import a module.
+    if isinstance(path, (str, os.PathLike)) and "__pycache__" not in str(path):
         written.add(os.path.abspath(path))
 
 
@@ -123,6 +125,7 @@ def train(job: dict, output: str, interrupt: bool = False) -> dict:
 
 
 def main() -> None:
+    gc.freeze()  # as in conftest.py
     folder = Path(sys.argv[1])
     for name, job in json.loads((folder / "jobs.json").read_text()).items():
         whole = train(job, f"{folder}/{name}-whole")

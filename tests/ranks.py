@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import time
 import traceback
@@ -61,7 +62,9 @@ def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> N
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     searched = attention.variable_length_attention
-    for name, case in importlib.import_module(module).CASES.items():
+    cases = importlib.import_module(module).CASES
+    gc.freeze()  # as in conftest.py
+    for name, case in cases.items():
         try:
             case(folder)
             said = "passed"
