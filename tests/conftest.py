@@ -25,6 +25,7 @@ LONG = (
     "test_ring.py",
     "test_xtr_interpreted.py",
     "test_kernels_interpreted.py",
+    "test_training_cell.py",
     "test_losses_benchmark.py",
     "test_misuse.py",
 )
