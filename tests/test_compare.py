@@ -172,7 +172,7 @@ def test_a_distillation_recipe_is_compared(encoder, tmp_path):
 
 
 def test_running_out_of_memory_is_a_result_and_ends_a_sweep(tmp_path):
-    # The stock similarity tensor, 320 x 320 x 32 x 200 fp32 values, is 2.4 GiB; a process has about half of it left.
+    # The stock similarity tensor, 640 x 640 x 16 x 200 fp32 values, is 4.9 GiB; a process has about half of it left.
     limited = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)),) * 2)\n"
@@ -182,26 +182,26 @@ def test_running_out_of_memory_is_a_result_and_ends_a_sweep(tmp_path):
         "main()\n"
     )
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 325})
-    recipe["model"] |= {"query_length": 32, "document_length": 200}
-    recipe["training"] |= {"per_device_train_batch_size": 320, "max_steps": 1}
+    recipe = tiny(tmp_path, data={"files": None, "source": "docstrings", "packages": ["numpy"], "max_rows": 650})
+    recipe["model"] |= {"query_length": 16, "document_length": 200}
+    recipe["training"] |= {"per_device_train_batch_size": 640, "max_steps": 1}
     recipe["evaluation"]["rows"] = 0
-    command = [sys.executable, "-c", limited, str(used + 1280 * MEBIBYTE), "compare", str(write(tmp_path, recipe))]
-    command += ["--sweep", "batch_size=325,320"]
+    command = [sys.executable, "-c", limited, str(used + 2560 * MEBIBYTE), "compare", str(write(tmp_path, recipe))]
+    command += ["--sweep", "batch_size=650,640"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert [run["status"] for run in comparison["runs"].values()] == ["out of memory", "finished"]
     stock, fast = comparison["sweep"]["stock"], comparison["sweep"]["fast"]
-    assert [(point["batch_size"], point["status"]) for point in stock] == [(320, "out of memory"), (325, "not run")]
-    assert [(point["batch_size"], point["status"]) for point in fast] == [(320, "finished"), (325, "finished")]
+    assert [(point["batch_size"], point["status"]) for point in stock] == [(640, "out of memory"), (650, "not run")]
+    assert [(point["batch_size"], point["status"]) for point in fast] == [(640, "finished"), (650, "finished")]
     assert all(point["step_seconds"] > 0 and point["memory"]["peak"] > 50 * MEBIBYTE for point in fast)
-    assert "Stock runs out of memory at 320, the smallest batch tried. Fast takes every batch tried, up to 325." in (
+    assert "Stock runs out of memory at 640, the smallest batch tried. Fast takes every batch tried, up to 650." in (
         done.stdout
     )
     assert (tmp_path / "out" / "compare.png").exists()
     page = Page((tmp_path / "out" / "compare.html").read_text())
-    assert "runs out of memory at 320" in page.text and "Against batch size" in page.titles
+    assert "runs out of memory at 640" in page.text and "Against batch size" in page.titles
 
 
 @pytest.mark.parametrize(
