@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays: each look at it for garbage, of which transformers asks for many, takes half a second.
+    # What was imported stays, and transformers and torch ask again and again to look through it for garbage.
     gc.collect()
     gc.freeze()
 
@@ -134,7 +134,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled layers run as they were traced, which takes less than half of the time of compiling them for a CPU."""
+    """Compiled layers run as they were traced: compiling them for a CPU takes longer and is not what is tested."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

@@ -72,11 +72,21 @@ else:
         documents = batch(generator, [20, 3, 35, 18], 48, dtype)
         check(queries, documents, 12)
 
+    @pytest.mark.parametrize("masked", [False, True])
     @pytest.mark.parametrize("layout", ["all", "candidates"])
-    def test_without_winners(generator, layout):
-        batches = batch(generator, [5, 0, 3], 16), batch(generator, [1, 40, 0, 17], 16)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "constants",
+        [{}, {"_SCRATCH_BYTES": 1}, {"_PLACES_OF_K": 1, "_PLACES": 0, "_ROUNDS": 0}],
+        ids=["at once", "rows in parts", "by bisection"],
+    )
+    def test_without_winners(generator, monkeypatch, constants, dtype, layout, masked):
+        for name, value in constants.items():
+            monkeypatch.setattr(xtr, name, value)
+        queries = batch(generator, [2, 0, 3], 8, dtype, masked=masked)
+        documents = batch(generator, [1, 20, 0, 7], 8, dtype, masked=masked)
         candidates = torch.tensor([[3, 1], [0, 1], [1, 1]]) if layout == "candidates" else None
-        args = arguments(*batches, 9, candidates, torch.tensor([True, False, False, True]))
+        args = arguments(queries, documents, 5, candidates, torch.tensor([True, False, False, True]))
         sums, counts, winners = xtr.forward(*args, False, "highest", TILES)
         expected = xtr.forward(*args, True, "highest", TILES)
         assert torch.equal(sums, expected[0]) and torch.equal(counts, expected[1]) and winners.numel() == 0
