@@ -19,8 +19,6 @@ from pylate_fastmaxsim.integrations.compilation import encoder_layers
 def backend(request, monkeypatch):
     """Graphs as they were traced, unless a test says otherwise: what is tested is decided before they are compiled."""
     name = getattr(request, "param", "eager")
-    compile_call = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_call(self, backend=name, **options))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=name))
     torch._dynamo.reset()
 
