@@ -2,6 +2,7 @@
 
     python benchmarks/multi_vector_step.py                       # measure what is missing, then print the table
     python benchmarks/multi_vector_step.py --mini-batch 32       # the same of GradCache, in a file of its own
+    python benchmarks/multi_vector_step.py --mini-batch 32 --mini-batch-tokens 9600   # divided by tokens, in that file
     python benchmarks/multi_vector_step.py --batches 32 --layers 2   # a trial
 
 Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words
@@ -75,7 +76,7 @@ def _measured(cell: dict, directory: Path) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     if cell["mini_batch"]:
         loss_function = losses.CachedMultiVectorMultipleNegativesRankingLoss(
-            model, scale=50.0, mini_batch_size=cell["mini_batch"]
+            model, scale=50.0, mini_batch_size=cell["mini_batch"], mini_batch_num_tokens=cell["mini_batch_tokens"]
         )
     else:
         loss_function = losses.MultiVectorMultipleNegativesRankingLoss(model, scale=50.0)
@@ -123,32 +124,39 @@ def _measured(cell: dict, directory: Path) -> dict:
 def markdown_table(cells: dict[str, dict]) -> str:
     """Step time and peak memory by path and batch, with the ratio to stock."""
     batches = sorted({cell["batch"] for cell in cells.values()})
-    rows = sorted({(cell["compile"], list(PATHS).index(cell["path"])) for cell in cells.values()})
+    rows = sorted(
+        {
+            (cell["compile"], list(PATHS).index(cell["path"]), cell.get("mini_batch_tokens") or 0)
+            for cell in cells.values()
+        }
+    )
     lines = ["| | " + " | ".join(f"batch {batch}" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
-    for compiled, place in rows:
-        entries = [list(PATHS.values())[place] + ", compiled" * compiled]
+    for compiled, place, tokens in rows:
+        entries = [list(PATHS.values())[place] + (f", {tokens:,} tokens" if tokens else "") + ", compiled" * compiled]
         for batch in batches:
-            cell, stock = (
-                cells.get(cell_name(path, batch, compiled), {"status": ""}) for path in (list(PATHS)[place], "stock")
-            )
+            names = cell_name(list(PATHS)[place], batch, compiled, tokens), cell_name("stock", batch, compiled)
+            cell, stock = (cells.get(name, {"status": ""}) for name in names)
             if cell["status"] != "ok":
                 entries.append(cell["status"])
                 continue
             memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-            ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if place and stock["status"] == "ok" else ""
+            ratio = (
+                f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if cell is not stock and stock["status"] == "ok" else ""
+            )
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
         lines.append("| " + " | ".join(entries) + " |")
     return "\n".join(lines)
 
 
-def cell_name(path: str, batch: int, compiled: bool) -> str:
-    return f"{path}/batch={batch}/compile={int(compiled)}"
+def cell_name(path: str, batch: int, compiled: bool, tokens: int | None = None) -> str:
+    return f"{path}/batch={batch}/compile={int(compiled)}" + (f"/tokens={tokens}" if tokens else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="default: multi_vector_step.json or multi_vector_gradcache.json")
     parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of so many texts")
+    parser.add_argument("--mini-batch-tokens", type=int, help="and at most so many tokens, in place of so many texts")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
@@ -167,11 +175,12 @@ def main() -> None:
     for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
         for batch in options.batches:
             for path in options.paths:
-                name = cell_name(path, batch, compiled)
+                name = cell_name(path, batch, compiled, options.mini_batch_tokens)
                 if cells.get(name, {}).get("status") in ("ok", "out of memory"):
                     continue
                 cell = {"path": path, "batch": batch, "compile": compiled}
-                how = {key: getattr(options, key) for key in ("mini_batch", "layers", "different", "warmup", "steps")}
+                keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
+                how = {key: getattr(options, key) for key in keys}
                 result = ask_apart([__file__, "--worker"], {**cell, **how}, options.timeout)
                 if "failure" in result:
                     status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
