@@ -13,7 +13,8 @@ from sentence_transformers.multi_vector_encoder import losses
 from test_multi_vector import COUNT, assert_equal, batch_of, found, load, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import multi_vector
+from pylate_fastmaxsim.integrations import multi_vector, multi_vector_gradcache
+from pylate_fastmaxsim.integrations.documents import Documents
 
 CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
 
@@ -131,3 +132,36 @@ def test_hooks_on_weights_see_the_gradients_of_each_mini_batch(encoder, mode):
     pylate_fastmaxsim.enable()
     for _ in range(2):
         assert_equal(run(model, loss), stock)
+
+
+def test_the_second_pass_finds_what_the_first_one_has_found(encoder, packed, monkeypatch):
+    """Each question would wait for a GPU."""
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable()
+    value = loss(batch_of(model))
+    model.zero_grad(set_to_none=True)
+    for owner, name in ((Documents, "from_columns"), (multi_vector_gradcache, "_stock_create")):
+        monkeypatch.setattr(owner, name, lambda *args: pytest.fail("asked again"))
+    value.backward()
+    assert_equal(found(model, value), stock)
+
+
+def test_texts_that_are_written_to_between_the_passes(encoder, mode):
+    """As by a module that leaves tokens out: the second pass encodes what they are then."""
+    model = load(encoder("bert"))
+    loss = CACHED(model, mini_batch_size=3)
+
+    def step() -> list:
+        model.zero_grad(set_to_none=True)
+        batch = batch_of(model)
+        value = loss(batch)
+        batch[1]["input_ids"][:, 2] = 7
+        value.backward()
+        return found(model, value)
+
+    stock = step()
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        assert_equal(step(), stock)

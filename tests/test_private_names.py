@@ -79,7 +79,8 @@ NAMES = [
     (torch.utils, "_pytree", "the answer of a fused head"),
     (own(DistributedDataParallel), "require_backward_grad_sync broadcast_buffers modules_buffers", "ranks in step"),
     (own(DistributedDataParallel), "process_group static_graph", "ranks in step"),
-    (torch.ops.aten, "_flash_attention_forward", "packed attention with dropout"),
+    (torch.ops.aten, "_flash_attention_forward", "packed attention that is not compiled, or with dropout"),
+    (torch.ops.aten._flash_attention_forward.default, "_schema", "packed attention that is not compiled"),
     (forward_ad, "_current_level", "the refusal of forward mode"),
     (torch, "_C _dynamo", "operators in transforms, compiled layers"),
     (torch._C, "_functorch _is_tracing _len_torch_dispatch_stack", "operators in graphs, modes and transforms"),
@@ -139,6 +140,7 @@ if importlib.util.find_spec("triton") and importlib.import_module("pylate_fastma
 # Of Sentence Transformers 6: where it is installed, the tests of MultiVectorEncoder fail without them.
 OF_MULTI_VECTOR = {
     "_convert_to_tensor",
+    "_create_minibatch",
     "_declared_forward_params",
     "_fill_empty_document_scores",
     "_query_token_counts",

@@ -173,7 +173,7 @@ def _without_padding(
         documents = Documents.from_columns(columns)
         if not documents.gaps and multi_vector_joint.are_few(documents):
             return batch.keep(transformer, documents, _packed(transformer, documents, features))
-    documents = Documents.from_columns(columns[:1])
+    documents = multi_vector_gradcache.as_before(lambda: Documents.from_columns(columns[:1]), of_texts=True)
     if len(documents.token_index) == 0:
         return None
     if mode == "packed" and documents.gaps:

@@ -2,6 +2,9 @@
 
 Where ``backward()`` is called outside of autocast, stock makes the second pass in float32, and the gradients that wait are
 of other embeddings. Here dropout would be of another draw as well: in float32 texts are encoded another way.
+
+What the first pass has found out about its texts, the second one does not ask the device for again. So nothing waits
+between its mini-batches, and the host launches the next while the backward of the last is still running.
 """
 
 from __future__ import annotations
@@ -11,17 +14,22 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from sentence_transformers.base.losses import gradcache
 from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations.changed_masks import writes_to
 from pylate_fastmaxsim.integrations.context import setting
 from pylate_fastmaxsim.integrations.passes import autocast_in_force
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
+
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -29,35 +37,64 @@ class _First:
     """What the second pass over some texts is to have in common with the first."""
 
     autocast: dict[str, object]
-    modes: list[str] = field(default_factory=list)
+    writes: int
+    found: list[object] = field(default_factory=list)
 
 
-# Notes a mode in the first pass, and says which it was in the second.
-_modes: ContextVar[list[str] | Iterator[str] | None] = ContextVar("modes", default=None)
+@dataclass
+class _Pass:
+    """The pass that is being made: the first notes what it finds, the second has it again."""
+
+    found: list[object] | Iterator[object]
+    texts_changed: bool = False
+
+
+_pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 
 # By the random numbers that the second pass is to draw again.
 _firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
 
+_NOTHING = object()
+
 
 def patches() -> list[Patch]:
     """What to replace in Sentence Transformers."""
-    return [Patch(CachedMultiVectorMultipleNegativesRankingLoss, "embed_minibatch", embed_minibatch)]
+    return [
+        Patch(CachedMultiVectorMultipleNegativesRankingLoss, "embed_minibatch", embed_minibatch),
+        Patch(gradcache, "_create_minibatch", create_minibatch),
+    ]
 
 
-def as_before(decide: Callable[[], str]) -> str:
-    """How to encode texts: as in the first pass over them, or as ``decide`` finds."""
-    modes = _modes.get()
-    if isinstance(modes, Iterator):
-        return next(modes, None) or decide()
-    mode = decide()
-    if modes is not None:
-        modes.append(mode)
-    return mode
+def as_before(find: Callable[[], Found], of_texts: bool = False) -> Found:
+    """What ``find`` found in the first pass over some texts, in the order of the questions, or finds now.
+
+    Answers are ``of_texts`` that do not hold any more once somebody has written to the texts in between.
+    """
+    current = _pass.get()
+    if current is None:
+        return find()
+    if isinstance(current.found, list):
+        current.found.append(found := find())
+        return found
+    found = next(current.found, _NOTHING)
+    return find() if found is _NOTHING or (of_texts and current.texts_changed) else found
 
 
 def inside() -> bool:
     """Whether a mini-batch is encoded, which is to have a backward of its own."""
-    return _modes.get() is not None
+    return _pass.get() is not None
+
+
+_stock_create = detached(gradcache._create_minibatch)
+
+
+@wraps(_stock_create)
+def create_minibatch(*args, **kwargs) -> dict[str, object]:
+    """Some texts of a column. To cut them to the longest, the stock function waits for the device."""
+    if _pass.get() is None:  # of other losses
+        return _stock_create(*args, **kwargs)
+    # A copy, because whoever encodes texts adds to them.
+    return dict(as_before(lambda: dict(_stock_create(*args, **kwargs)), of_texts=True))
 
 
 _stock_embed = detached(CachedMultiVectorMultipleNegativesRankingLoss.embed_minibatch)
@@ -68,15 +105,17 @@ _parameters = inspect.signature(_stock_embed)
 def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
     given = _parameters.bind(self, *args, **kwargs).arguments
     state = given.get("random_state")
+    tensors = [value for value in given["sentence_feature"].values() if isinstance(value, Tensor)]
+    writes = sum(map(writes_to, tensors))
     if state is not None and state in _firsts:
         first = _firsts[state]
-        with setting(_modes, iter(first.modes)), torch.autocast(**first.autocast):
+        again = _Pass(iter(first.found), texts_changed=writes != first.writes)
+        with setting(_pass, again), torch.autocast(**first.autocast):
             return _stock_embed(self, *args, **kwargs)
     if state is not None or switch.options() is None:
         return _stock_embed(self, *args, **kwargs)
-    tensors = (value for value in given["sentence_feature"].values() if isinstance(value, Tensor))
-    first = _First(autocast_in_force(next(tensors).device.type))
-    with setting(_modes, first.modes):
+    first = _First(autocast_in_force(tensors[0].device.type), writes)
+    with setting(_pass, _Pass(first.found)):
         *embedded, state = _stock_embed(self, *args, **kwargs)
     if state is not None:
         _firsts[state] = first
