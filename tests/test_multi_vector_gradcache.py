@@ -165,3 +165,23 @@ def test_texts_that_are_written_to_between_the_passes(encoder, mode):
     pylate_fastmaxsim.enable()
     for _ in range(2):
         assert_equal(step(), stock)
+
+
+@pytest.mark.parametrize(
+    "options, advised",
+    [
+        ({"mini_batch_size": 3}, True),
+        ({"mini_batch_size": COUNT}, False),  # one mini-batch, which cannot be larger
+        ({"mini_batch_size": 3, "mini_batch_num_tokens": 60}, False),
+    ],
+)
+def test_mini_batches_that_keep_a_gpu_waiting(encoder, packed, monkeypatch, caplog, options, advised):
+    monkeypatch.setattr(multi_vector_gradcache, "_on_gpu", lambda tensor: True)
+    model = load(encoder("bert"))
+    loss = CACHED(model, **options)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        loss(batch_of(model)).backward()
+    said = [record.getMessage() for record in caplog.records if "mini_batch_num_tokens" in record.getMessage()]
+    assert len(said) == advised
+    assert all("3 times document_length" in each for each in said)

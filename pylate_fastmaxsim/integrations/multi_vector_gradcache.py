@@ -22,9 +22,10 @@ from sentence_transformers.base.losses import gradcache
 from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import log_once, switch
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
 from pylate_fastmaxsim.integrations.context import setting
+from pylate_fastmaxsim.integrations.documents import Documents
 from pylate_fastmaxsim.integrations.passes import autocast_in_force
 from pylate_fastmaxsim.integrations.patching import Patch
 from pylate_fastmaxsim.integrations.redirection import detached
@@ -55,6 +56,14 @@ _pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 _firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
 
 _NOTHING = object()
+
+# Calls with fewer take the host longer to launch than a GPU to make.
+FEW_TOKENS = 4096
+
+_FEW = (
+    "Mini-batches of %s texts hold few tokens without padding, and a GPU waits for the host. Give the loss "
+    "mini_batch_num_tokens to fill them: %s times document_length are as many as padded ones hold."
+)
 
 
 def patches() -> list[Patch]:
@@ -119,4 +128,21 @@ def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
         *embedded, state = _stock_embed(self, *args, **kwargs)
     if state is not None:
         _firsts[state] = first
+        if _on_gpu(tensors[0]):
+            _advise(self, given["sentence_feature"], first.found)
     return *embedded, state
+
+
+def _advise(loss: nn.Module, features: dict[str, object], found: list[object]) -> None:
+    """Say how to fill mini-batches that keep a GPU waiting, of which stock's default of 32 texts is one."""
+    packed = next((each for each in found if isinstance(each, Documents)), None)
+    # Queries are short, and divided as documents are.
+    if packed is None or "packed" not in found or features.get("task") == "query":
+        return
+    is_part = loss.mini_batch_num_tokens is None and len(packed) < len(features["input_ids"])
+    if is_part and len(packed.token_index) < FEW_TOKENS:
+        log_once(_FEW, loss.mini_batch_size, loss.mini_batch_size, about=loss.model)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
