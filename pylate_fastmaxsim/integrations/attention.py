@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -12,22 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-
-    _VARLEN_OPTIONS = inspect.signature(varlen_attn).parameters
-except ImportError:
-    _VARLEN_OPTIONS = {}
-_HAS_VARLEN_ATTN = "window_size" in _VARLEN_OPTIONS
-# Fewer heads of keys than of queries: newer releases want to be told, before that it goes without saying.
-_SHARED_HEADS = {"enable_gqa": True} if "enable_gqa" in _VARLEN_OPTIONS else {}
-
-# Whether the operator that this function calls takes what it is given here.
-_OPERATOR = torch.ops.aten._flash_attention_forward
-_OPERATOR_IS_KNOWN = {"scale", "window_size_left", "window_size_right"} <= {
-    argument.name for argument in _OPERATOR.default._schema.arguments
-}
 
 # Attention implementations of transformers that understand a packed mask now: name -> that, and what was there before.
 _replaced: dict[str, tuple[Callable, Callable]] = {}
@@ -165,16 +148,9 @@ def variable_length_attention(
         )
     if key_cu_seqlens is None:
         key_cu_seqlens = cu_seqlens
-    if _HAS_VARLEN_ATTN and dropout == 0 and (torch.compiler.is_compiling() or not _OPERATOR_IS_KNOWN):
-        return varlen_attn(
-            *(query, key, value, cu_seqlens, key_cu_seqlens, max_length, max_length),
-            scale=scale,
-            window_size=window,
-            **_SHARED_HEADS,
-        )
-    # The public function has no dropout (and in older releases no window); the operator below it has both. It also has
-    # its backward in C++: small batches wait for the host, which needs several times as long to call the function.
-    return _OPERATOR(
+    # Below torch.nn.attention.varlen.varlen_attn, which has no dropout, and a forward and a backward in Python: small
+    # batches wait for the host, and a step of 32 queries takes it a sixth longer.
+    return torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
