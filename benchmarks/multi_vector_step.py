@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -117,7 +118,8 @@ def _measured(cell: dict, directory: Path) -> dict:
         "each_ms": [round(each, 2) for each in times],
         "peak_gib": peaks_gib()[0] if cuda else None,
         "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
-        "losses": [float(value) for value in values],
+        # Null where there is none: JSON has no NaN.
+        "losses": [value if math.isfinite(value) else None for value in map(float, values)],
     }
 
 

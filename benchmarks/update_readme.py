@@ -59,24 +59,43 @@ def summary_table() -> str:
     return "\n".join(lines)
 
 
-def multi_vector_table() -> str:
-    """Steps of a MultiVectorEncoder: speed relative to stock, not compiled."""
-    cells = results("multi_vector_step")
-    lines = ["| | 64 queries | 256 queries |", "|---" * 3 + "|"]
-    for compiled, path in ((False, "stock"), (False, "flash"), (False, "both"), (False, "fast"), (True, "fast")):
-        entries = [MULTI_VECTOR_PATHS[path] + ", `compile=True`" * compiled]
-        for batch in (64, 256):
+def multi_vector_table(file: str, batches: tuple[int, int], rows: dict[str, tuple]) -> str:
+    """Steps of a MultiVectorEncoder: speed relative to the first row."""
+    cells = results(file)
+    lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * 3 + "|"]
+    for title, (path, *how) in rows.items():
+        entries = [title]
+        for batch in batches:
             cell, stock = (
-                cells.get(multi_vector_cell(*key)) for key in ((path, batch, compiled), ("stock", batch, False))
+                cells.get(multi_vector_cell(*key)) for key in ((path, batch, *how), ("stock", batch, False))
             )
             if cell is None or cell["status"] != "ok":
                 entries.append("" if cell is None else cell["status"])
                 continue
-            speed = path != "stock" and stock["status"] == "ok"
+            speed = cell is not stock and stock["status"] == "ok"
             ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
             entries.append(f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB{ratio}")
         lines.append("| " + " | ".join(entries) + " |")
     return "\n".join(lines)
+
+
+def multi_vector_step_table() -> str:
+    keys = ((False, "stock"), (False, "flash"), (False, "both"), (False, "fast"), (True, "fast"))
+    rows = {MULTI_VECTOR_PATHS[path] + ", `compile=True`" * compiled: (path, compiled) for compiled, path in keys}
+    return multi_vector_table("multi_vector_step", (64, 256), rows)
+
+
+def multi_vector_gradcache_table() -> str:
+    texts, tokens = (None, ", 32 texts"), (9600, ", 9,600 tokens")
+    measured = (
+        *(("stock", False, texts), ("flash", False, texts), ("fast", False, texts)),
+        *(("flash", False, tokens), ("fast", False, tokens), ("fast", True, tokens)),
+    )
+    rows = {
+        MULTI_VECTOR_PATHS[path] + title + ", `compile=True`" * compiled: (path, compiled, most)
+        for path, compiled, (most, title) in measured
+    }
+    return multi_vector_table("multi_vector_gradcache", (256, 1024), rows)
 
 
 def two_gpus_table() -> str:
@@ -192,7 +211,8 @@ def tables() -> dict[str, dict[str, str]]:
     losses = results("losses")
     return {
         "README.md": {
-            "multi-vector-table": multi_vector_table(),
+            "multi-vector-table": multi_vector_step_table(),
+            "multi-vector-gradcache-table": multi_vector_gradcache_table(),
             "train-step-table": train_step_tables(),
             "summary-table": summary_table(),
             "lengths-table": lengths_table(results("lengths")["cells"]),
