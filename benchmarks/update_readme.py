@@ -66,9 +66,7 @@ def multi_vector_table(file: str, batches: tuple[int, int], rows: dict[str, tupl
     for title, (path, *how) in rows.items():
         entries = [title]
         for batch in batches:
-            cell, stock = (
-                cells.get(multi_vector_cell(*key)) for key in ((path, batch, *how), ("stock", batch, False))
-            )
+            cell, stock = (cells.get(multi_vector_cell(*key)) for key in ((path, batch, *how), ("stock", batch, False)))
             if cell is None or cell["status"] != "ok":
                 entries.append("" if cell is None else cell["status"])
                 continue
