@@ -78,12 +78,14 @@ def multi_vector_table(file: str, batches: tuple[int, int], rows: dict[str, tupl
 
 
 def multi_vector_step_table() -> str:
+    """Steps with all texts in one mini-batch."""
     keys = ((False, "stock"), (False, "flash"), (False, "both"), (False, "fast"), (True, "fast"))
     rows = {MULTI_VECTOR_PATHS[path] + ", `compile=True`" * compiled: (path, compiled) for compiled, path in keys}
     return multi_vector_table("multi_vector_step", (64, 256), rows)
 
 
 def multi_vector_gradcache_table() -> str:
+    """Steps of GradCache, in mini-batches of texts and of tokens."""
     texts, tokens = (None, ", 32 texts"), (9600, ", 9,600 tokens")
     measured = (
         *(("stock", False, texts), ("flash", False, texts), ("fast", False, texts)),

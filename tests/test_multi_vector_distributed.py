@@ -25,7 +25,7 @@ from pylate_fastmaxsim.integrations import attention, packing
 RANKS = 2
 
 
-def _batch(model: MultiVectorEncoder) -> list[dict]:
+def batch_of_rank(model: MultiVectorEncoder) -> list[dict]:
     rank = dist.get_rank()
     # Rank 0 has short documents and rank 1 long ones: each alone would divide them differently.
     longest = (6, 40)[rank]
@@ -47,7 +47,7 @@ def _compare(
         core = MultiVectorEncoder(f"{folder}/modernbert", device="cpu").double().train()
         if checkpointing:
             core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-        transformer, batch = core[0], _batch(core)
+        transformer, batch = core[0], batch_of_rank(core)
         loss_function = loss_class(wrap(core), **options)
         step = partial(loss_and_gradients, core, loss_function, batch)
         stock = step()

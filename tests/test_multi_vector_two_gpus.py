@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from models import sentences
 from ranks import loss_and_gradients, run_cases
 
 pytest.importorskip(
@@ -17,23 +16,12 @@ pytest.importorskip(
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
 from sharding import data_parallel
+from test_multi_vector_distributed import batch_of_rank
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import packing
 
 RANKS = 2
-
-
-def _batch(model: MultiVectorEncoder) -> list[dict]:
-    rank = dist.get_rank()
-    # Rank 0 has short documents and rank 1 long ones: each alone would divide them differently.
-    longest = (6, 40)[rank]
-    texts = [sentences(6, longest=8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))]
-    columns = [
-        {**model.preprocess(each, task=task), "task": task}
-        for each, task in zip(texts, ["query", "document", "document"], strict=True)
-    ]
-    return [{key: value.cuda() if torch.is_tensor(value) else value for key, value in one.items()} for one in columns]
 
 
 def _compare(loss_class, mode: str, compiled: bool = False, **options) -> Callable[[str], None]:
@@ -43,7 +31,10 @@ def _compare(loss_class, mode: str, compiled: bool = False, **options) -> Callab
     def run(folder: str) -> None:
         torch.manual_seed(0)
         core = MultiVectorEncoder(f"{folder}/modernbert", device=f"cuda:{dist.get_rank()}").train()
-        batch = _batch(core)
+        batch = [
+            {key: value.cuda() if torch.is_tensor(value) else value for key, value in column.items()}
+            for column in batch_of_rank(core)
+        ]
         loss_function = loss_class(data_parallel(core), gather_across_devices=True, **options)
         stock = loss_and_gradients(core, loss_function, batch)
 

@@ -58,7 +58,7 @@ _firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
 _NOTHING = object()
 
 # Calls with fewer take the host longer to launch than a GPU to make.
-FEW_TOKENS = 4096
+_FEW_TOKENS = 4096
 
 _FEW = (
     "Mini-batches of %s texts hold few tokens without padding, and a GPU waits for the host. Give the loss "
@@ -140,7 +140,7 @@ def _advise(loss: nn.Module, features: dict[str, object], found: list[object]) -
     if packed is None or "packed" not in found or features.get("task") == "query":
         return
     is_part = loss.mini_batch_num_tokens is None and len(packed) < len(features["input_ids"])
-    if is_part and len(packed.token_index) < FEW_TOKENS:
+    if is_part and len(packed.token_index) < _FEW_TOKENS:
         log_once(_FEW, loss.mini_batch_size, loss.mini_batch_size, about=loss.model)
 
 
