@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -360,7 +361,10 @@ class TokenBatch:
                 )
         sizes = [shape[0] for shape, _, _ in kinds]
         lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
-        return cls(torch.cat(list(sequences)), lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
+        # Autocast to bfloat16 refuses to join float16. The meta device has no autocast.
+        with nullcontext() if first_device.type == "meta" else torch.autocast(first_device.type, enabled=False):
+            values = torch.cat(list(sequences))
+        return cls(values, lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
 
     def with_values(self, values: Tensor) -> TokenBatch:
         """The same sequences over other vectors ``[T, d']``.

@@ -103,6 +103,25 @@ def test_from_list_packs_in_order():
     assert batch.max_length == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_from_list_keeps_dtypes_under_autocast(dtype):
+    leaves = [torch.ones(n, 3, dtype=dtype, requires_grad=True) for n in (2, 4)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        batch = TokenBatch.from_list(leaves)
+    batch.values.sum().backward()
+    assert batch.values.dtype == dtype
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+def test_from_list_of_what_holds_no_numbers():
+    assert TokenBatch.from_list([torch.ones(2, 3, device="meta")] * 2).values.shape == (4, 3)
+
+
+def test_from_list_in_a_graph():
+    joined = torch.compile(lambda x: TokenBatch.from_list([x, 2 * x]).values, backend="eager", fullgraph=True)
+    assert joined(torch.ones(1, 2)).tolist() == [[1, 1], [2, 2]]
+
+
 def test_select_repeats_and_reorders_without_touching_the_tokens():
     batch = TokenBatch.from_list([torch.randn(1, 2), torch.randn(3, 2), torch.randn(2, 2)])
     selected = batch.select(torch.tensor([2, 0, 2]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -156,10 +155,7 @@ def _listed(sequences: list[Tensor]) -> TokenBatch:
         or not first.is_floating_point()
     ):
         raise LeftToStock("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
-    lengths = [len(each) for each in sequences]
-    return TokenBatch.from_packed(
-        torch.cat(sequences), torch.tensor([0, *accumulate(lengths)]), max_length=max(lengths)
-    )
+    return TokenBatch.from_list(sequences)
 
 
 def _counts(queries, mask) -> Tensor:
