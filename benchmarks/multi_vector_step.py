@@ -123,31 +123,39 @@ def _measured(cell: dict, directory: Path) -> dict:
     }
 
 
-def markdown_table(cells: dict[str, dict]) -> str:
-    """Step time and peak memory by path and batch, with the ratio to stock."""
+def markdown_table(cells: dict[str, dict], rows: dict[str, tuple]) -> str:
+    """Step time and peak memory by path and batch, with the ratio to stock that is not compiled.
+
+    ``rows`` has what :func:`cell_name` takes behind a path and a batch: title -> (path, compiled, tokens or None).
+    """
     batches = sorted({cell["batch"] for cell in cells.values()})
-    rows = sorted(
-        {
-            (cell["compile"], list(PATHS).index(cell["path"]), cell.get("mini_batch_tokens") or 0)
-            for cell in cells.values()
-        }
-    )
-    lines = ["| | " + " | ".join(f"batch {batch}" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
-    for compiled, place, tokens in rows:
-        entries = [list(PATHS.values())[place] + (f", {tokens:,} tokens" if tokens else "") + ", compiled" * compiled]
+    lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
+    for row, (path, *how) in rows.items():
+        entries = [row]
         for batch in batches:
-            names = cell_name(list(PATHS)[place], batch, compiled, tokens), cell_name("stock", batch, compiled)
+            names = cell_name(path, batch, *how), cell_name("stock", batch, False)
             cell, stock = (cells.get(name, {"status": ""}) for name in names)
             if cell["status"] != "ok":
                 entries.append(cell["status"])
                 continue
             memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-            ratio = (
-                f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if cell is not stock and stock["status"] == "ok" else ""
-            )
+            speed = cell is not stock and stock["status"] == "ok"
+            ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
         lines.append("| " + " | ".join(entries) + " |")
     return "\n".join(lines)
+
+
+def every_row(cells: dict[str, dict]) -> dict[str, tuple]:
+    """The rows of all cells, in the order of their paths, and compiled ones behind the others."""
+    kinds = {
+        (cell["compile"], list(PATHS).index(cell["path"]), cell.get("mini_batch_tokens")) for cell in cells.values()
+    }
+    rows = {}
+    for compiled, place, tokens in sorted(kinds, key=lambda kind: (*kind[:2], kind[2] or 0)):
+        path, name = list(PATHS.items())[place]
+        rows[name + (f", {tokens:,} tokens" if tokens else "") + ", compiled" * compiled] = path, compiled, tokens
+    return rows
 
 
 def cell_name(path: str, batch: int, compiled: bool, tokens: int | None = None) -> str:
@@ -190,7 +198,7 @@ def main() -> None:
                 cells[name] = {**cell, **how, **result, "environment": environment()}
                 print(name, {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True)
                 write(results, cells)
-    print(markdown_table(cells))
+    print(markdown_table(cells, every_row(cells)))
 
 
 if __name__ == "__main__":

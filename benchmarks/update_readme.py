@@ -17,7 +17,7 @@ from lengths import markdown_table as lengths_table
 from losses_table import markdown as losses_markdown
 from losses_table import ring_table
 from multi_vector_step import PATHS as MULTI_VECTOR_PATHS
-from multi_vector_step import cell_name as multi_vector_cell
+from multi_vector_step import markdown_table as multi_vector_markdown
 from operators_table import readme_table
 from page_step import markdown_table as page_table
 from train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
@@ -59,29 +59,11 @@ def summary_table() -> str:
     return "\n".join(lines)
 
 
-def multi_vector_table(file: str, batches: tuple[int, int], rows: dict[str, tuple]) -> str:
-    """Steps of a MultiVectorEncoder: speed relative to the first row."""
-    cells = results(file)
-    lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * 3 + "|"]
-    for title, (path, *how) in rows.items():
-        entries = [title]
-        for batch in batches:
-            cell, stock = (cells.get(multi_vector_cell(*key)) for key in ((path, batch, *how), ("stock", batch, False)))
-            if cell is None or cell["status"] != "ok":
-                entries.append("" if cell is None else cell["status"])
-                continue
-            speed = cell is not stock and stock["status"] == "ok"
-            ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
-            entries.append(f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB{ratio}")
-        lines.append("| " + " | ".join(entries) + " |")
-    return "\n".join(lines)
-
-
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
     keys = ((False, "stock"), (False, "flash"), (False, "both"), (False, "fast"), (True, "fast"))
     rows = {MULTI_VECTOR_PATHS[path] + ", `compile=True`" * compiled: (path, compiled) for compiled, path in keys}
-    return multi_vector_table("multi_vector_step", (64, 256), rows)
+    return multi_vector_markdown(results("multi_vector_step"), rows)
 
 
 def multi_vector_gradcache_table() -> str:
@@ -95,7 +77,7 @@ def multi_vector_gradcache_table() -> str:
         MULTI_VECTOR_PATHS[path] + title + ", `compile=True`" * compiled: (path, compiled, most)
         for path, compiled, (most, title) in measured
     }
-    return multi_vector_table("multi_vector_gradcache", (256, 1024), rows)
+    return multi_vector_markdown(results("multi_vector_gradcache"), rows)
 
 
 def two_gpus_table() -> str:
