@@ -57,12 +57,13 @@ _firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
 
 _NOTHING = object()
 
-# Calls with fewer take the host longer to launch than a GPU to make.
+# Of MS MARCO, 32 texts have some 2,560 tokens, with which no step of ModernBERT-base was faster than in stock; with 9,600
+# it was 3 times as fast. Where in between a GPU has enough to do depends on the encoder and on the host.
 _FEW_TOKENS = 4096
 
 _FEW = (
-    "Mini-batches of %s texts hold few tokens without padding, and a GPU waits for the host. Give the loss "
-    "mini_batch_num_tokens to fill them: %s times document_length are as many as padded ones hold."
+    "Mini-batches of %s texts hold few tokens without padding, for which a GPU may have to wait for the host. Give the "
+    "loss mini_batch_num_tokens to fill them: %s times document_length are as many as padded ones hold."
 )
 
 
