@@ -124,23 +124,24 @@ def _measured(cell: dict, directory: Path) -> dict:
 
 
 def markdown_table(cells: dict[str, dict], rows: dict[str, tuple]) -> str:
-    """Step time and peak memory by path and batch, with the ratio to stock that is not compiled.
+    """Step time and peak memory by path and batch, with the ratio to the first row.
 
-    ``rows`` has what :func:`cell_name` takes behind a path and a batch: title -> (path, compiled, tokens or None).
+    ``rows`` has what :func:`cell_name` takes beside a batch: title -> (path, compiled, mini-batches).
     """
     batches = sorted({cell["batch"] for cell in cells.values()})
+    path, *how = next(iter(rows.values()))
+    firsts = {batch: cells.get(cell_name(path, batch, *how), {"status": ""}) for batch in batches}
     lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
     for row, (path, *how) in rows.items():
         entries = [row]
         for batch in batches:
-            names = cell_name(path, batch, *how), cell_name("stock", batch, False)
-            cell, stock = (cells.get(name, {"status": ""}) for name in names)
+            cell, first = cells.get(cell_name(path, batch, *how), {"status": ""}), firsts[batch]
             if cell["status"] != "ok":
                 entries.append(cell["status"])
                 continue
             memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-            speed = cell is not stock and stock["status"] == "ok"
-            ratio = f" ({stock['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
+            speed = cell is not first and first["status"] == "ok"
+            ratio = f" ({first['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
         lines.append("| " + " | ".join(entries) + " |")
     return "\n".join(lines)
@@ -149,17 +150,28 @@ def markdown_table(cells: dict[str, dict], rows: dict[str, tuple]) -> str:
 def every_row(cells: dict[str, dict]) -> dict[str, tuple]:
     """The rows of all cells, in the order of their paths, and compiled ones behind the others."""
     kinds = {
-        (cell["compile"], list(PATHS).index(cell["path"]), cell.get("mini_batch_tokens")) for cell in cells.values()
+        (
+            cell["compile"],
+            list(PATHS).index(cell["path"]),
+            *(cell.get(key) or 0 for key in ("mini_batch_tokens", "mini_batch")),
+        )
+        for cell in cells.values()
     }
     rows = {}
-    for compiled, place, tokens in sorted(kinds, key=lambda kind: (*kind[:2], kind[2] or 0)):
+    for compiled, place, tokens, texts in sorted(kinds):
         path, name = list(PATHS.items())[place]
-        rows[name + (f", {tokens:,} tokens" if tokens else "") + ", compiled" * compiled] = path, compiled, tokens
+        divided = f", {tokens:,} tokens" if tokens else f", {texts:,} texts" if texts else ""
+        rows[name + divided + ", compiled" * compiled] = path, compiled, mini_batches(texts, tokens)
     return rows
 
 
-def cell_name(path: str, batch: int, compiled: bool, tokens: int | None = None) -> str:
-    return f"{path}/batch={batch}/compile={int(compiled)}" + (f"/tokens={tokens}" if tokens else "")
+def mini_batches(texts: int | None = None, tokens: int | None = None) -> str:
+    """Part of a cell's name: how GradCache divides a batch, which has the number of tokens if both are given."""
+    return f"tokens={tokens}" if tokens else f"texts={texts}" if texts else ""
+
+
+def cell_name(path: str, batch: int, compiled: bool, divided: str = "") -> str:
+    return f"{path}/batch={batch}/compile={int(compiled)}" + (f"/{divided}" if divided else "")
 
 
 def main() -> None:
@@ -185,7 +197,7 @@ def main() -> None:
     for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
         for batch in options.batches:
             for path in options.paths:
-                name = cell_name(path, batch, compiled, options.mini_batch_tokens)
+                name = cell_name(path, batch, compiled, mini_batches(options.mini_batch, options.mini_batch_tokens))
                 if cells.get(name, {}).get("status") in ("ok", "out of memory"):
                     continue
                 cell = {"path": path, "batch": batch, "compile": compiled}

@@ -18,6 +18,7 @@ from losses_table import markdown as losses_markdown
 from losses_table import ring_table
 from multi_vector_step import PATHS as MULTI_VECTOR_PATHS
 from multi_vector_step import markdown_table as multi_vector_markdown
+from multi_vector_step import mini_batches
 from operators_table import readme_table
 from page_step import markdown_table as page_table
 from train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
@@ -68,15 +69,14 @@ def multi_vector_step_table() -> str:
 
 def multi_vector_gradcache_table() -> str:
     """Steps of GradCache, in mini-batches of texts and of tokens."""
-    texts, tokens = (None, ", 32 texts"), (9600, ", 9,600 tokens")
-    measured = (
-        *(("stock", False, texts), ("flash", False, texts), ("fast", False, texts)),
-        *(("flash", False, tokens), ("fast", False, tokens), ("fast", True, tokens)),
-    )
-    rows = {
-        MULTI_VECTOR_PATHS[path] + title + ", `compile=True`" * compiled: (path, compiled, most)
-        for path, compiled, (most, title) in measured
-    }
+    rows = {}
+    for texts, paths in ((32, ("stock", "flash", "fast")), (128, ("stock",))):
+        for path in paths:
+            rows[f"{MULTI_VECTOR_PATHS[path]}, {texts} texts"] = path, False, mini_batches(texts=texts)
+    for tokens in (9600, 19200, 38400):
+        for path, compiled in (("flash", False), ("fast", False), ("fast", True)):
+            title = f"{MULTI_VECTOR_PATHS[path]}, {tokens:,} tokens" + ", `compile=True`" * compiled
+            rows[title] = path, compiled, mini_batches(tokens=tokens)
     return multi_vector_markdown(results("multi_vector_gradcache"), rows)
 
 
