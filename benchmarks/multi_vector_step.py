@@ -123,19 +123,14 @@ def _measured(cell: dict, directory: Path) -> dict:
     }
 
 
-def markdown_table(cells: dict[str, dict], rows: dict[str, tuple]) -> str:
-    """Step time and peak memory by path and batch, with the ratio to the first row.
-
-    ``rows`` has what :func:`cell_name` takes beside a batch: title -> (path, compiled, mini-batches).
-    """
+def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
+    """Step time and peak memory by batch, with the ratio to the first row; rows are as :func:`row_of` has them."""
     batches = sorted({cell["batch"] for cell in cells.values()})
-    path, *how = next(iter(rows.values()))
-    firsts = {batch: cells.get(cell_name(path, batch, *how), {"status": ""}) for batch in batches}
     lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
-    for row, (path, *how) in rows.items():
-        entries = [row]
+    for row in rows:
+        entries = [title(*row)]
         for batch in batches:
-            cell, first = cells.get(cell_name(path, batch, *how), {"status": ""}), firsts[batch]
+            cell, first = (cells.get(cell_name(batch, *each), {"status": ""}) for each in (row, rows[0]))
             if cell["status"] != "ok":
                 entries.append(cell["status"])
                 continue
@@ -147,31 +142,19 @@ def markdown_table(cells: dict[str, dict], rows: dict[str, tuple]) -> str:
     return "\n".join(lines)
 
 
-def every_row(cells: dict[str, dict]) -> dict[str, tuple]:
-    """The rows of all cells, in the order of their paths, and compiled ones behind the others."""
-    kinds = {
-        (
-            cell["compile"],
-            list(PATHS).index(cell["path"]),
-            *(cell.get(key) or 0 for key in ("mini_batch_tokens", "mini_batch")),
-        )
-        for cell in cells.values()
-    }
-    rows = {}
-    for compiled, place, tokens, texts in sorted(kinds):
-        path, name = list(PATHS.items())[place]
-        divided = f", {tokens:,} tokens" if tokens else f", {texts:,} texts" if texts else ""
-        rows[name + divided + ", compiled" * compiled] = path, compiled, mini_batches(texts, tokens)
-    return rows
+def row_of(cell: dict) -> tuple[str, bool, int | None, int | None]:
+    """Path, whether it is compiled, and how GradCache divides a batch: by texts, or, where given, by tokens."""
+    return cell["path"], cell["compile"], cell.get("mini_batch"), cell.get("mini_batch_tokens")
 
 
-def mini_batches(texts: int | None = None, tokens: int | None = None) -> str:
-    """Part of a cell's name: how GradCache divides a batch, which has the number of tokens if both are given."""
-    return f"tokens={tokens}" if tokens else f"texts={texts}" if texts else ""
+def title(path: str, compiled: bool, texts: int | None = None, tokens: int | None = None) -> str:
+    divided = f", {tokens:,} tokens" if tokens else f", {texts:,} texts" if texts else ""
+    return PATHS[path] + divided + ", `compile=True`" * compiled
 
 
-def cell_name(path: str, batch: int, compiled: bool, divided: str = "") -> str:
-    return f"{path}/batch={batch}/compile={int(compiled)}" + (f"/{divided}" if divided else "")
+def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, tokens: int | None = None) -> str:
+    divided = f"/tokens={tokens}" if tokens else f"/texts={texts}" if texts else ""
+    return f"{path}/batch={batch}/compile={int(compiled)}{divided}"
 
 
 def main() -> None:
@@ -197,20 +180,21 @@ def main() -> None:
     for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
         for batch in options.batches:
             for path in options.paths:
-                name = cell_name(path, batch, compiled, mini_batches(options.mini_batch, options.mini_batch_tokens))
-                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
-                    continue
                 cell = {"path": path, "batch": batch, "compile": compiled}
                 keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
-                how = {key: getattr(options, key) for key in keys}
-                result = ask_apart([__file__, "--worker"], {**cell, **how}, options.timeout)
+                cell |= {key: getattr(options, key) for key in keys}
+                name = cell_name(batch, *row_of(cell))
+                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
+                    continue
+                result = ask_apart([__file__, "--worker"], cell, options.timeout)
                 if "failure" in result:
                     status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
                     result = {"status": status, "detail": result["failure"]}
-                cells[name] = {**cell, **how, **result, "environment": environment()}
+                cells[name] = {**cell, **result, "environment": environment()}
                 print(name, {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True)
                 write(results, cells)
-    print(markdown_table(cells, every_row(cells)))
+    ordered = sorted(cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
+    print(markdown_table(cells, list(dict.fromkeys(map(row_of, ordered)))))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ from cranfield_table import markdown as cranfield_markdown
 from lengths import markdown_table as lengths_table
 from losses_table import markdown as losses_markdown
 from losses_table import ring_table
-from multi_vector_step import PATHS as MULTI_VECTOR_PATHS
 from multi_vector_step import markdown_table as multi_vector_markdown
-from multi_vector_step import mini_batches
 from operators_table import readme_table
 from page_step import markdown_table as page_table
 from train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
@@ -62,21 +60,15 @@ def summary_table() -> str:
 
 def multi_vector_step_table() -> str:
     """Steps with all texts in one mini-batch."""
-    keys = ((False, "stock"), (False, "flash"), (False, "both"), (False, "fast"), (True, "fast"))
-    rows = {MULTI_VECTOR_PATHS[path] + ", `compile=True`" * compiled: (path, compiled) for compiled, path in keys}
+    rows = [("stock", False), ("flash", False), ("both", False), ("fast", False), ("fast", True)]
     return multi_vector_markdown(results("multi_vector_step"), rows)
 
 
 def multi_vector_gradcache_table() -> str:
     """Steps of GradCache, in mini-batches of texts and of tokens."""
-    rows = {}
-    for texts, paths in ((32, ("stock", "flash", "fast")), (128, ("stock",))):
-        for path in paths:
-            rows[f"{MULTI_VECTOR_PATHS[path]}, {texts} texts"] = path, False, mini_batches(texts=texts)
+    rows = [("stock", False, 32), ("flash", False, 32), ("fast", False, 32), ("stock", False, 128)]
     for tokens in (9600, 19200, 38400):
-        for path, compiled in (("flash", False), ("fast", False), ("fast", True)):
-            title = f"{MULTI_VECTOR_PATHS[path]}, {tokens:,} tokens" + ", `compile=True`" * compiled
-            rows[title] = path, compiled, mini_batches(tokens=tokens)
+        rows += [(path, compiled, 32, tokens) for path, compiled in (("flash", False), ("fast", False), ("fast", True))]
     return multi_vector_markdown(results("multi_vector_gradcache"), rows)
 
 
