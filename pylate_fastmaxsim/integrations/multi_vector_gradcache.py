@@ -57,8 +57,8 @@ _firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
 
 _NOTHING = object()
 
-# Of MS MARCO, 32 texts have some 2,560 tokens, with which no step of ModernBERT-base was faster than in stock; with 9,600
-# it was 3 times as fast. Where in between a GPU has enough to do depends on the encoder and on the host.
+# Of MS MARCO, 32 texts have some 2,560 tokens, with which a step of ModernBERT-base took about as long as in stock; with
+# 9,600 it was more than 3 times as fast. Where in between a GPU has enough to do depends on the encoder and on the host.
 _FEW_TOKENS = 4096
 
 _FEW = (
