@@ -1,6 +1,7 @@
-"""PyLate's XTR scores, stock against this package: forward, forward + backward and peak memory, on one GPU.
+"""XTR scores, stock against this package: forward, forward + backward and peak memory, on one GPU.
 
-    python benchmarks/xtr.py                        # the table, written to results/xtr.json
+    python benchmarks/xtr.py                        # those of PyLate; the table, written to results/xtr.json
+    python benchmarks/xtr.py --host multi-vector    # of Sentence Transformers 6, to results/multi_vector_xtr.json
     python benchmarks/xtr.py --kernels              # where the time of the first shape goes, kernel by kernel
     python benchmarks/xtr.py --sweep                # times tiles of the maxima and of collecting, at the first shape
     python benchmarks/xtr.py --shapes tiny --output /tmp/xtr.json     # a trial of the command on a CPU
@@ -13,6 +14,7 @@ these do not fit at first. A mask drops a tenth of the document tokens.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,7 +23,6 @@ from pathlib import Path
 
 import torch
 from operators_measure import peak_bytes, time_calls
-from pylate.scores import XTRKDScores, XTRScores
 from records import environment, write
 from torch import Tensor
 from workers import failure
@@ -29,7 +30,12 @@ from workers import failure
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch
 
-RESULTS = Path(__file__).parent / "results" / "xtr.json"
+RESULTS = Path(__file__).parent / "results"
+# Where the scores of each host are, and its file of results.
+HOSTS = {
+    "pylate": ("pylate.scores", "xtr.json"),
+    "multi-vector": ("sentence_transformers.multi_vector_encoder.scoring", "multi_vector_xtr.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -84,16 +90,20 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return queries, documents, mask
 
 
+def metric_of(host: str, shape: Shape) -> Callable[..., Tensor]:
+    scores = importlib.import_module(HOSTS[host][0])
+    return (scores.XTRKDScores if shape.own else scores.XTRScores)(shape.k)
+
+
 def forward_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     scores = forward()
     return torch.autograd.grad(scores, leaves, torch.ones_like(scores))
 
 
-def measure(shape: Shape, device: torch.device) -> dict:
+def measure(host: str, shape: Shape, device: torch.device) -> dict:
     """Both paths at one shape; what a path cannot do is its result."""
     queries, documents, mask = inputs(shape, device)
-    metric = (XTRKDScores if shape.own else XTRScores)(k=shape.k)
-    forward = partial(metric, queries, documents, documents_mask=mask)
+    forward = partial(metric_of(host, shape), queries, documents, documents_mask=mask)
     both = partial(forward_backward, forward, (queries, documents))
     row: dict = {"shape": asdict(shape)}
     for name in ("stock", "fast"):
@@ -130,12 +140,12 @@ def line(row: dict) -> str:
     return "   ".join(cells)
 
 
-def profile_kernels(shape: Shape, device: torch.device) -> None:
+def profile_kernels(host: str, shape: Shape, device: torch.device) -> None:
     """Prints the time of every kernel of one forward and backward of this package, the longest first."""
     queries, documents, mask = inputs(shape, device)
-    metric = (XTRKDScores if shape.own else XTRScores)(k=shape.k)
+    forward = partial(metric_of(host, shape), queries, documents, documents_mask=mask)
     with pylate_fastmaxsim.enabled():
-        call = partial(forward_backward, partial(metric, queries, documents, documents_mask=mask), (queries, documents))
+        call = partial(forward_backward, forward, (queries, documents))
         for _ in range(3):
             call()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -152,7 +162,7 @@ def sweep(shape: Shape, device: torch.device) -> None:
     q = TokenBatch.from_padded(queries.detach())
     d = TokenBatch.from_padded(documents.detach().flatten(0, 1), mask.flatten(0, 1))
     tensors = (q.values, q.starts, q.lengths, q.keep, d.values, d.starts, d.lengths, d.keep, None, None)
-    arguments = (*tensors, shape.k, q.max_length, d.max_length, True, "highest")
+    arguments = (*tensors, shape.k, False, q.max_length, d.max_length, True, "highest")
     expected = xtr.forward(*arguments)
     choices = [launch.XtrTiles()]
     choices += [launch.XtrTiles(forward=launch.ForwardTiles(*tiles)) for tiles in MAXIMA]
@@ -172,7 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--shapes", nargs="+", choices=names, default=names[:-1])
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--host", choices=list(HOSTS), default="pylate")
+    parser.add_argument("--output", type=Path, help="default: the host's file in results/")
     parser.add_argument("--kernels", action="store_true", help="profile the first of the shapes instead")
     parser.add_argument("--sweep", action="store_true", help="time tiles at the first of the shapes instead")
     options = parser.parse_args()
@@ -181,15 +192,16 @@ def main() -> None:
     if device.type != "cuda" and (options.kernels or options.sweep or options.shapes != ["tiny"]):
         raise SystemExit("benchmarks/xtr.py measures a CUDA GPU, and there is none; pass --shapes tiny for a trial.")
     if options.kernels:
-        profile_kernels(shapes[0], device)
+        profile_kernels(options.host, shapes[0], device)
     elif options.sweep:
         sweep(shapes[0], device)
     else:
         rows = []
         for shape in shapes:
-            rows.append(measure(shape, device))
+            rows.append(measure(options.host, shape, device))
             print(line(rows[-1]), flush=True)
-        write(options.output, {"environment": environment(), "rows": rows})
+        output = options.output or RESULTS / HOSTS[options.host][1]
+        write(output, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

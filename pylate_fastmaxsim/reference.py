@@ -158,7 +158,12 @@ def _by_row(winner: Tensor, query_mask: Tensor, queries: TokenBatch) -> Tensor:
 
 
 def _xtr_token_maxima(
-    queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None, zero_floor: Tensor | None
+    queries: TokenBatch,
+    documents: TokenBatch,
+    k: int,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
+    normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What every query token gets from every document, ``[Nq, P, Lq]``, from which token, and the live query tokens."""
     query_values, query_mask = queries.to_padded()
@@ -173,8 +178,11 @@ def _xtr_token_maxima(
         threshold = all_tokens.topk(k).values[..., -1:]
     passes = live & ((similarities >= threshold[:, None]) | similarities.isnan())
 
-    # A live token that does not pass counts as 0, and so does having no live token, or a floor.
-    floor_is_zero = (live & ~passes).any(dim=-1) | ~live.any(dim=-1)
+    if normalizer == "retrieved":
+        floor_is_zero = ~passes.any(dim=-1)
+    else:
+        # A live token that does not pass counts as 0, and so does having no live token, or a floor.
+        floor_is_zero = (live & ~passes).any(dim=-1) | ~live.any(dim=-1)
     if zero_floor is not None:
         floor_is_zero = floor_is_zero | zero_floor[:, None]
     maxima, position = _best(similarities, passes, floor_is_zero)
@@ -190,12 +198,13 @@ def xtr_scores(
     k: int,
     candidates: Tensor | None = None,
     zero_floor: Tensor | None = None,
+    normalizer: str = "positive",
 ) -> Tensor:
     """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
 
     With ``t_s`` the k-th largest similarity of query token s to any live token of any document, a document gives s
-    its largest similarity of those that are at least ``t_s``, and a token that is not counts as 0. The score is the
-    sum of what the live query tokens get, divided by how many of them get more than 0 (or by 0.001 if none does).
+    its largest similarity of those that are at least ``t_s``, which pass. The score is the sum of what the live query
+    tokens get, divided by how many of them count.
 
     Parameters
     ----------
@@ -211,6 +220,9 @@ def xtr_scores(
         either way.
     zero_floor
         Documents of which every query token gets at least 0, ``[Nd]``, bool. ``None`` means no document.
+    normalizer
+        Which query tokens count. ``"positive"``: those that get more than 0, where a token that does not pass counts
+        as 0 in the maximum; at least 0.001. ``"retrieved"``: those of which a token of the document passes, at least 1.
 
     Returns
     -------
@@ -228,9 +240,13 @@ def xtr_scores(
     >>> reference.xtr_scores(queries, documents, k=2)
     tensor([[2.5000, 1.0000]])
     """
-    maxima, _, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor)
+    maxima, position, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     maxima = maxima.masked_fill(~query_mask[:, None, :], 0)
-    return maxima.sum(dim=-1) / (maxima > 0).sum(dim=-1).to(maxima.dtype).clamp(min=1e-3)
+    if normalizer == "retrieved":
+        count, least = (position >= 0) & query_mask[:, None, :], 1
+    else:
+        count, least = maxima > 0, 1e-3
+    return maxima.sum(dim=-1) / count.sum(dim=-1).to(maxima.dtype).clamp(min=least)
 
 
 def xtr_winners(
@@ -239,7 +255,8 @@ def xtr_winners(
     k: int,
     candidates: Tensor | None = None,
     zero_floor: Tensor | None = None,
+    normalizer: str = "positive",
 ) -> Tensor:
     """Which token of each document gives :func:`xtr_scores` its value, in the form of :func:`maxsim_winners`."""
-    _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor)
+    _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     return _by_row(winner, query_mask, queries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from sentence_transformers import util
 from sentence_transformers.multi_vector_encoder import scoring
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import multi_vector_scores
+from pylate_fastmaxsim.integrations import multi_vector_scores, multi_vector_xtr
 
 torch.manual_seed(0)
 QUERIES = torch.randn(3, 5, 16)
@@ -58,6 +59,19 @@ FAST = [
     (scoring.mean_colbert_kd_scores, (QUERIES, GROUPS), GROUP_MASKS),
     (scoring.colbert_kd_scores, (QUERIES.tolist(), GROUPS.tolist()), {}),
     (scoring.colbert_scores_pairwise, (QUERIES, GROUPS[:, 0]), {}),
+    *(
+        (function, (QUERIES, GROUPS), {**masks, "top_k": top_k})
+        for function in (scoring.xtr_scores, scoring.xtr_kd_scores)
+        for masks in ({}, GROUP_MASKS)
+        for top_k in (1, 5, 40, 1000)
+    ),
+    (scoring.xtr_scores, (PADDED, -PADDED[:, None]), {"top_k": 9, "chunk_elements": 50}),
+    (scoring.xtr_scores, (QUERIES[:2], GROUPS), {**GROUP_MASKS, "queries_mask": QUERIES_MASK[:2]}),
+    (scoring.xtr_scores, (QUERIES.tolist(), GROUPS.tolist()), {"top_k": 5}),
+    (scoring.xtr_scores, (QUERIES.double(), GROUPS.double()), {**GROUP_MASKS, "top_k": 5}),
+    (scoring.xtr_scores_pairwise, (QUERIES, GROUPS[:, 0]), {"top_k": 5}),
+    (scoring.XTRScores(5), (QUERIES, GROUPS), GROUP_MASKS),
+    (scoring.XTRKDScores(5, chunk_elements=50), (QUERIES, GROUPS), GROUP_MASKS),
 ]
 
 LEFT_TO_STOCK = [
@@ -68,6 +82,9 @@ LEFT_TO_STOCK = [
     (util.maxsim, ([], DOCUMENTS), {}),
     (util.maxsim, (QUERIES, []), {}),
     (util.maxsim, ([query.tolist() for query in QUERIES], DOCUMENTS), {"b_mask": DOCUMENTS_MASK.numpy()}),
+    (scoring.xtr_scores, (QUERIES, GROUPS), {"queries_mask": torch.rand(3, 5)}),
+    (scoring.xtr_scores, (QUERIES, GROUPS), {"documents_mask": GROUPS_MASK.flatten(0, 1)}),
+    (scoring.xtr_kd_scores, (QUERIES, GROUPS), {"top_k": np.int64(5)}),
 ]
 
 
@@ -119,6 +136,11 @@ def test_what_is_left_to_stock(function, arguments, options, caplog):
         (util.maxsim_pairwise, (QUERIES, DOCUMENTS)),
         (scoring.colbert_scores, (QUERIES, DOCUMENTS)),
         (scoring.colbert_kd_scores, (QUERIES[:2], GROUPS)),
+        (scoring.xtr_scores, (QUERIES[0], GROUPS)),
+        (scoring.xtr_scores, (QUERIES, DOCUMENTS)),
+        (scoring.xtr_kd_scores, (QUERIES[:2], GROUPS)),
+        (scoring.XTRScores(0), (QUERIES, GROUPS)),
+        (scoring.XTRKDScores(True), (QUERIES, GROUPS)),
     ],
 )
 def test_errors_are_those_of_stock(function, arguments):
@@ -150,16 +172,35 @@ def test_half_precision_is_summed_in_float32():
     torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-def test_the_gradient_filter(monkeypatch):
-    seen, operator = [], multi_vector_scores.maxsim
+@pytest.mark.parametrize(
+    "module, operator, function",
+    [(multi_vector_scores, "maxsim", scoring.colbert_scores), (multi_vector_xtr, "xtr_scores", scoring.xtr_scores)],
+)
+def test_the_gradient_filter(monkeypatch, module, operator, function):
+    seen, original = [], getattr(module, operator)
     monkeypatch.setattr(
-        multi_vector_scores,
-        "maxsim",
-        lambda *args, **kwargs: seen.append(kwargs["grad_filter"]) or operator(*args, **kwargs),
+        module, operator, lambda *args, **kwargs: seen.append(kwargs["grad_filter"]) or original(*args, **kwargs)
     )
     pylate_fastmaxsim.enable(grad_filter="auto")
-    scoring.colbert_scores(QUERIES, GROUPS)
+    function(QUERIES, GROUPS)
     assert seen == ["auto"]
+
+
+def test_documents_of_others_compete_with_a_query_s_own():
+    pylate_fastmaxsim.enable()
+    own = torch.arange(6).view(3, 2)
+    every = scoring.xtr_scores(QUERIES, GROUPS, top_k=9)
+    torch.testing.assert_close(scoring.xtr_kd_scores(QUERIES, GROUPS, top_k=9), every.gather(1, own))
+
+
+def test_xtr_scores_are_compiled_as_its_documentation_says():
+    compiled = torch.compile(scoring.xtr_scores, backend="aot_eager")
+    pylate_fastmaxsim.enable()
+    assert_equal(
+        run(compiled, (QUERIES, GROUPS), {**GROUP_MASKS, "top_k": 5}),
+        run(scoring.xtr_scores, (QUERIES, GROUPS), {**GROUP_MASKS, "top_k": 5}),
+    )
+    torch._dynamo.reset()
 
 
 def test_models_and_names_follow():

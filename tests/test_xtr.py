@@ -74,27 +74,29 @@ def test_all_tokens_pass_as_in_pylate_where_k_is_their_number():
         torch.testing.assert_close(xtr_scores(queries, documents.flatten(0, 1), k).float(), stock)
 
 
-def arguments(queries, documents, candidates, zero_floor, k):
+def arguments(queries, documents, candidates, zero_floor, k, normalizer="positive"):
     return (
         *(queries.values, queries.starts, queries.lengths, queries.keep),
         *(documents.values, documents.starts, documents.lengths, documents.keep),
-        *(candidates, zero_floor, k, queries.max_length, documents.max_length),
+        *(candidates, zero_floor, k, normalizer == "retrieved", queries.max_length, documents.max_length),
     )
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KS = st.sampled_from((1, 2, 3, 8, 30, 100, 5000))
+NORMALIZERS = ("positive", "retrieved")
 
 
-@given(problem=problems(DTYPES, integers=True), k=KS)
-@settings(sweep, max_examples=150)
-def test_exact_arithmetic_gives_exactly_the_definition(problem, k):
+@given(problem=problems(DTYPES, integers=True), k=KS, normalizer=st.sampled_from(NORMALIZERS))
+@settings(sweep, max_examples=300)
+def test_exact_arithmetic_gives_exactly_the_definition(problem, k, normalizer):
     """With small integers nothing rounds before the division, and ties abound."""
     queries, documents = problem.queries, problem.documents
     in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
-    rest = k, problem.candidates, problem.zero_floor
+    zero_floor = problem.zero_floor if normalizer == "positive" else None
+    rest = k, problem.candidates, zero_floor, normalizer
     _, _, winners = blocked.forward(
-        *arguments(queries, documents, problem.candidates, problem.zero_floor, k), True, "highest"
+        *arguments(queries, documents, problem.candidates, zero_floor, k, normalizer), True, "highest"
     )
     positions = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
     assert torch.equal(positions, reference.xtr_winners(*in_double, *rest))
@@ -103,8 +105,9 @@ def test_exact_arithmetic_gives_exactly_the_definition(problem, k):
     for function, dtype in ((reference.xtr_scores, torch.float64), (xtr_scores, queries.values.dtype)):
         q_values, d_values = problem.values(dtype)
         scores = function(
-            queries.with_values(q_values), documents.with_values(d_values), rest[0], rest[1], zero_floor=rest[2]
-        )
+            queries.with_values(q_values), documents.with_values(d_values), k, problem.candidates,
+            zero_floor=zero_floor, normalizer=normalizer,
+        )  # fmt: skip
         weights = torch.randint(-2, 3, scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
         loss = (scores * weights).sum() + 0 * (q_values.nan_to_num().sum() + d_values.nan_to_num().sum())
         results.append((scores.detach(), *torch.autograd.grad(loss, (q_values, d_values))))
@@ -131,13 +134,15 @@ def test_blocks_do_not_matter(monkeypatch, tokens, of_k, elements):
 
 @pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1], [2, 0]])])
 @pytest.mark.parametrize("k", [3, 9, 100])
-def test_gradcheck(candidates, k):
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_gradcheck(candidates, k, normalizer):
     q_values, d_values = embeddings(7, 4).requires_grad_(), embeddings(12, 4, seed=1).requires_grad_()
     queries = TokenBatch.from_packed(q_values, torch.tensor([0, 3, 3, 7]))
     documents = TokenBatch.from_packed(d_values, torch.tensor([0, 5, 6, 12]), torch.arange(12) % 4 != 1)
 
     def function(q_values, d_values):
-        return xtr_scores(queries.with_values(q_values), documents.with_values(d_values), k, candidates)
+        batches = queries.with_values(q_values), documents.with_values(d_values)
+        return xtr_scores(*batches, k, candidates, normalizer=normalizer)
 
     assert torch.autograd.gradcheck(function, (q_values, d_values))
 
@@ -150,7 +155,8 @@ def test_all_that_equal_the_kth_largest_pass():
 
 
 @pytest.mark.parametrize("k", [1, 4, 12, 100])
-def test_what_is_not_finite_wins_as_in_the_definition(k):
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_what_is_not_finite_wins_as_in_the_definition(k, normalizer):
     generator = torch.Generator().manual_seed(0)
     numbers = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.inf, -1.0, 1.0, 2.0])
     queries = TokenBatch.from_padded(torch.tensor([[[1.0], [-1.0]], [[2.0], [1.0]]]))
@@ -158,11 +164,12 @@ def test_what_is_not_finite_wins_as_in_the_definition(k):
         some = torch.randint(2, len(numbers), (5, 4, 1), generator=generator)
         some[torch.rand(some.shape, generator=generator) < 0.1] -= 2
         documents = TokenBatch.from_padded(numbers[some], torch.rand(5, 4, generator=generator) < 0.7)
-        sums, counts, winners = blocked.forward(*arguments(queries, documents, None, None, k), True, "highest")
-        expected = reference.xtr_winners(queries, documents, k)
+        rest = k, None, None, normalizer
+        _, _, winners = blocked.forward(*arguments(queries, documents, None, None, k, normalizer), True, "highest")
+        expected = reference.xtr_winners(queries, documents, *rest)
         assert torch.equal(winners.long().masked_fill(winners == no_winner(winners.dtype), -1), expected)
-        scores = xtr_scores(queries, documents, k)
-        torch.testing.assert_close(scores, reference.xtr_scores(queries, documents, k), equal_nan=True)
+        scores = xtr_scores(queries, documents, k, normalizer=normalizer)
+        torch.testing.assert_close(scores, reference.xtr_scores(queries, documents, *rest), equal_nan=True)
     live = TokenBatch.from_padded(torch.full((1, 3, 1), -torch.inf), torch.tensor([[0, 1, 1]]))
     assert reference.xtr_winners(queries, live, 100).tolist() == [[1, 1, 1, 1]]
 
@@ -229,6 +236,10 @@ def test_errors():
         xtr_scores(queries, documents[..., :4], 1)
     with pytest.raises(ValueError, match="xtr_scores: candidates must be from 0 to Nd - 1 = 3"):
         xtr_scores(queries, documents, 1, torch.tensor([[4], [0]]))
+    with pytest.raises(ValueError, match='xtr_scores: normalizer must be "positive" or "retrieved", got .paper'):
+        xtr_scores(queries, documents, 1, normalizer="paper")
+    with pytest.raises(ValueError, match='xtr_scores: zero_floor goes with normalizer="positive" only'):
+        xtr_scores(queries, documents, 1, zero_floor=torch.ones(4, dtype=torch.bool), normalizer="retrieved")
     with pytest.raises(ValueError, match="grad_filter"):
         xtr_scores(queries, documents, 1, grad_filter="all")
     with pytest.raises(TypeError, match="xtr_scores: candidates must be a tensor .* got list"):
@@ -237,12 +248,25 @@ def test_errors():
         xtr_scores(queries, documents, 1, documents_mask=[[1] * 5] * 4)
 
 
+def test_what_is_retrieved_counts_whatever_its_sign():
+    """Of the first document a token passes for both tokens of the query, of the second for one, of the third for none."""
+    queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    documents = torch.tensor([[[-0.5, -0.2], [-3.0, 4.0]], [[-0.7, -1.0], [-2.0, -3.0]], [[-4.0, -5.0], [-6.0, -7.0]]])
+    scores = xtr_scores(queries, documents, k=2, normalizer="retrieved")
+    torch.testing.assert_close(scores, torch.tensor([[(-0.5 + 4.0) / 2, -0.7, 0.0]]))
+    # A token that does not pass counts as 0 there, and that is more.
+    torch.testing.assert_close(xtr_scores(queries, documents, k=2), torch.tensor([[4.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
 @pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1]])])
-def test_registered_operator(candidates):
+def test_registered_operator(candidates, normalizer):
     queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(3, 5, 8, seed=1).requires_grad_()
     q, d = TokenBatch.from_padded(queries), TokenBatch.from_padded(documents, masks(3, 5))
     torch.library.opcheck(
-        torch.ops.pylate_fastmaxsim.xtr_forward, (*arguments(q, d, candidates, None, 6), True), raise_exception=True
+        torch.ops.pylate_fastmaxsim.xtr_forward,
+        (*arguments(q, d, candidates, None, 6, normalizer), True),
+        raise_exception=True,
     )
 
 

@@ -72,15 +72,17 @@ def test_helpers(arch, tmp_path):
     for kernel, block, warps in ((bound_kernel, 4096, 4), (select_kernel, 2048, 4), (live_rows_kernel, 256, 2)):
         check(arch, "bf16", *compiled(kernel, arch, "bf16", {"num_warps": warps}, BLOCK=block), tmp_path)
     for winners in (torch.uint8, torch.int16):
-        sizes = {"WANT_WINNERS": True, "BLOCK_S": 16, "BLOCK_R": 32}
-        scores = compiled(xtr_scores_kernel, arch, "bf16", {"num_warps": 4}, winners=winners, **sizes)
-        check(arch, "bf16", *scores, tmp_path)
+        for count_retrieved in (False, True):
+            sizes = {"WANT_WINNERS": True, "COUNT_RETRIEVED": count_retrieved, "BLOCK_S": 16, "BLOCK_R": 32}
+            options = {"num_warps": 4, "maxnreg": launch.ALL_REGISTERS}
+            scores = compiled(xtr_scores_kernel, arch, "bf16", options, winners=winners, **sizes)
+            check(arch, "bf16", *scores, tmp_path)
 
 
 def test_without_what_may_be_absent(tmp_path):
     tile = launch.xtr_maxima_tiles(90, "half", 128, 4096)
     sizes = {"DIM": 128, "PRECISION": precision("bf16"), "BLOCK_M": tile.block_m, "BLOCK_N": 64, "BLOCK_K": 128}
-    sizes |= {"BLOCK_S": 16, "BLOCK_R": 32, "BLOCK": 256, "WANT_WINNERS": False}
+    sizes |= {"BLOCK_S": 16, "BLOCK_R": 32, "BLOCK": 256, "WANT_WINNERS": False, "COUNT_RETRIEVED": False}
     absent = ("groups", "live_tokens", "q_keep", "candidates", "zero_floor")
     for kernel in (token_maxima_kernel, negative_maxima_kernel, live_rows_kernel, xtr_scores_kernel):
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}

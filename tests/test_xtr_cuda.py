@@ -26,12 +26,16 @@ def arguments(queries, documents, candidates=None, zero_floor=None):
     )  # fmt: skip
 
 
-def run(queries, documents, k, candidates=None, zero_floor=None, precision="highest"):
+def weights_of(counts, normalizer):
+    return 1 / counts.clamp(min=1 if normalizer == "retrieved" else 1e-3)
+
+
+def run(queries, documents, k, candidates=None, zero_floor=None, precision="highest", normalizer="positive"):
     """Scores, winners, and both gradients of their sum."""
     sizes = queries.max_length, documents.max_length
     args = arguments(queries, documents, candidates, zero_floor)
-    sums, counts, winners = xtr.forward(*args, k, *sizes, True, precision)
-    weights = 1 / counts.clamp(min=1e-3)
+    sums, counts, winners = xtr.forward(*args, k, normalizer == "retrieved", *sizes, True, precision)
+    weights = weights_of(counts, normalizer)
     grads = maxsim.backward(weights, winners, *args, *sizes, False, False, precision, True, True)
     return sums * weights, winners, *grads
 
@@ -52,12 +56,12 @@ def exact_maxima(queries, documents, k):
     return threshold, maxima
 
 
-def check(queries, documents, k, candidates=None, precision="highest", tolerance=1e-5):
-    scores, winners, *grads = run(queries, documents, k, candidates, precision=precision)
-    alone = xtr.forward(
-        *arguments(queries, documents, candidates), k, queries.max_length, documents.max_length, False, precision
-    )
-    assert torch.equal(alone[0] * (1 / alone[1].clamp(min=1e-3)), scores), "scores without winners"
+def check(queries, documents, k, candidates=None, precision="highest", tolerance=1e-5, normalizer="positive"):
+    scores, winners, *grads = run(queries, documents, k, candidates, precision=precision, normalizer=normalizer)
+    retrieved = normalizer == "retrieved"
+    sizes = queries.max_length, documents.max_length
+    alone = xtr.forward(*arguments(queries, documents, candidates), k, retrieved, *sizes, False, precision)
+    assert torch.equal(alone[0] * weights_of(alone[1], normalizer), scores), "scores without winners"
     threshold, maxima = exact_maxima(queries, documents, k)
     rows = live_rows(queries)
     if candidates is not None:
@@ -66,12 +70,13 @@ def check(queries, documents, k, candidates=None, precision="highest", tolerance
     assert not won[:, ~rows].any()
     # Similarities that are 0 or at the threshold up to rounding may fall to either side.
     clear = ((maxima - threshold).abs() > tolerance) & (maxima.abs() > tolerance) & rows
-    positive = clear & (maxima > 0)
-    assert torch.equal(won & positive, (maxima >= threshold) & positive)
+    counted = maxima.isfinite() if retrieved else maxima > 0
+    clear &= counted
+    assert torch.equal(won & clear, (maxima >= threshold) & clear)
     ones = torch.ones_like(scores)
     sums, _, _ = from_winners(queries, documents, candidates, winners, ones)
-    counts = torch.zeros_like(sums).index_add_(0, row_queries(queries)[rows], (won & (maxima > 0)).t()[rows].double())
-    weights = 1 / counts.clamp(min=1e-3)
+    counts = torch.zeros_like(sums).index_add_(0, row_queries(queries)[rows], (won & counted).t()[rows].double())
+    weights = weights_of(counts, normalizer)
     assert relative_error(scores, sums * weights) < tolerance
     _, grad_q, grad_d = from_winners(queries, documents, candidates, winners, weights)
     rounding = 2e-3 if queries.values.dtype != torch.float32 else max(tolerance, 2e-5)
@@ -111,9 +116,11 @@ def test_the_kth_largest_is_one_of_the_maxima_bit_by_bit(dtype, dim):
 
 
 @pytest.mark.parametrize("k", [1, 16, 256, 3000, 100_000])
-def test_numbers_of_passing_tokens(k):
+@pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
+def test_numbers_of_passing_tokens(k, normalizer):
     generator = torch.Generator().manual_seed(k)
-    check(ragged(generator, 64, 32, 128, torch.bfloat16), ragged(generator, 128, 180, 128, torch.bfloat16), k)
+    batches = ragged(generator, 64, 32, 128, torch.bfloat16), ragged(generator, 128, 180, 128, torch.bfloat16)
+    check(*batches, k, normalizer=normalizer)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -131,7 +138,7 @@ def test_random_shapes(seed):
         generator, pick(1, 2, 65), pick(1, 7, 63, 65, 256, 2000), dim, dtype, pick(None, 0.7, 0.05), pick(0, 1), 3
     )
     candidates = torch.randint(len(documents), (len(queries), pick(1, 7, 40)), generator=generator).to(DEVICE)
-    check(queries, documents, pick(1, 10, 256), pick(None, candidates))
+    check(queries, documents, pick(1, 10, 256), pick(None, candidates), normalizer=pick("positive", "retrieved"))
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])

@@ -38,21 +38,22 @@ else:
     def batch(generator, lengths, dim, dtype=torch.float32, integers=False, masked=True):
         return ragged(generator, lengths, dim, dtype, integers, masked)
 
-    def arguments(queries, documents, k, candidates=None, zero_floor=None):
+    def arguments(queries, documents, k, candidates=None, zero_floor=None, normalizer="positive"):
         return (
             queries.values, queries.starts, queries.lengths, queries.keep,
             documents.values, documents.starts, documents.lengths, documents.keep,
-            candidates, zero_floor, k, queries.max_length, documents.max_length,
+            candidates, zero_floor, k, normalizer == "retrieved", queries.max_length, documents.max_length,
         )  # fmt: skip
 
-    def check(queries, documents, k, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
-        args = arguments(queries, documents, k, candidates, zero_floor)
-        sums, counts, winners = xtr.forward(*args, True, precision, tiles)
+    def check(queries, documents, k, candidates=None, zero_floor=None, normalizer="positive", tiles=TILES):
+        args = arguments(queries, documents, k, candidates, zero_floor, normalizer)
+        sums, counts, winners = xtr.forward(*args, True, "highest", tiles)
         q64, d64 = (each.with_values(each.values.double()) for each in (queries, documents))
-        rest = k, candidates, zero_floor
+        rest = k, candidates, zero_floor, normalizer
         assert torch.equal(winner_index(winners), reference.xtr_winners(q64, d64, *rest))
         exact = reference.xtr_scores(q64, d64, *rest)
-        torch.testing.assert_close((sums / counts.clamp(min=1e-3)).double(), exact, rtol=1e-5, atol=1e-4)
+        least = 1 if normalizer == "retrieved" else 1e-3
+        torch.testing.assert_close((sums / counts.clamp(min=least)).double(), exact, rtol=1e-5, atol=1e-4)
         return counts, winners
 
     @pytest.mark.parametrize(
@@ -64,7 +65,9 @@ else:
         documents = batch(generator, [1, 40, 0, 17, 33, 5], dim)
         candidates = torch.tensor([[4, 4, 1], [0, 1, 2], [3, 0, 3], [2, 2, 2], [1, 3, 4], [0, 4, 5]])
         zero_floor = torch.tensor([True, False, False, True, False, False])
-        check(queries, documents, k, candidates if layout == "candidates" else None, zero_floor)
+        candidates = candidates if layout == "candidates" else None
+        check(queries, documents, k, candidates, zero_floor)
+        check(queries, documents, k, candidates, normalizer="retrieved")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half(generator, dtype):
@@ -130,6 +133,7 @@ else:
         for k in (14, 20):
             check(queries, documents, k)
             check(queries, documents, k, zero_floor=torch.arange(7) % 2 == 0)
+            check(queries, documents, k, normalizer="retrieved")
 
     def test_everything_masked(generator):
         queries, documents = batch(generator, [4, 2], 16), batch(generator, [20, 3], 16, masked=False)
@@ -144,12 +148,13 @@ else:
         assert not counts.any() and (winners == 255).all()
 
     @pytest.mark.parametrize("k", [1, 2, 40])
-    def test_nan_shows_and_takes_a_place(generator, k):
+    @pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
+    def test_nan_shows_and_takes_a_place(generator, k, normalizer):
         queries = TokenBatch.from_padded(torch.randn(2, 3, 16, generator=generator))
         documents = torch.randn(3, 9, 16, generator=generator)
         documents[1, 2], documents[1, 7] = torch.nan, torch.nan
         for values in (documents, torch.cat([documents[:1], torch.full((2, 9, 16), torch.nan)])):
-            args = arguments(queries, TokenBatch.from_padded(values), k)
+            args = arguments(queries, TokenBatch.from_padded(values), k, normalizer=normalizer)
             for ours, wanted in zip(
                 xtr.forward(*args, True, "highest", TILES), blocked.forward(*args, True, "highest"), strict=True
             ):

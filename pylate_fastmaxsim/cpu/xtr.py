@@ -67,14 +67,16 @@ class _Maxima:
             similarities = similarities[:, int(count.sum()) :]
             begin += len(some)
 
-    def passing(self, zero_floor: Tensor | None, empty: Tensor) -> Tensor:
-        """Which maxima count, ``[R, Nd]``: they pass, and no 0 is larger."""
-        # The maximum of a document passes if any of its tokens does, and all do if the least one passes.
-        floor = self.worst < self.threshold
-        if zero_floor is not None:
-            floor |= zero_floor
-        passes = (self.best >= self.threshold) | self.best.isnan()
-        return passes & ~(floor & (self.best <= 0)) & ~empty
+    def passing(self, zero_floor: Tensor | None, empty: Tensor, zeros_compete: bool) -> Tensor:
+        """Which maxima pass, ``[R, Nd]``; with ``zeros_compete`` only those of which no 0 is larger."""
+        passes = ((self.best >= self.threshold) | self.best.isnan()) & ~empty
+        if zeros_compete:
+            # The maximum of a document passes if any of its tokens does, and all do if the least one passes.
+            floor = self.worst < self.threshold
+            if zero_floor is not None:
+                floor |= zero_floor
+            passes &= ~(floor & (self.best <= 0))
+        return passes
 
 
 def forward(
@@ -89,6 +91,7 @@ def forward(
     candidates: Tensor | None,
     zero_floor: Tensor | None,
     k: int,
+    count_retrieved: bool,
     max_q_length: int,
     max_d_length: int,
     want_winners: bool,
@@ -118,13 +121,14 @@ def forward(
     for block in torch.arange(len(q_starts), device=q_values.device).split(blocks):
         rows = rows_of(queries, block)
         maxima = _Maxima(q_values[rows].to(dtype), d_values, documents, k)
-        passes = maxima.passing(zero_floor, documents.count == 0)
+        passes = maxima.passing(zero_floor, documents.count == 0, zeros_compete=not count_retrieved)
         best, position = maxima.best, maxima.position
         if candidates is not None:
             own = candidates[block].repeat_interleave(queries.count[block], dim=0)
             passes, best, position = passes.gather(1, own), best.gather(1, own), position.gather(1, own)
         best = best.masked_fill(~passes, 0)
-        for total, values in ((sums, best), (counts, (best > 0).to(dtype))):
+        counted = passes if count_retrieved else best > 0
+        for total, values in ((sums, best), (counts, counted.to(dtype))):
             total[block] = torch.segment_reduce(values, "sum", lengths=queries.count[block], axis=0)
         if want_winners:
             winners[:, rows] = position.masked_fill(~passes, none).t().to(index_dtype)

@@ -19,13 +19,13 @@ from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
-_replaces = partial(stock.replaces, host="Sentence Transformers")
+replaces = partial(stock.replaces, host="Sentence Transformers")
 
 
 def patches() -> list[Patch]:
     """What to replace in Sentence Transformers.
 
-    Its other MaxSim scores and those of its models go through these. XTR scores are left as they are.
+    Its other MaxSim scores and those of its models go through these.
     """
     return [
         Patch(stock_similarity, "maxsim", all_pairs),
@@ -35,7 +35,7 @@ def patches() -> list[Patch]:
     ]
 
 
-@_replaces(stock_similarity.maxsim)
+@replaces(stock_similarity.maxsim)
 def all_pairs(
     options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
 ) -> Tensor:
@@ -44,7 +44,7 @@ def all_pairs(
     return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None)
 
 
-@_replaces(stock_similarity.maxsim_pairwise)
+@replaces(stock_similarity.maxsim_pairwise)
 def pairs(
     options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
 ) -> Tensor:
@@ -56,7 +56,7 @@ def pairs(
     return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None, own).squeeze(1)
 
 
-@_replaces(stock_scores.colbert_scores)
+@replaces(stock_scores.colbert_scores)
 def colbert_scores(
     options: Options,
     queries_embeddings,
@@ -66,12 +66,12 @@ def colbert_scores(
     chunk_elements=None,
     length_normalize=False,
 ) -> Tensor:
-    queries, documents, _ = _groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+    queries, documents, _ = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
     counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
     return _score(options, queries, documents, counts)
 
 
-@_replaces(stock_scores.colbert_kd_scores)
+@replaces(stock_scores.colbert_kd_scores)
 def colbert_kd_scores(
     options: Options,
     queries_embeddings,
@@ -81,14 +81,14 @@ def colbert_kd_scores(
     chunk_elements=None,
     length_normalize=False,
 ) -> Tensor:
-    queries, documents, own = _groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+    queries, documents, own = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
     if len(queries) != len(own):
         raise LeftToStock("queries and documents differ in number")
     counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
     return _score(options, queries, documents, counts, own)
 
 
-def _groups(queries, documents, queries_mask, documents_mask) -> tuple[TokenBatch, TokenBatch, Tensor]:
+def groups(queries, documents, queries_mask, documents_mask) -> tuple[TokenBatch, TokenBatch, Tensor]:
     """Queries ``[Nq, Lq, d]``, groups of documents ``[B, N, L, d]`` one behind the other, and which are whose."""
     documents = _convert_to_tensor(documents)
     if documents.dim() != 4:

@@ -87,8 +87,8 @@ _HOSTS = (
         "6",
         "7",
         (
-            *("multi_vector_scores", "multi_vector", "multi_vector_joint", "multi_vector_gradcache"),
-            "uninspected_masks",
+            *("multi_vector_scores", "multi_vector_xtr", "multi_vector", "multi_vector_joint"),
+            *("multi_vector_gradcache", "uninspected_masks"),
         ),
     ),
 )
@@ -141,8 +141,7 @@ def enable(
     Scores keep their meaning, with three visible differences. They are float32 for bfloat16 and float16 input; stock
     sums in the input's dtype. With PyLate, a masked document token never wins; stock gives it the similarity 0, which
     wins over negative ones. With XTR scores, all tokens pass whose similarity equals the k-th largest, and every token
-    of a batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0. With
-    Sentence Transformers only the last bits of scores differ; its XTR scores are left as they are.
+    of a batch with fewer than k. colpali-engine has no masks; there a row of zeros keeps its similarity of 0.
 
     Parameters
     ----------

@@ -55,6 +55,7 @@ def forward(
     candidates: Tensor | None,
     zero_floor: Tensor | None,
     k: int,
+    count_retrieved: bool,
     max_q_length: int,
     max_d_length: int,
     want_winners: bool,
@@ -85,8 +86,9 @@ def forward(
         documents = _live_rows(d_starts, d_lengths, d_keep, max_d_length)
         q_values, d_values = contiguous(q_values, d_values)
         _thresholds_and_maxima(
-            q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, token_winners, precision, tiles
-        )
+            q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, token_winners, precision, tiles,
+            zeros_compete=not count_retrieved,
+        )  # fmt: skip
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
         block_s = 16
@@ -109,17 +111,22 @@ def forward(
             slot_blocks,
             WANT_WINNERS=want_winners,
             SENTINEL=none,
+            COUNT_RETRIEVED=count_retrieved,
             BLOCK_S=block_s,
             BLOCK_R=32,
             num_warps=4,
+            maxnreg=launch.ALL_REGISTERS,
         )
     return sums, counts, winners
 
 
 def _thresholds_and_maxima(
-    q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, winners, precision, tiles
+    q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, winners, precision, tiles, zeros_compete
 ):  # fmt: skip
-    """Fills `thresholds`, which come as -infinity, `maxima` and `winners` for all live query rows."""
+    """Fills `thresholds`, which come as -infinity, `maxima` and `winners` for all live query rows.
+
+    With `zeros_compete`, a token that does not pass counts as 0 in the maximum of its document.
+    """
     dim = q_values.shape[1]
     device = q_values.device
     num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
@@ -239,7 +246,7 @@ def _thresholds_and_maxima(
             num_stages=collect.num_stages,
             maxnreg=launch.ALL_REGISTERS,
         )
-    if select:
+    if select and zeros_compete:
         num_tiles = launch.cdiv(most_rows, tile.block_m)
         negative_maxima_kernel[(num_tiles * document_parts,)](
             q_values,

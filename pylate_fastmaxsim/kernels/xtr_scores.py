@@ -19,17 +19,18 @@ def xtr_scores_kernel(
     candidates,
     zero_floor,
     sums,
-    positives,
+    counts,
     winners,
     num_slots,
     num_rows,
     slot_blocks,
     WANT_WINNERS: tl.constexpr,
     SENTINEL: tl.constexpr,
+    COUNT_RETRIEVED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Sum over the rows of a query of the maxima that pass, and how many of these are positive.
+    """Sum over the rows of a query of the maxima that pass, and how many these are: all or, as a rule, the positive ones.
 
     winners[slot, row] = token_winners[document, row] where it passes, else none. Both may be the same memory.
     """
@@ -62,10 +63,13 @@ def xtr_scores_kernel(
         best = tl.load(maxima + place, mask=here, other=0.0)
         passes = here & ((best >= threshold) | (best != best)) & ((floored[:, None] & (best <= 0.0)) == 0)
         total += tl.sum(tl.where(passes, best, 0.0), axis=1)
-        count += tl.sum(tl.where(passes & (best > 0.0), 1.0, 0.0), axis=1)
+        counted = passes
+        if not COUNT_RETRIEVED:
+            counted = counted & (best > 0.0)
+        count += tl.sum(tl.where(counted, 1.0, 0.0), axis=1)
         if WANT_WINNERS:
             winner = tl.load(token_winners + place, mask=passes, other=SENTINEL)
             out = winners + slot.to(tl.int64)[:, None] * num_rows + row[None, :]
             tl.store(out, winner, mask=in_slots[:, None] & live[None, :])
     tl.store(sums + query * num_slots + slot, total, mask=in_slots)
-    tl.store(positives + query * num_slots + slot, count, mask=in_slots)
+    tl.store(counts + query * num_slots + slot, count, mask=in_slots)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import ModuleType
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
 from pylate_fastmaxsim.winners import winner_layout
 
-# What a sum is divided by where nothing is larger than 0, as in PyLate.
-_SMALLEST_COUNT = 1e-3
+Normalizer = Literal["positive", "retrieved"]
+
+# What a sum is divided by where nothing is larger than 0, as in PyLate, and where nothing was retrieved.
+_SMALLEST_POSITIVE = 1e-3
+_SMALLEST_RETRIEVED = 1
 
 
 def xtr_scores(
@@ -32,17 +36,18 @@ def xtr_scores(
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
+    normalizer: Normalizer = "positive",
     grad_filter: GradFilter = None,
 ) -> Tensor:
     """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
 
     Let ``t_s`` be the k-th largest similarity of query token s to any live token of any document. A document gives s
     its largest similarity to s if that is at least ``t_s``, and 0 otherwise. The score is the sum of what the live
-    query tokens get, divided by how many of them get more than 0 (or by 0.001 if none does). The count passes no
-    gradient. The similarities are never held. Differentiable once in queries and documents.
+    query tokens get, divided by a count of them that ``normalizer`` chooses. The count passes no gradient. The
+    similarities are never held. Differentiable once in queries and documents.
 
-    All tokens that equal the k-th largest similarity pass; ``torch.topk``, which PyLate uses, picks exactly k of them
-    in an order that is not defined. Of equal maxima in a document the first wins. NaN in a live token gives NaN in
+    All tokens that equal the k-th largest similarity pass; ``torch.topk``, which PyLate and Sentence Transformers use,
+    picks exactly k of them in an order that is not defined. Of equal maxima in a document the first wins. NaN in a live token gives NaN in
     every score that uses it and, as in ``topk``, counts as larger than any number. Repeatable bit by bit.
 
     Parameters
@@ -62,7 +67,13 @@ def xtr_scores(
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
     zero_floor
         Documents of which every query token gets at least 0, ``[Nd]``, bool. In PyLate those are the documents with a
-        masked token. It matters only where all live tokens of a document pass and are negative.
+        masked token. It matters only where all live tokens of a document pass and are negative. Not with
+        ``normalizer="retrieved"``.
+    normalizer
+        How many query tokens the sum is divided by. ``"positive"``, as in PyLate: those that get more than 0, or 0.001
+        if none does; a token that does not pass counts as 0 in the maximum of its document. ``"retrieved"``, as in
+        Sentence Transformers: those of which a token of the document passes, or 1 if none does; what they get may be
+        negative.
     grad_filter
         ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter, of each
         query at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only those of gradient 0.
@@ -75,8 +86,8 @@ def xtr_scores(
     Raises
     ------
     ValueError
-        k is less than 1, shapes, dtypes or devices do not fit together, or ``grad_filter`` is neither ``"auto"`` nor
-        ``None``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows
+        k is less than 1, shapes, dtypes or devices do not fit together, ``normalizer`` or ``grad_filter`` is none of the
+        above, or ``zero_floor`` is given with ``normalizer="retrieved"``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows
         where gradients are wanted.
     TypeError
         An argument is of the wrong type.
@@ -97,10 +108,13 @@ def xtr_scores(
     tensor([[2.5000, 0.0000]])
     >>> xtr_scores(queries, documents, k=2)
     tensor([[2.5000, 1.0000]])
+    >>> xtr_scores(-queries, documents, k=2, normalizer="retrieved")
+    tensor([[-0.2500, -1.0000]])
     """
     k = require_count("xtr_scores", "k", k)
     if isinstance(k, int):
         k = min(k, sys.maxsize)  # more tokens there cannot be
+    _check_normalizer(normalizer, zero_floor)
     grad_filters.check(grad_filter, "xtr_scores")
     queries, documents, q_values, d_values = maxsim_ops.prepared(
         "xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor
@@ -119,11 +133,19 @@ def xtr_scores(
         candidates,
         zero_floor,
         k,
+        normalizer == "retrieved",
         queries.max_length,
         documents.max_length,
         differentiate,
     )
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+
+
+def _check_normalizer(normalizer: Normalizer, zero_floor: Tensor | None) -> None:
+    if normalizer not in get_args(Normalizer):
+        raise ValueError(f'xtr_scores: normalizer must be "positive" or "retrieved", got {normalizer!r}.')
+    if normalizer == "retrieved" and zero_floor is not None:
+        raise ValueError('xtr_scores: zero_floor goes with normalizer="positive" only.')
 
 
 def _path(values: Tensor) -> ModuleType:
@@ -142,8 +164,8 @@ torch.library.define(
     "pylate_fastmaxsim::xtr_forward",
     "(Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
     "Tensor d_values, Tensor d_starts, Tensor d_lengths, Tensor? d_keep, "
-    "Tensor? candidates, Tensor? zero_floor, SymInt k, SymInt max_q_length, SymInt max_d_length, bool want_winners) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor? candidates, Tensor? zero_floor, SymInt k, bool count_retrieved, "
+    "SymInt max_q_length, SymInt max_d_length, bool want_winners) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -151,17 +173,17 @@ torch.library.define(
 @torch.library.impl("pylate_fastmaxsim::xtr_forward", "CompositeExplicitAutograd")
 def _forward(q_values, *arguments):
     """Scores, what their sums were divided by, and winners."""
-    *tensors, _, max_q_length, max_d_length, want_winners = arguments
+    *tensors, _, count_retrieved, max_q_length, max_d_length, want_winners = arguments
     maxsim_ops.require_numbers("xtr_scores", q_values, *tensors, max_q_length, max_d_length, False, False, want_winners)
     sums, counts, winners = _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
-    counts = counts.clamp_(min=_SMALLEST_COUNT)
+    counts = counts.clamp_(min=_SMALLEST_RETRIEVED if count_retrieved else _SMALLEST_POSITIVE)
     return sums.div_(counts), counts, winners
 
 
 @torch.library.register_fake("pylate_fastmaxsim::xtr_forward")
 def _forward_fake(
     q_values, q_starts, q_lengths, q_keep, d_values, d_starts, d_lengths, d_keep,
-    candidates, zero_floor, k, max_q_length, max_d_length, want_winners,
+    candidates, zero_floor, k, count_retrieved, max_q_length, max_d_length, want_winners,
 ):  # fmt: skip
     columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
     scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
@@ -170,7 +192,7 @@ def _forward_fake(
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, _, max_q_length, max_d_length, ctx.has_winners = inputs
+    *tensors, _, _, max_q_length, max_d_length, ctx.has_winners = inputs
     ctx.save_for_backward(*output[1:], *tensors)
     # Nothing is known of gaps here: gradients are filled with zeros first.
     ctx.sizes = max_q_length, max_d_length, False, False
@@ -178,7 +200,7 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_scores, *_):
-    gradients = [None] * 14
+    gradients = [None] * 15
     if grad_scores is not None:
         maxsim_ops.require_winners("xtr_scores", ctx.has_winners)
         need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
