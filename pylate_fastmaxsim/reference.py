@@ -222,7 +222,8 @@ def xtr_scores(
         Documents of which every query token gets at least 0, ``[Nd]``, bool. ``None`` means no document.
     normalizer
         Which query tokens count. ``"positive"``: those that get more than 0, where a token that does not pass counts
-        as 0 in the maximum; at least 0.001. ``"retrieved"``: those of which a token of the document passes, at least 1.
+        as 0 in the maximum; at least 0.001. ``"retrieved"``: those of which a token of the document passes; without
+        any the score is 0.
 
     Returns
     -------
@@ -242,11 +243,8 @@ def xtr_scores(
     """
     maxima, position, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     maxima = maxima.masked_fill(~query_mask[:, None, :], 0)
-    if normalizer == "retrieved":
-        count, least = (position >= 0) & query_mask[:, None, :], 1
-    else:
-        count, least = maxima > 0, 1e-3
-    return maxima.sum(dim=-1) / count.sum(dim=-1).to(maxima.dtype).clamp(min=least)
+    counted = (position >= 0) & query_mask[:, None, :] if normalizer == "retrieved" else maxima > 0
+    return maxima.sum(dim=-1) / counted.sum(dim=-1).to(maxima.dtype).clamp(min=1e-3)
 
 
 def xtr_winners(

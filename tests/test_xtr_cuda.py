@@ -26,16 +26,12 @@ def arguments(queries, documents, candidates=None, zero_floor=None):
     )  # fmt: skip
 
 
-def weights_of(counts, normalizer):
-    return 1 / counts.clamp(min=1 if normalizer == "retrieved" else 1e-3)
-
-
 def run(queries, documents, k, candidates=None, zero_floor=None, precision="highest", normalizer="positive"):
     """Scores, winners, and both gradients of their sum."""
     sizes = queries.max_length, documents.max_length
     args = arguments(queries, documents, candidates, zero_floor)
     sums, counts, winners = xtr.forward(*args, k, normalizer == "retrieved", *sizes, True, precision)
-    weights = weights_of(counts, normalizer)
+    weights = 1 / counts.clamp(min=1e-3)
     grads = maxsim.backward(weights, winners, *args, *sizes, False, False, precision, True, True)
     return sums * weights, winners, *grads
 
@@ -61,7 +57,7 @@ def check(queries, documents, k, candidates=None, precision="highest", tolerance
     retrieved = normalizer == "retrieved"
     sizes = queries.max_length, documents.max_length
     alone = xtr.forward(*arguments(queries, documents, candidates), k, retrieved, *sizes, False, precision)
-    assert torch.equal(alone[0] * weights_of(alone[1], normalizer), scores), "scores without winners"
+    assert torch.equal(alone[0] * (1 / alone[1].clamp(min=1e-3)), scores), "scores without winners"
     threshold, maxima = exact_maxima(queries, documents, k)
     rows = live_rows(queries)
     if candidates is not None:
@@ -76,7 +72,7 @@ def check(queries, documents, k, candidates=None, precision="highest", tolerance
     ones = torch.ones_like(scores)
     sums, _, _ = from_winners(queries, documents, candidates, winners, ones)
     counts = torch.zeros_like(sums).index_add_(0, row_queries(queries)[rows], (won & counted).t()[rows].double())
-    weights = weights_of(counts, normalizer)
+    weights = 1 / counts.clamp(min=1e-3)
     assert relative_error(scores, sums * weights) < tolerance
     _, grad_q, grad_d = from_winners(queries, documents, candidates, winners, weights)
     rounding = 2e-3 if queries.values.dtype != torch.float32 else max(tolerance, 2e-5)

@@ -22,9 +22,8 @@ from pylate_fastmaxsim.winners import winner_layout
 
 Normalizer = Literal["positive", "retrieved"]
 
-# What a sum is divided by where nothing is larger than 0, as in PyLate, and where nothing was retrieved.
-_SMALLEST_POSITIVE = 1e-3
-_SMALLEST_RETRIEVED = 1
+# What a sum is divided by where nothing counts, as in PyLate. Where nothing was retrieved the sum is 0.
+_SMALLEST_COUNT = 1e-3
 
 
 def xtr_scores(
@@ -72,8 +71,8 @@ def xtr_scores(
     normalizer
         How many query tokens the sum is divided by. ``"positive"``, as in PyLate: those that get more than 0, or 0.001
         if none does; a token that does not pass counts as 0 in the maximum of its document. ``"retrieved"``, as in
-        Sentence Transformers: those of which a token of the document passes, or 1 if none does; what they get may be
-        negative.
+        Sentence Transformers: those of which a token of the document passes; what they get may be negative. The score
+        is 0 if none does.
     grad_filter
         ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter, of each
         query at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only those of gradient 0.
@@ -173,10 +172,10 @@ torch.library.define(
 @torch.library.impl("pylate_fastmaxsim::xtr_forward", "CompositeExplicitAutograd")
 def _forward(q_values, *arguments):
     """Scores, what their sums were divided by, and winners."""
-    *tensors, _, count_retrieved, max_q_length, max_d_length, want_winners = arguments
+    *tensors, _, _, max_q_length, max_d_length, want_winners = arguments
     maxsim_ops.require_numbers("xtr_scores", q_values, *tensors, max_q_length, max_d_length, False, False, want_winners)
     sums, counts, winners = _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
-    counts = counts.clamp_(min=_SMALLEST_RETRIEVED if count_retrieved else _SMALLEST_POSITIVE)
+    counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
 
 
