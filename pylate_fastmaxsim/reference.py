@@ -1,4 +1,4 @@
-"""MaxSim, XTR scores and the projection to token vectors in plain PyTorch: what every faster path is tested against.
+"""MaxSim, XTR scores, projection and attention in plain PyTorch: what every faster path is tested against.
 
 Clarity over speed and memory: everything is padded, and the whole similarity tensor is held.
 """
@@ -119,6 +119,50 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normaliz
     if normalize:
         values = values / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
     return values
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, key_cu_seqlens: Tensor, scale: float, reach: int = -1
+) -> Tensor:
+    """Attention of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
+
+    Parameters
+    ----------
+    query
+        ``[T, heads, d]``.
+    key, value
+        ``[S, heads, d]``.
+    cu_seqlens, key_cu_seqlens
+        First row of each text and the end of the last one, ``[N + 1]``, for ``query`` and for the other two.
+    scale
+        Factor on the inner products.
+    reach
+        A row sees the keys whose places in the text are at most so far from its own; -1: all of its text.
+
+    Returns
+    -------
+    Tensor
+        ``[T, heads, d]``; 0 where a row sees no key.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import reference
+    >>> value = torch.tensor([1.0, 2.0, 6.0]).view(3, 1, 1)
+    >>> texts = torch.tensor([0, 1, 3])
+    >>> reference.attention(torch.zeros(3, 1, 1), torch.zeros(3, 1, 1), value, texts, texts, scale=1.0).flatten()
+    tensor([1., 4., 4.])
+    """
+    states = []
+    borders = zip(cu_seqlens[:-1], cu_seqlens[1:], key_cu_seqlens[:-1], key_cu_seqlens[1:], strict=True)
+    for begin, end, key_begin, key_end in borders:
+        logits = scale * torch.einsum("qhd,khd->hqk", query[begin:end], key[key_begin:key_end])
+        apart = torch.arange(logits.shape[1])[:, None] - torch.arange(logits.shape[2])
+        seen = (apart.abs() <= reach if reach >= 0 else torch.ones_like(apart, dtype=torch.bool)).to(logits.device)
+        blind = ~seen.any(dim=-1, keepdim=True)
+        weights = logits.masked_fill(~(seen | blind), -torch.inf).softmax(dim=-1).masked_fill(blind, 0)
+        states.append(torch.einsum("hqk,khd->qhd", weights, value[key_begin:key_end]))
+    return torch.cat(states)
 
 
 def maxsim_winners(

@@ -48,16 +48,19 @@ TYPES = dict.fromkeys(["q_keep", "d_keep", "keep", "zero_floor"], "*u8") | {
     "live_lengths": "*i32",
     "groups": "*i16",
 }
-TYPES |= dict.fromkeys(["maxima", "thresholds", "sums", "positives"], "*fp32")
-TYPES |= dict.fromkeys(["rows", "q_rows", "d_rows", "bounds", "pending", "pool"], "*i32")
+TYPES |= dict.fromkeys(["maxima", "thresholds", "sums", "divisors", "log_sums"], "*fp32")
+TYPES |= dict.fromkeys(
+    ["rows", "q_rows", "d_rows", "bounds", "pending", "pool", "cu_seqlens", "key_cu_seqlens"], "*i32"
+)
 TYPES |= dict.fromkeys(["inverse_norms", "squares", "bias", "scales", "shifts", "grad_weights", "grad_biases"], "*fp32")
 VECTORS = ["q_values", "d_values", "grad_q", "grad_d", "hidden", "weight", "embeddings", "grad", "grad_hidden"]
+VECTORS += ["q_states", "k_states", "v_states", "out", "grad_k", "grad_v"]
 POINTERS = ["q_starts", "q_lengths", "d_starts", "d_lengths", "candidates", "pairs", "pair_offsets"]
 POINTERS += ["starts", "lengths", "offsets", "q_offsets", "d_offsets"]
 SIZES = [
     "num_queries", "num_documents", "num_slots", "num_tiles", "num_rows", "num_chunks", "num_pairs",
     "first_document", "documents_per_program", "row_blocks", "tiles_per_document", "programs_per_document", "first_row", "num_groups",
-    "rows_per_part", "num_parts", "slot_blocks", "capacity", "k",
+    "rows_per_part", "num_parts", "slot_blocks", "capacity", "k", "q_head", "k_head", "v_head", "grad_head", "reach",
 ]  # fmt: skip
 
 

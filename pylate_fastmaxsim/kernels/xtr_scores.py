@@ -19,7 +19,7 @@ def xtr_scores_kernel(
     candidates,
     zero_floor,
     sums,
-    counts,
+    divisors,
     winners,
     num_slots,
     num_rows,
@@ -72,4 +72,4 @@ def xtr_scores_kernel(
             out = winners + slot.to(tl.int64)[:, None] * num_rows + row[None, :]
             tl.store(out, winner, mask=in_slots[:, None] & live[None, :])
     tl.store(sums + query * num_slots + slot, total, mask=in_slots)
-    tl.store(counts + query * num_slots + slot, count, mask=in_slots)
+    tl.store(divisors + query * num_slots + slot, count, mask=in_slots)

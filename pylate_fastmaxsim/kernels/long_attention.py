@@ -1,0 +1,163 @@
+"""Attention of texts of more than one tile: each program goes over the tiles that its own one sees."""
+
+import triton
+import triton.language as tl
+
+from pylate_fastmaxsim.kernels.launcher import Launcher
+from pylate_fastmaxsim.kernels.text_tiles import finite, first_of, load_rows, logits, store_rows, text_and_head
+
+
+@triton.jit
+def _seen(first, length, reach, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the tiles begin and end that BLOCK places from `first` on see, or are seen from."""
+    low = 0
+    high = length
+    if HAS_WINDOW:
+        low = tl.maximum(first - reach, 0) // BLOCK * BLOCK
+        high = tl.minimum(first + BLOCK + reach, length)
+    return low, high
+
+
+@triton.jit
+def _inner(out, grad_tile, rows, length, ROW: tl.constexpr, DIM: tl.constexpr):
+    """Inner product of each row of `out` with its gradient."""
+    return tl.sum(load_rows(out, rows, length, ROW, DIM).to(tl.float32) * grad_tile.to(tl.float32), axis=1)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "num_rows", "reach"])
+def long_attention_kernel(
+    q_states,
+    k_states,
+    v_states,
+    out,
+    log_sums,
+    cu_seqlens,
+    key_cu_seqlens,
+    q_head,
+    k_head,
+    v_head,
+    num_rows,
+    reach,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    LONGER_THAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK rows of one head of one text, if it has more than LONGER_THAN rows or keys.
+
+    `log_sums`, ``[HEADS, num_rows]``, is the logarithm to base 2 of what a row's weights were divided by.
+    """
+    head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
+    first = tl.program_id(1) * BLOCK
+    if tl.maximum(length, key_length) > LONGER_THAN and first < length:
+        q = first_of(q_states, start, head, q_head, Q_ROW)
+        k = first_of(k_states, key_start, head, k_head, K_ROW)
+        v = first_of(v_states, key_start, head, v_head, V_ROW)
+        rows = first + tl.arange(0, BLOCK)
+        q_tile = load_rows(q, rows, length, Q_ROW, DIM)
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        states = tl.zeros([BLOCK, DIM], tl.float32)
+        low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
+        for begin in range(low, high, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            k_tile = load_rows(k, columns, key_length, K_ROW, DIM)
+            s = logits(q_tile, k_tile, rows, columns, key_length, reach, SCALE, HAS_WINDOW)
+            larger = tl.maximum(best, tl.max(s, axis=1))
+            weights = tl.exp2(s - finite(larger)[:, None])
+            shrink = tl.exp2(best - finite(larger))
+            total = total * shrink + tl.sum(weights, axis=1)
+            v_tile = load_rows(v, columns, key_length, V_ROW, DIM)
+            states = tl.dot(weights.to(v_tile.dtype), v_tile, states * shrink[:, None])
+            best = larger
+        total = tl.where(total > 0.0, total, 1.0)
+        store_rows(out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM)
+        tl.store(log_sums + head * num_rows + start + rows, finite(best) + tl.log2(total), mask=rows < length)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "reach"])
+def long_attention_gradient_kernel(
+    q_states,
+    k_states,
+    v_states,
+    out,
+    grad,
+    log_sums,
+    cu_seqlens,
+    key_cu_seqlens,
+    grad_q,
+    grad_k,
+    grad_v,
+    q_head,
+    k_head,
+    v_head,
+    grad_head,
+    num_rows,
+    reach,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    GRAD_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    LONGER_THAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradients of BLOCK rows of `q_states`, and then of as many of `k_states` and `v_states`, of such a text and head.
+
+    Each goes over the tiles by itself and makes their weights again. So no program adds to what another one writes.
+    """
+    head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
+    first = tl.program_id(1) * BLOCK
+    if tl.maximum(length, key_length) > LONGER_THAN:
+        q = first_of(q_states, start, head, q_head, Q_ROW)
+        k = first_of(k_states, key_start, head, k_head, K_ROW)
+        v = first_of(v_states, key_start, head, v_head, V_ROW)
+        grad = first_of(grad, start, head, grad_head, GRAD_ROW)
+        out += (start * HEADS + head) * DIM
+        log_sums += head * num_rows + start
+        mine = first + tl.arange(0, BLOCK)
+        if first < length:
+            q_tile = load_rows(q, mine, length, Q_ROW, DIM)
+            grad_tile = load_rows(grad, mine, length, GRAD_ROW, DIM)
+            log_sum = tl.load(log_sums + mine, mask=mine < length, other=float("inf"))
+            inner = _inner(out, grad_tile, mine, length, HEADS * DIM, DIM)
+            q_sum = tl.zeros([BLOCK, DIM], tl.float32)
+            low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
+            for begin in range(low, high, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                k_tile = load_rows(k, columns, key_length, K_ROW, DIM)
+                v_tile = load_rows(v, columns, key_length, V_ROW, DIM)
+                s = logits(q_tile, k_tile, mine, columns, key_length, reach, SCALE, HAS_WINDOW)
+                weights = tl.exp2(s - log_sum[:, None])
+                grad_s = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - inner[:, None]) * SCALE
+                q_sum = tl.dot(grad_s.to(k_tile.dtype), k_tile, q_sum)
+            store_rows(first_of(grad_q, start, head, q_head, Q_ROW), mine, length, q_sum, Q_ROW, DIM)
+        if first < key_length:
+            k_tile = load_rows(k, mine, key_length, K_ROW, DIM)
+            v_tile = load_rows(v, mine, key_length, V_ROW, DIM)
+            k_sum = tl.zeros([BLOCK, DIM], tl.float32)
+            v_sum = tl.zeros([BLOCK, DIM], tl.float32)
+            low, high = _seen(first, length, reach, HAS_WINDOW, BLOCK)
+            for begin in range(low, high, BLOCK):
+                rows = begin + tl.arange(0, BLOCK)
+                q_tile = load_rows(q, rows, length, Q_ROW, DIM)
+                grad_tile = load_rows(grad, rows, length, GRAD_ROW, DIM)
+                log_sum = tl.load(log_sums + rows, mask=rows < length, other=float("inf"))
+                inner = _inner(out, grad_tile, rows, length, HEADS * DIM, DIM)
+                s = logits(q_tile, k_tile, rows, mine, key_length, reach, SCALE, HAS_WINDOW)
+                weights = tl.exp2(s - log_sum[:, None])
+                grad_s = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - inner[:, None]) * SCALE
+                v_sum = tl.dot(tl.trans(weights.to(grad_tile.dtype)), grad_tile, v_sum)
+                k_sum = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, k_sum)
+            store_rows(first_of(grad_k, key_start, head, k_head, K_ROW), mine, key_length, k_sum, K_ROW, DIM)
+            store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), mine, key_length, v_sum, V_ROW, DIM)

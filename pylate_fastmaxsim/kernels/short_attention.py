@@ -1,0 +1,111 @@
+"""Attention of texts that fit one tile: all weights of a text are on the chip at once."""
+
+import triton
+import triton.language as tl
+
+from pylate_fastmaxsim.kernels.launcher import Launcher
+from pylate_fastmaxsim.kernels.text_tiles import finite, first_of, load_rows, logits, store_rows, text_and_head
+
+
+@Launcher
+@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "num_rows", "reach"])
+def short_attention_kernel(
+    q_states,
+    k_states,
+    v_states,
+    out,
+    log_sums,
+    cu_seqlens,
+    key_cu_seqlens,
+    q_head,
+    k_head,
+    v_head,
+    num_rows,
+    reach,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    LONGER_THAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of one text, if its rows and keys are up to BLOCK and either are more than LONGER_THAN.
+
+    `log_sums` stays 0: the backward makes the weights of such a text anew.
+    """
+    head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
+    longest = tl.maximum(length, key_length)
+    if longest > LONGER_THAN and longest <= BLOCK:
+        place = tl.arange(0, BLOCK)
+        q = load_rows(first_of(q_states, start, head, q_head, Q_ROW), place, length, Q_ROW, DIM)
+        k = load_rows(first_of(k_states, key_start, head, k_head, K_ROW), place, key_length, K_ROW, DIM)
+        v = load_rows(first_of(v_states, key_start, head, v_head, V_ROW), place, key_length, V_ROW, DIM)
+        s = logits(q, k, place, place, key_length, reach, SCALE, HAS_WINDOW)
+        weights = tl.exp2(s - finite(tl.max(s, axis=1))[:, None])
+        total = tl.sum(weights, axis=1)
+        states = tl.dot(weights.to(v.dtype), v) / tl.where(total > 0.0, total, 1.0)[:, None]
+        store_rows(out + (start * HEADS + head) * DIM, place, length, states, HEADS * DIM, DIM)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "reach"])
+def short_attention_gradient_kernel(
+    q_states,
+    k_states,
+    v_states,
+    out,
+    grad,
+    log_sums,
+    cu_seqlens,
+    key_cu_seqlens,
+    grad_q,
+    grad_k,
+    grad_v,
+    q_head,
+    k_head,
+    v_head,
+    grad_head,
+    num_rows,
+    reach,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    GRAD_ROW: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    LONGER_THAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All three gradients of such a text and head, laid out as `q_states`, `k_states` and `v_states`.
+
+    `out` and `log_sums` are not read. A row's weights and their gradients are on the chip together, so the inner
+    product of a row of `out` with its gradient, which the softmax takes off, is the sum of their products.
+    """
+    head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
+    longest = tl.maximum(length, key_length)
+    if longest > LONGER_THAN and longest <= BLOCK:
+        place = tl.arange(0, BLOCK)
+        q = load_rows(first_of(q_states, start, head, q_head, Q_ROW), place, length, Q_ROW, DIM)
+        k = load_rows(first_of(k_states, key_start, head, k_head, K_ROW), place, key_length, K_ROW, DIM)
+        v = load_rows(first_of(v_states, key_start, head, v_head, V_ROW), place, key_length, V_ROW, DIM)
+        grad_out = load_rows(first_of(grad, start, head, grad_head, GRAD_ROW), place, length, GRAD_ROW, DIM)
+        s = logits(q, k, place, place, key_length, reach, SCALE, HAS_WINDOW)
+        weights = tl.exp2(s - finite(tl.max(s, axis=1))[:, None])
+        total = tl.sum(weights, axis=1)
+        # A product for each weight: to divide each takes far more registers.
+        weights *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+        grad_weights = tl.dot(grad_out, tl.trans(v))
+        inner = tl.sum(weights * grad_weights, axis=1)
+        # Rows behind the end of a text have a gradient of 0, and so no part in any sum.
+        grad_s = (weights * (grad_weights - inner[:, None]) * SCALE).to(q.dtype)
+        v_sum = tl.dot(tl.trans(weights.to(q.dtype)), grad_out)
+        store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), place, key_length, v_sum, V_ROW, DIM)
+        k_sum = tl.dot(tl.trans(grad_s), q)
+        store_rows(first_of(grad_k, key_start, head, k_head, K_ROW), place, key_length, k_sum, K_ROW, DIM)
+        q_sum = tl.dot(grad_s, k)
+        store_rows(first_of(grad_q, start, head, q_head, Q_ROW), place, length, q_sum, Q_ROW, DIM)

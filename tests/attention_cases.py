@@ -1,0 +1,68 @@
+"""Batches of texts for the tests of attention, and how far a result is from the definition in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim import reference
+
+
+class Case(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    max_length: int
+    scale: float
+    reach: int
+
+
+def borders(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def case(
+    lengths: list[int],
+    reach: int = -1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    heads: int = 2,
+    dim: int = 16,
+    key_lengths: list[int] | None = None,
+    by_head: bool = True,
+) -> Case:
+    """``by_head``: queries and keys lie head by head, as rotary positions leave them."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    key_lengths = lengths if key_lengths is None else key_lengths
+    query, key, value = (
+        torch.randn(sum(count), heads, dim, generator=generator).to(device, dtype)
+        for count in (lengths, key_lengths, key_lengths)
+    )
+    if by_head:
+        query, key = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (query, key))
+    longest = max([1, *lengths, *key_lengths])
+    return Case(query, key, value, borders(lengths, device), borders(key_lengths, device), longest, dim**-0.5, reach)
+
+
+def gradient_of(states: Tensor) -> Tensor:
+    return torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states)
+
+
+def definition(batch: Case) -> list[Tensor]:
+    """States and the three gradients, in float64."""
+    leaves = [values.detach().double().requires_grad_() for values in batch[:3]]
+    states = reference.attention(*leaves, batch.cu_seqlens, batch.key_cu_seqlens, batch.scale, batch.reach)
+    gradient = gradient_of(batch.query.new_empty(states.shape)).double()
+    return [states.detach(), *torch.autograd.grad((states * gradient).sum(), leaves)]
+
+
+def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """Of each result, relative to its length or, where that is less, to 1."""
+    return [
+        float((ours.double() - wanted).norm() / wanted.norm().clamp(min=1))
+        for ours, wanted in zip(found, exact, strict=True)
+    ]
