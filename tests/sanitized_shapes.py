@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import normalize
 
-from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden
+from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
+from pylate_fastmaxsim.ops.attention import text_attention
 
 
 def ragged(count: int, longest: int, d: int, dtype: torch.dtype) -> TokenBatch:
@@ -35,6 +36,13 @@ def main() -> None:
     queries, hidden = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 256, torch.bfloat16)
     weight = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     maxsim_from_hidden(queries, hidden, weight).sum().backward()
+    documents = ragged(9, 150, 128, torch.bfloat16)
+    for normalizer in ("positive", "retrieved"):
+        xtr_scores(queries, documents, 20, normalizer=normalizer).sum().backward()
+    states = torch.randn(3, 343, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    borders = torch.tensor([0, 20, 20, 70, 170, 343], device="cuda", dtype=torch.int32)
+    for reach in (-1, 40):
+        text_attention(*states, borders, borders, 173, 0.125, reach).sum().backward()
     torch.cuda.synchronize()
     print("done")
 
