@@ -53,6 +53,11 @@ def text_attention(
     Tensor
         ``[T, heads, d]``. A row of a text without keys is 0.
 
+    Raises
+    ------
+    NotImplementedError
+        The vectors are not on a CUDA device.
+
     Examples
     --------
     >>> import torch
