@@ -1,12 +1,12 @@
 """Attention inside each of many texts on CUDA: launches the Triton kernels, shorter texts first. Never waits."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels import launch
-from pylate_fastmaxsim.kernels.launcher import Launcher
 from pylate_fastmaxsim.kernels.long_attention import long_attention_gradient_kernel, long_attention_kernel
 from pylate_fastmaxsim.kernels.operands import on_device_of
 from pylate_fastmaxsim.kernels.short_attention import short_attention_gradient_kernel, short_attention_kernel
@@ -47,13 +47,15 @@ def forward(
     query, key, value = map(laid_out, (query, key, value))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
-    _launch(
-        (short_attention_kernel, long_attention_kernel),
-        (query, key, value, out, log_sums, cu_seqlens, key_cu_seqlens),
-        {"Q_ROW": query, "K_ROW": key, "V_ROW": value},
-        (max_length, scale, reach),
-        tiles,
-    )
+    arguments = (query, key, value, out, log_sums, cu_seqlens, key_cu_seqlens)
+    arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(reach, 0))
+    rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0)}
+    with on_device_of(query):
+        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
+            if is_long:
+                long_attention_kernel[grid](*arguments, **rows, **constants)
+            else:
+                short_attention_kernel[grid](*arguments, **rows, **constants)
     return out, log_sums
 
 
@@ -74,13 +76,15 @@ def backward(
     """Gradients of query, key and value, each laid out like :func:`laid_out` of it."""
     grad, query, key, value = map(laid_out, (grad, query, key, value))
     gradients = tuple(map(torch.empty_like, (query, key, value)))
-    _launch(
-        (short_attention_gradient_kernel, long_attention_gradient_kernel),
-        (query, key, value, out, grad, log_sums, cu_seqlens, key_cu_seqlens, *gradients),
-        {"Q_ROW": query, "K_ROW": key, "V_ROW": value, "GRAD_ROW": grad},
-        (max_length, scale, reach),
-        tiles,
-    )
+    arguments = (query, key, value, out, grad, log_sums, cu_seqlens, key_cu_seqlens, *gradients)
+    arguments += (query.stride(1), key.stride(1), value.stride(1), grad.stride(1), query.shape[0], max(reach, 0))
+    rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0), "GRAD_ROW": grad.stride(0)}
+    with on_device_of(query):
+        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
+            if is_long:
+                long_attention_gradient_kernel[grid](*arguments, **rows, **constants)
+            else:
+                short_attention_gradient_kernel[grid](*arguments, **rows, **constants)
     return gradients
 
 
@@ -92,34 +96,30 @@ def laid_out(values: Tensor) -> Tensor:
     return values.contiguous()
 
 
-def _launch(
-    kernels: tuple[Launcher, Launcher],
-    tensors: tuple[Tensor, ...],
-    strided: dict[str, Tensor],
-    options: tuple[int, float, int],
-    tiles: Tiles,
-) -> None:
-    max_length, scale, reach = options
-    query, cu_seqlens = tensors[0], next(each for each in tensors if each.dtype == torch.int32)
-    rows, heads, dim = query.shape
-    numbers = (*(values.stride(1) for values in strided.values()), rows, max(reach, 0))
-    constants = {name: values.stride(0) for name, values in strided.items()}
-    constants |= {"HEADS": heads, "DIM": dim, "SCALE": scale, "HAS_WINDOW": reach >= 0}
+def _launches(
+    query: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, reach: int, tiles: Tiles
+) -> Iterator[tuple[bool, tuple[int, ...], dict[str, object]]]:
+    """Of each launch whether it is of long texts, its programs, and its constants, always in one order."""
+    _, heads, dim = query.shape
     programs = (len(cu_seqlens) - 1) * heads
     longer_than = -1
-    with on_device_of(query):
-        for tile in (*tiles.short, tiles.long):
-            if longer_than >= max_length:
-                break
-            is_long = tile is tiles.long
-            grid = (programs, launch.cdiv(max_length, tile.block)) if is_long else (programs,)
-            kernels[is_long][grid](
-                *tensors,
-                *numbers,
-                **constants,
-                LONGER_THAN=longer_than,
-                BLOCK=tile.block,
-                num_warps=tile.num_warps,
-                maxnreg=tile.max_registers,
-            )
-            longer_than = tile.block
+    for tile in (*tiles.short, tiles.long):
+        if longer_than >= max_length:
+            break
+        is_long = tile is tiles.long
+        grid = (programs, launch.cdiv(max_length, tile.block)) if is_long else (programs,)
+        yield (
+            is_long,
+            grid,
+            {
+                "HEADS": heads,
+                "DIM": dim,
+                "SCALE": scale,
+                "HAS_WINDOW": reach >= 0,
+                "LONGER_THAN": longer_than,
+                "BLOCK": tile.block,
+                "num_warps": tile.num_warps,
+                "maxnreg": tile.max_registers,
+            },
+        )
+        longer_than = tile.block
