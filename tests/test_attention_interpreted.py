@@ -65,6 +65,18 @@ else:
         batch = case([8, 32])._replace(query=together[:, 0], key=together[:, 1], value=together[:, 2])
         check(batch)
 
+    @pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
+    @pytest.mark.parametrize("length", [5, 40])
+    def test_nan_shows(tiles, length):
+        batch = case([9, length, 7])
+        batch.key[9 + length - 1, 1, 3] = torch.nan
+        states, log_sums = attention.forward(*batch, tiles)
+        gradients = attention.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+        diverged = torch.zeros(len(states), 2, dtype=torch.bool)
+        diverged[9 : 9 + length, 1] = True
+        for result in (states, *gradients):
+            assert torch.equal(result.isnan().any(dim=-1), diverged)
+
     def test_large_logits():
         batch = case(LENGTHS)
         check(batch._replace(query=100 * batch.query), tolerance=1e-4)

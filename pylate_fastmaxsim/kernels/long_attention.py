@@ -76,7 +76,7 @@ def long_attention_kernel(
             v_tile = load_rows(v, columns, key_length, V_ROW, DIM)
             states = tl.dot(weights.to(v_tile.dtype), v_tile, states * shrink[:, None])
             best = larger
-        total = tl.where(total > 0.0, total, 1.0)
+        total = tl.where(total == 0.0, 1.0, total)
         store_rows(out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM)
         tl.store(log_sums + head * num_rows + start + rows, finite(best) + tl.log2(total), mask=rows < length)
 

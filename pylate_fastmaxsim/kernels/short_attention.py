@@ -46,7 +46,7 @@ def short_attention_kernel(
         s = logits(q, k, place, place, key_length, reach, SCALE, HAS_WINDOW)
         weights = tl.exp2(s - finite(tl.max(s, axis=1))[:, None])
         total = tl.sum(weights, axis=1)
-        states = tl.dot(weights.to(v.dtype), v) / tl.where(total > 0.0, total, 1.0)[:, None]
+        states = tl.dot(weights.to(v.dtype), v) / tl.where(total == 0.0, 1.0, total)[:, None]
         store_rows(out + (start * HEADS + head) * DIM, place, length, states, HEADS * DIM, DIM)
 
 
@@ -98,7 +98,7 @@ def short_attention_gradient_kernel(
         weights = tl.exp2(s - finite(tl.max(s, axis=1))[:, None])
         total = tl.sum(weights, axis=1)
         # A product for each weight: to divide each takes far more registers.
-        weights *= tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
+        weights *= tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
         grad_weights = tl.dot(grad_out, tl.trans(v))
         inner = tl.sum(weights * grad_weights, axis=1)
         # Rows behind the end of a text have a gradient of 0, and so no part in any sum.
