@@ -84,7 +84,7 @@ def table(rows: dict[str, dict]) -> str:
     lines = ["| texts | window | FlashAttention | this package | |", "|---|---|---|---|---|"]
     for name, row in rows.items():
         times = {way: [row[way][part]["ms"] for part in ("forward", "backward")] for way in ("flash", "ours")}
-        texts, _, reach = name.rpartition(", window ")
+        texts, _, reach = name.replace("1024", "1,024").replace("1280", "1,280").rpartition(", window ")
         window = "none" if reach == "-1" else f"{reach} each side"
         cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times.values()]
         ratio = f"{sum(times['flash']) / sum(times['ours']):.2f}x" + ("" if row["chosen"] else ", not chosen")

@@ -11,6 +11,7 @@ import re
 from operator import itemgetter
 from pathlib import Path
 
+from attention import table as attention_table
 from corpus_search import markdown as corpus_markdown
 from cranfield_table import markdown as cranfield_markdown
 from lengths import markdown_table as lengths_table
@@ -202,6 +203,7 @@ def tables() -> dict[str, dict[str, str]]:
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
         },
+        "docs/encoding.md": {"attention-table": attention_table(results("attention")["rows"])},
         "docs/across_devices.md": {
             "ring-table": ring_table(losses),
             "two-gpus-table": two_gpus_table(),

@@ -103,10 +103,9 @@ def _launches(
     _, heads, dim = query.shape
     programs = (len(cu_seqlens) - 1) * heads
     longer_than = -1
-    for tile in (*tiles.short, tiles.long):
+    for is_long, tile in (*((False, tile) for tile in tiles.short), (True, tiles.long)):
         if longer_than >= max_length:
             break
-        is_long = tile is tiles.long
         grid = (programs, launch.cdiv(max_length, tile.block)) if is_long else (programs,)
         yield (
             is_long,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 # A step with fewer tokens waits for the host, which launches FlashAttention with less work.
 FEWEST_TOKENS = 2**14
-# Without a window FlashAttention is as fast for texts of this mean length, and faster for longer ones.
+# Without a window FlashAttention is faster for longer texts: of 180 tokens these kernels were 1.18 times as fast on an
+# H100, of 300 tokens 0.91 times (benchmarks/attention.py).
 LONGEST_MEAN = 192
 LONGEST = 1024
 
@@ -92,13 +93,11 @@ def _measured_on(device: torch.device) -> bool:
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
     try:
-        import triton  # noqa: F401
-    except ImportError:
+        from pylate_fastmaxsim.kernels import launch
+    except ImportError:  # without Triton
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "cuda" and torch.version.cuda is not None and launch.architecture(device) == 90
 
 
 @functools.cache
