@@ -13,20 +13,21 @@ from operators_measure import time_calls
 from records import environment, write
 from workers import failure
 
-from pylate_fastmaxsim.kernels import head, head_tiles
+from pylate_fastmaxsim.kernels.projection import launch as projection_launch
+from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
 
 RESULTS = Path(__file__).parent / "results" / "head_trials.json"
 CHOICES = {
     "project": [
-        head_tiles.ProjectionTiles(t, 128, k, warps, stages)
+        projection_tiles.ProjectionTiles(t, 128, k, warps, stages)
         for t, k, warps, stages in itertools.product((64, 128, 256), (64, 128), (4, 8), (3, 4))
     ],
     "hidden_gradient": [
-        head_tiles.ProjectionTiles(t, 128, k, warps, stages)
+        projection_tiles.ProjectionTiles(t, 128, k, warps, stages)
         for t, k, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3))
     ],
     "weight_gradient": [
-        head_tiles.WeightGradientTiles(r, 128, k, warps, stages)
+        projection_tiles.WeightGradientTiles(r, 128, k, warps, stages)
         for r, k, warps, stages in itertools.product((32, 64, 128), (128, 256), (4, 8), (2, 3))
     ],
 }
@@ -41,14 +42,14 @@ def sweep(shape: Shape) -> None:
     device = torch.device("cuda")
     inputs = make_inputs(shape, device, seed=0)
     hidden, weight = inputs.hidden.detach().flatten(0, -2), inputs.weight.detach()
-    saved = head.forward(hidden, weight, None, True, "highest")
+    saved = projection_launch.forward(hidden, weight, None, True, "highest")
     grad = torch.randn_like(saved[0])
 
-    def backward(tiles: head_tiles.HeadTiles, *needs: bool) -> tuple[torch.Tensor, ...]:
-        return head.backward(grad, hidden, weight, *saved, True, "highest", *needs, tiles)
+    def backward(tiles: projection_tiles.HeadTiles, *needs: bool) -> tuple[torch.Tensor, ...]:
+        return projection_launch.backward(grad, hidden, weight, *saved, True, "highest", *needs, tiles)
 
     runs: dict[str, Callable] = {
-        "project": lambda tiles: head.forward(hidden, weight, None, True, "highest", tiles)[0],
+        "project": lambda tiles: projection_launch.forward(hidden, weight, None, True, "highest", tiles)[0],
         "hidden_gradient": lambda tiles: backward(tiles, True, False, False)[0],
         # With the scales and shifts, whose kernel then makes no product.
         "weight_gradient": lambda tiles: backward(tiles, False, True, False)[1],
@@ -60,15 +61,15 @@ def sweep(shape: Shape) -> None:
     }
     trials = []
     for name, run in runs.items():
-        table = run(head_tiles.FROM_TABLES)
+        table = run(projection_tiles.FROM_TABLES)
         best = []
         for tiles in [None, *CHOICES[name]]:
             for programs in PROGRAMS if name == "weight_gradient" and tiles is not None else (None,):
                 trial = {"kernel": name, "tiles": "table" if tiles is None else tuple(tiles), "programs": programs}
-                default = head_tiles._ENOUGH_PROGRAMS
-                head_tiles._ENOUGH_PROGRAMS = programs or default
+                default = projection_tiles._ENOUGH_PROGRAMS
+                projection_tiles._ENOUGH_PROGRAMS = programs or default
                 try:
-                    chosen = head_tiles.HeadTiles(**{name: tiles})
+                    chosen = projection_tiles.HeadTiles(**{name: tiles})
                     error = (run(chosen).double() - table.double()).norm() / table.double().norm()
                     trial |= {
                         "ms": time_calls([lambda t=chosen, r=run: r(t)], device)["ms"],
@@ -78,7 +79,7 @@ def sweep(shape: Shape) -> None:
                 except Exception as problem:  # noqa: BLE001 - tiles that do not fit
                     trial["failure"] = failure(problem)
                 finally:
-                    head_tiles._ENOUGH_PROGRAMS = default
+                    projection_tiles._ENOUGH_PROGRAMS = default
                 trials.append(trial)
         library = {"kernel": name, "tiles": "cuBLAS, products only", "ms": time_calls([libraries[name]], device)["ms"]}
         trials.append(library)

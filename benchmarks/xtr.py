@@ -156,19 +156,20 @@ def profile_kernels(host: str, shape: Shape, device: torch.device) -> None:
 
 def sweep(shape: Shape, device: torch.device) -> None:
     """Times the forward with each choice of tiles, one of the two at a time; results must be those of the table."""
-    from pylate_fastmaxsim.kernels import launch, xtr
+    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+    from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
 
     queries, documents, mask = inputs(shape, device)
     q = TokenBatch.from_padded(queries.detach())
     d = TokenBatch.from_padded(documents.detach().flatten(0, 1), mask.flatten(0, 1))
     tensors = (q.values, q.starts, q.lengths, q.keep, d.values, d.starts, d.lengths, d.keep, None, None)
     arguments = (*tensors, shape.k, False, q.max_length, d.max_length, True, "highest")
-    expected = xtr.forward(*arguments)
-    choices = [launch.XtrTiles()]
-    choices += [launch.XtrTiles(forward=launch.ForwardTiles(*tiles)) for tiles in MAXIMA]
-    choices += [launch.XtrTiles(collect=launch.CollectTiles(*tiles)) for tiles in COLLECT]
+    expected = xtr_launch.forward(*arguments)
+    choices = [maxsim_tiles.XtrTiles()]
+    choices += [maxsim_tiles.XtrTiles(forward=maxsim_tiles.ForwardTiles(*tiles)) for tiles in MAXIMA]
+    choices += [maxsim_tiles.XtrTiles(collect=maxsim_tiles.CollectTiles(*tiles)) for tiles in COLLECT]
     for tiles in choices:
-        call = partial(xtr.forward, *arguments, tiles=tiles)
+        call = partial(xtr_launch.forward, *arguments, tiles=tiles)
         try:
             same = all(itertools.starmap(torch.equal, zip(call(), expected, strict=True)))
             print(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from pylate_fastmaxsim.kernels import running_maximum
+from pylate_fastmaxsim.kernels.primitives import running_maximum
 
 
 def _values(operand) -> np.ndarray:

@@ -238,17 +238,16 @@ def users_of_the_planted(case: Shape) -> Tensor:
 def available_path() -> Path:
     """The kernels on a GPU or in the interpreter, else the blocked PyTorch path."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from pylate_fastmaxsim.kernels import maxsim
+        from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
 
         # The interpreter cuts float32 off to bfloat16, where a GPU rounds.
-        return Path(maxsim, "cpu", products=2**16, values=2**12, slack=5)
+        return Path(maxsim_launch, "cpu", products=2**16, values=2**12, slack=5)
     if torch.cuda.is_available():
-        from pylate_fastmaxsim.kernels import maxsim
+        from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
 
-        return Path(maxsim, "cuda", products=2**33, values=2**23)
-    from pylate_fastmaxsim.cpu import maxsim
+        return Path(maxsim_launch, "cuda", products=2**33, values=2**23)
 
-    return Path(maxsim, "cpu", products=2**24, values=2**19)
+    return Path(maxsim_launch, "cpu", products=2**24, values=2**19)
 
 
 def lost_the_device(error: Exception) -> bool:

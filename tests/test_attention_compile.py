@@ -7,12 +7,12 @@ pytest.importorskip("triton")
 from test_kernels_compile import SHARED_MEMORY, compiled  # noqa: E402
 from test_kernels_compile import pytestmark as pytestmark  # noqa: E402
 
-from pylate_fastmaxsim.kernels import attention  # noqa: E402
-from pylate_fastmaxsim.kernels.long_attention import (  # noqa: E402
+from pylate_fastmaxsim.kernels.attention import launch as attention_launch  # noqa: E402
+from pylate_fastmaxsim.kernels.attention.long import (  # noqa: E402
     long_attention_gradient_kernel,
     long_attention_kernel,
 )
-from pylate_fastmaxsim.kernels.short_attention import (  # noqa: E402
+from pylate_fastmaxsim.kernels.attention.short import (  # noqa: E402
     short_attention_gradient_kernel,
     short_attention_kernel,
 )
@@ -25,8 +25,8 @@ LAYOUT = {"Q_ROW": 64, "K_ROW": 64, "V_ROW": 768, "HEADS": 12, "DIM": 64, "SCALE
 @pytest.mark.parametrize(
     "short, long, tiles",
     [
-        (short_attention_kernel, long_attention_kernel, attention.FORWARD),
-        (short_attention_gradient_kernel, long_attention_gradient_kernel, attention.BACKWARD),
+        (short_attention_kernel, long_attention_kernel, attention_launch.FORWARD),
+        (short_attention_gradient_kernel, long_attention_gradient_kernel, attention_launch.BACKWARD),
     ],
     ids=["forward", "backward"],
 )

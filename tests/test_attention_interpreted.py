@@ -18,11 +18,13 @@ else:
     from attention_cases import case, definition, distances, gradient_of
     from interpreter import mended
 
-    from pylate_fastmaxsim.kernels import attention
+    from pylate_fastmaxsim.kernels.attention import launch as attention_launch
 
     # Small tiles: the interpreter pays per operation, and several must take part. Of both kinds, and of long texts only.
-    TILES = attention.Tiles((attention.Tile(16, 4), attention.Tile(32, 4)), attention.Tile(16, 4))
-    LONG = attention.Tiles((), attention.Tile(16, 4))
+    TILES = attention_launch.Tiles(
+        (attention_launch.Tile(16, 4), attention_launch.Tile(32, 4)), attention_launch.Tile(16, 4)
+    )
+    LONG = attention_launch.Tiles((), attention_launch.Tile(16, 4))
     LENGTHS = [5, 0, 16, 17, 1, 70, 32, 33]
 
     @pytest.fixture(autouse=True, scope="module")
@@ -31,11 +33,11 @@ else:
             yield
 
     def check(batch, tiles=TILES, tolerance=1e-5):
-        states, log_sums = attention.forward(*batch, tiles)
-        gradients = attention.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+        states, log_sums = attention_launch.forward(*batch, tiles)
+        gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
         assert states.is_contiguous()
         for values, gradient in zip(batch[:3], gradients, strict=True):
-            assert gradient.stride() == attention.laid_out(values).stride()
+            assert gradient.stride() == attention_launch.laid_out(values).stride()
         assert max(distances([states, *gradients], definition(batch))) < tolerance
 
     @pytest.mark.parametrize("reach", [-1, 0, 3, 20, 64])
@@ -70,8 +72,8 @@ else:
     def test_nan_shows(tiles, length):
         batch = case([9, length, 7])
         batch.key[9 + length - 1, 1, 3] = torch.nan
-        states, log_sums = attention.forward(*batch, tiles)
-        gradients = attention.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+        states, log_sums = attention_launch.forward(*batch, tiles)
+        gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
         diverged = torch.zeros(len(states), 2, dtype=torch.bool)
         diverged[9 : 9 + length, 1] = True
         for result in (states, *gradients):
@@ -83,5 +85,5 @@ else:
 
     def test_nothing():
         for tiles in (TILES, LONG):
-            states, log_sums = attention.forward(*case([0, 0]), tiles)
+            states, log_sums = attention_launch.forward(*case([0, 0]), tiles)
             assert states.shape == (0, 2, 16) and log_sums.shape == (2, 0)

@@ -11,7 +11,7 @@ from pylate_fastmaxsim import TokenBatch, reference
 
 pytest.importorskip("triton")
 
-from pylate_fastmaxsim.kernels import maxsim  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -35,8 +35,8 @@ def ragged(generator, count, longest, dim, dtype, keep=None, shortest=1, gap=0):
     return TokenBatch(values.to(DEVICE), starts.to(DEVICE), lengths.to(DEVICE), longest, mask, gapless=gap == 0)
 
 
-run = partial(exactness.run, maxsim)
-check = partial(exactness.check, maxsim)
+run = partial(exactness.run, maxsim_launch)
+check = partial(exactness.check, maxsim_launch)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -91,7 +91,7 @@ def test_random_shapes(seed):
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
 def test_no_more_pairs_than_documents(monkeypatch, scanned, repeated, longest, gap):
-    monkeypatch.setattr(maxsim, "_SCANNED_PAIRS", scanned)
+    monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
     generator = torch.Generator().manual_seed(0)
     queries = ragged(generator, 8, longest, 96, torch.bfloat16, gap=gap)
     documents = ragged(generator, 40, 300, 96, torch.bfloat16, gap=gap)
@@ -232,7 +232,7 @@ def test_nan_shows(dtype):
     queries = ragged(generator, 8, 32, 128, dtype)
     documents = ragged(generator, 9, 300, 128, dtype)
     documents.values[documents.starts[4] + documents.lengths[4] - 1] = float("nan")
-    scores = maxsim.forward(*arguments(queries, documents), False, "highest")[0]
+    scores = maxsim_launch.forward(*arguments(queries, documents), False, "highest")[0]
     assert torch.equal(scores.isnan().any(dim=0), torch.arange(9, device=DEVICE) == 4)
     assert scores[:, 4].isnan().all()
 
@@ -240,4 +240,4 @@ def test_nan_shows(dtype):
 def test_first_of_equal_maxima_wins():
     documents = TokenBatch.from_padded(torch.ones(3, 500, 128, device=DEVICE, dtype=torch.bfloat16))
     queries = TokenBatch.from_padded(torch.ones(5, 32, 128, device=DEVICE, dtype=torch.bfloat16))
-    assert not maxsim.forward(*arguments(queries, documents), True, "highest")[1].any()
+    assert not maxsim_launch.forward(*arguments(queries, documents), True, "highest")[1].any()

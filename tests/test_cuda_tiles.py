@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
-from pylate_fastmaxsim.kernels import launch, maxsim  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -24,14 +25,14 @@ INPUTS = {
 }
 TABLES = {
     "forward": (
-        launch._FORWARD,
-        launch._FORWARD_OF_FEW_ROWS,
-        launch._FORWARD_WITH_WINNERS,
-        launch._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
+        maxsim_tiles._FORWARD,
+        maxsim_tiles._FORWARD_OF_FEW_ROWS,
+        maxsim_tiles._FORWARD_WITH_WINNERS,
+        maxsim_tiles._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
     ),
-    "query_gradient": (launch._QUERY_GRADIENT,),
-    "document_gradient": (launch._DOCUMENT_GRADIENT,),
-    "candidate_gradient": (launch._CANDIDATE_GRADIENT,),
+    "query_gradient": (maxsim_tiles._QUERY_GRADIENT,),
+    "document_gradient": (maxsim_tiles._DOCUMENT_GRADIENT,),
+    "candidate_gradient": (maxsim_tiles._CANDIDATE_GRADIENT,),
 }
 
 
@@ -51,7 +52,7 @@ def configurations():
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
     # As many documents a program as the table says, of which so few rows would leave one.
-    monkeypatch.setattr(launch, "_ENOUGH_ROWS", 0)
+    monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
     dtype, precision = INPUTS[kind]
     generator = torch.Generator().manual_seed(seed)
     masked = (None, 0.7, 0.9)[seed]
@@ -60,8 +61,8 @@ def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
     candidates = None
     if family == "candidate_gradient" or (family != "document_gradient" and seed == 1):
         candidates = torch.randint(37, (19, 5), generator=generator).to(DEVICE)
-    chosen = launch.Tiles(**{family: tiles})
+    chosen = maxsim_tiles.Tiles(**{family: tiles})
     try:
-        exactness.check(maxsim, queries, documents, candidates, precision=precision, tiles=chosen)
+        exactness.check(maxsim_launch, queries, documents, candidates, precision=precision, tiles=chosen)
     except OutOfResources as error:
         pytest.skip(f"made for a GPU with more shared memory: {error}")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden, reference
 from pylate_fastmaxsim.ops.head import project_normalize
 
-head = pytest.importorskip("pylate_fastmaxsim.kernels.head")
+head = pytest.importorskip("pylate_fastmaxsim.kernels.projection.launch")
 pytestmark = pytest.mark.cuda
 
 DEVICE = "cuda"

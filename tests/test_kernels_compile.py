@@ -16,17 +16,17 @@ compiler = pytest.importorskip("triton.compiler")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from pylate_fastmaxsim.kernels import launch  # noqa: E402
-from pylate_fastmaxsim.kernels.candidate_order import candidate_order_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.document_gradient import (  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.candidate_order import candidate_order_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
-from pylate_fastmaxsim.kernels.forward import forward_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.live_rows import live_tokens_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.query_gradient import query_gradient_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.releases import RELEASE  # noqa: E402
-from pylate_fastmaxsim.kernels.winner_buckets import count_kernel, place_kernel, row_query_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.query_gradient import query_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim.winner_buckets import count_kernel, place_kernel, row_query_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE  # noqa: E402
 from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -114,7 +114,7 @@ def kind(operand):
 
 
 def precision(operand):
-    return launch.INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
+    return maxsim_tiles.INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
 
 
 CASES = [("bf16", 128), ("bf16", 96), ("bf16", 256), ("bf16", 768), ("fp16", 128)]
@@ -144,7 +144,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_forward(arch, operand, dim, name, tmp_path):
@@ -152,7 +152,7 @@ def test_forward(arch, operand, dim, name, tmp_path):
         pytest.skip("a few cases are enough for what the other batches cover already")
     batch = BATCHES[name]
     query_rows = batch.rows if batch.long_queries else 32
-    tile = launch.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None, query_rows)
+    tile = maxsim_tiles.forward_tiles(arch, kind(operand), dim, batch.rows, batch.winners is not None, query_rows)
     absent = (() if batch.candidates else ("candidates",)) + (() if batch.masks else MASKS)
     absent += () if batch.winners else ("winners",)
     ptx, shared = compiled(
@@ -177,11 +177,11 @@ def test_forward(arch, operand, dim, name, tmp_path):
         assert unit in ptx
 
 
-@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", [("bf16", 128), ("bf16", 768), ("bf16x6", 128)])
 @pytest.mark.parametrize("absent", [("candidates",), ("row_query",)], ids=["all", "candidates"])
 def test_query_gradient(arch, operand, dim, absent, tmp_path):
-    tile = launch.query_gradient_tiles(arch, kind(operand), dim)
+    tile = maxsim_tiles.query_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
         query_gradient_kernel,
         arch,
@@ -196,10 +196,10 @@ def test_query_gradient(arch, operand, dim, absent, tmp_path):
     check(arch, operand, ptx, shared, tmp_path)
 
 
-@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 def test_document_gradient(arch, operand, dim, tmp_path):
-    tile = launch.document_gradient_tiles(arch, kind(operand), dim)
+    tile = maxsim_tiles.document_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
         document_gradient_kernel,
         arch,
@@ -215,12 +215,12 @@ def test_document_gradient(arch, operand, dim, tmp_path):
     check(arch, operand, ptx, shared, tmp_path)
 
 
-@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize("write_zeros", [False, True], ids=["zeros-there", "zeros-written"])
 @pytest.mark.parametrize("absent", [(), ("pairs", "pair_offsets")], ids=["ordered", "scanned"])
 def test_candidate_document_gradient(arch, operand, dim, absent, write_zeros, tmp_path):
-    tile = launch.candidate_gradient_tiles(arch, kind(operand), dim)
+    tile = maxsim_tiles.candidate_gradient_tiles(arch, kind(operand), dim)
     ptx, shared = compiled(
         candidate_document_gradient_kernel,
         arch,
@@ -239,17 +239,17 @@ def test_candidate_document_gradient(arch, operand, dim, absent, write_zeros, tm
     check(arch, operand, ptx, shared, tmp_path)
 
 
-@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
 @pytest.mark.parametrize("winners", [torch.uint8, torch.int16])
 def test_buckets(arch, winners, tmp_path):
-    tile = launch.document_gradient_tiles(arch, "half", 128)
+    tile = maxsim_tiles.document_gradient_tiles(arch, "half", 128)
     sizes = {"BLOCK_T": tile.block_t, "BLOCK_SCAN": tile.block_scan}
     for kernel in (count_kernel, place_kernel):
         scan = compiled(kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, **sizes)
         check(arch, "bf16", *scan, tmp_path)
 
 
-@pytest.mark.parametrize("arch", launch.ARCHITECTURES)
+@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
 def test_helpers(arch, tmp_path):
     check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", {"num_warps": 1}, BLOCK=128), tmp_path)
     order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=8, BLOCK_SCAN=1024)
@@ -258,10 +258,10 @@ def test_helpers(arch, tmp_path):
 
 
 def test_tiles_shrink_to_the_input():
-    tiles = launch.forward_tiles(90, "half", 48, 33, False)
+    tiles = maxsim_tiles.forward_tiles(90, "half", 48, 33, False)
     assert (tiles.block_m, tiles.block_k, tiles.num_stages) == (64, 64, 2)
-    tiles = launch.forward_tiles(90, "half", 48, 5, False)
+    tiles = maxsim_tiles.forward_tiles(90, "half", 48, 5, False)
     assert (tiles.block_m, tiles.block_k, tiles.num_warps, tiles.num_stages) == (32, 64, 1, 3)
-    assert launch.xtr_maxima_tiles(90, "half", 48, 5).block_m == 64
-    assert launch.document_gradient_tiles(90, "half", 7).block_d == 16
-    assert launch.query_gradient_tiles(90, "half", 1).block_d == 1
+    assert maxsim_tiles.xtr_maxima_tiles(90, "half", 48, 5).block_m == 64
+    assert maxsim_tiles.document_gradient_tiles(90, "half", 7).block_d == 16
+    assert maxsim_tiles.query_gradient_tiles(90, "half", 1).block_d == 1

@@ -19,15 +19,16 @@ else:
     from interpreter import mended, spread_out
 
     from pylate_fastmaxsim import TokenBatch, reference
-    from pylate_fastmaxsim.kernels import launch, maxsim
+    from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
+    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
     from pylate_fastmaxsim.winners import no_winner
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-    TILES = launch.Tiles(
-        launch.ForwardTiles(16, 32, 64, 3, 4, 1),
-        launch.QueryGradientTiles(4, 64, 2, 1),
-        launch.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
-        launch.CandidateGradientTiles(16, 16, 64, 4, 1),
+    TILES = maxsim_tiles.Tiles(
+        maxsim_tiles.ForwardTiles(16, 32, 64, 3, 4, 1),
+        maxsim_tiles.QueryGradientTiles(4, 64, 2, 1),
+        maxsim_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
+        maxsim_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
     )
 
     @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +39,7 @@ else:
     @pytest.fixture(autouse=True)
     def _several_documents_a_program(monkeypatch):
         # So few rows would otherwise leave one document to each program.
-        monkeypatch.setattr(launch, "_ENOUGH_ROWS", 0)
+        monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
 
     def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
         """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""
@@ -64,8 +65,8 @@ else:
         exact = queries.values.dtype == torch.float32
         args = arguments(queries, documents, candidates, zero_floor)
         with uninitialized_memory_as_nan():
-            scores, winners = maxsim.forward(*args, True, precision, tiles)
-        alone, none = maxsim.forward(*args, False, precision, tiles)
+            scores, winners = maxsim_launch.forward(*args, True, precision, tiles)
+        alone, none = maxsim_launch.forward(*args, False, precision, tiles)
         q64, d64 = finite(queries), finite(documents)
         q64.values.requires_grad_()
         d64.values.requires_grad_()
@@ -79,7 +80,7 @@ else:
 
         grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
         with uninitialized_memory_as_nan():
-            grad_q, grad_d = maxsim.backward(grad, winners, *args, precision, True, True, tiles)
+            grad_q, grad_d = maxsim_launch.backward(grad, winners, *args, precision, True, True, tiles)
         assert grad_q.dtype == queries.values.dtype and grad_d.dtype == documents.values.dtype
         if expected.requires_grad:
             expected.backward(grad.double())
@@ -119,8 +120,8 @@ else:
     )
     @pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
     def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
-        monkeypatch.setattr(maxsim, "_SCANNED_PAIRS", scanned)
-        monkeypatch.setattr(maxsim, "_BLOCK_SCAN", 4)
+        monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
+        monkeypatch.setattr(maxsim_launch, "_BLOCK_SCAN", 4)
         queries = ragged(generator, [4, longest, 1], 48, gap=gap)
         documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
         check(queries, documents, torch.tensor(candidates))
@@ -134,8 +135,8 @@ else:
 
     def test_tiles_of_the_table(generator):
         queries = ragged(generator, [3, 40, 130], 32)
-        check(queries, ragged(generator, [70, 1], 32), tiles=launch.Tiles())
-        check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=launch.Tiles())
+        check(queries, ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
+        check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
 
     @pytest.mark.parametrize("lengths", [[255, 2], [256, 300]])
     def test_winner_types(generator, lengths):
@@ -153,16 +154,16 @@ else:
 
     @pytest.mark.parametrize("entries", [1, 100])
     def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
-        monkeypatch.setattr(maxsim, "_BUCKET_ENTRIES", entries)
+        monkeypatch.setattr(maxsim_launch, "_BUCKET_ENTRIES", entries)
         check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
 
     @pytest.mark.parametrize("comparisons", [0, 2**26], ids=["sorted", "quadratic"])
     def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparisons):
-        monkeypatch.setattr(maxsim, "_QUADRATIC_ORDER", comparisons)
+        monkeypatch.setattr(maxsim_launch, "_QUADRATIC_ORDER", comparisons)
         queries, documents = ragged(generator, [4, 20, 0, 1], 16), ragged(generator, [2, 30, 0, 19, 5], 16)
         candidates = torch.tensor([[4, 1, 1], [1, 0, 4], [3, 3, 3], [1, 2, 4]])
         check(queries, documents, candidates)
-        pairs, offsets = maxsim._candidate_order(candidates, 5)
+        pairs, offsets = maxsim_launch._candidate_order(candidates, 5)
         assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
 
     @pytest.mark.parametrize("layout", ["all", "candidates"])
@@ -173,16 +174,16 @@ else:
         zero_floor = torch.tensor([False, True, True])
         inputs = arguments(*batches, candidates, zero_floor)
         strided = [spread_out(value) if isinstance(value, torch.Tensor) else value for value in inputs]
-        scores, winners = maxsim.forward(*inputs, True, "highest", TILES)
-        own_scores, own_winners = maxsim.forward(*strided, True, "highest", TILES)
+        scores, winners = maxsim_launch.forward(*inputs, True, "highest", TILES)
+        own_scores, own_winners = maxsim_launch.forward(*strided, True, "highest", TILES)
         assert torch.equal(own_scores, scores)
         index, own_index = (winner_index(each) for each in (winners, own_winners))
         assert torch.equal(own_index, index)
         for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
-            expected = maxsim.backward(grad.contiguous(), winners, *inputs, "highest", True, True, TILES)
+            expected = maxsim_launch.backward(grad.contiguous(), winners, *inputs, "highest", True, True, TILES)
             if grad.is_contiguous():
                 grad = spread_out(grad)
-            actual = maxsim.backward(grad, winners, *strided, "highest", True, True, TILES)
+            actual = maxsim_launch.backward(grad, winners, *strided, "highest", True, True, TILES)
             assert all(map(torch.equal, actual, expected))
 
     @pytest.mark.parametrize("longest", [16, 17], ids=["short", "longer than a block of rows"])
@@ -239,7 +240,7 @@ else:
             start = int(documents.starts[short])
             documents.values[start : start + int(documents.lengths[short])] = -torch.inf
         args = arguments(queries, documents, candidates, None)
-        _, winners = maxsim.forward(*args, True, "highest", tiles)
+        _, winners = maxsim_launch.forward(*args, True, "highest", tiles)
         index = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
         assert torch.equal(index, reference.maxsim_winners(queries, documents, candidates))
 
@@ -248,15 +249,17 @@ else:
         documents = ragged(generator, [20, 40, 5], 16, permuted=False, gap=0)
         documents.values[20 + 30] = float("nan")
         documents.values[20 + 35] = float("nan")
-        scores, winners = maxsim.forward(*arguments(queries, documents, None, None), True, "highest", TILES)
+        scores, winners = maxsim_launch.forward(*arguments(queries, documents, None, None), True, "highest", TILES)
         assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
         assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
         keep = torch.ones(65, dtype=torch.bool)
         keep[[50, 55]] = False
         masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
-        assert not maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)[0].isnan().any()
+        assert (
+            not maxsim_launch.forward(*arguments(queries, masked, None, None), True, "highest", TILES)[0].isnan().any()
+        )
         queries.values[1] = float("nan")
-        scores, _ = maxsim.forward(*arguments(queries, masked, None, None), True, "highest", TILES)
+        scores, _ = maxsim_launch.forward(*arguments(queries, masked, None, None), True, "highest", TILES)
         assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
     @pytest.mark.parametrize("longest", [16, 20], ids=["short", "longer than a block of rows"])
@@ -270,23 +273,23 @@ else:
         candidates = None if candidates is None else torch.tensor(candidates)
         queries.values[:longest] = float("nan")
         args = arguments(queries, documents, candidates, None)
-        scores, winners = maxsim.forward(*args, True, "highest", TILES)
+        scores, winners = maxsim_launch.forward(*args, True, "highest", TILES)
         grad = torch.ones_like(scores)
         grad[0] = 0.0
-        _, grad_d = maxsim.backward(grad, winners, *args, "highest", True, True, TILES)
+        _, grad_d = maxsim_launch.backward(grad, winners, *args, "highest", True, True, TILES)
         assert grad_d.isfinite().all() and grad_d.any()
         # NaN is not 0.
-        _, grad_d = maxsim.backward(grad * float("nan"), winners, *args, "highest", True, True, TILES)
+        _, grad_d = maxsim_launch.backward(grad * float("nan"), winners, *args, "highest", True, True, TILES)
         assert grad_d.isnan().any()
 
     def test_only_one_gradient(generator):
         queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
         args = arguments(queries, documents, None, None)
-        scores, winners = maxsim.forward(*args, True, "highest", TILES)
-        both = maxsim.backward(torch.ones_like(scores), winners, *args, "highest", True, True, TILES)
-        grad_q, nothing = maxsim.backward(torch.ones_like(scores), winners, *args, "highest", True, False, TILES)
+        scores, winners = maxsim_launch.forward(*args, True, "highest", TILES)
+        both = maxsim_launch.backward(torch.ones_like(scores), winners, *args, "highest", True, True, TILES)
+        grad_q, nothing = maxsim_launch.backward(torch.ones_like(scores), winners, *args, "highest", True, False, TILES)
         assert torch.equal(grad_q, both[0]) and nothing.numel() == 0
-        nothing, grad_d = maxsim.backward(torch.ones_like(scores), winners, *args, "highest", False, True, TILES)
+        nothing, grad_d = maxsim_launch.backward(torch.ones_like(scores), winners, *args, "highest", False, True, TILES)
         assert torch.equal(grad_d, both[1]) and nothing.numel() == 0
 
     @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip
@@ -294,9 +297,9 @@ else:
         queries, documents = ragged(generator, q_lengths, 16), ragged(generator, d_lengths, 16)
         candidates = None if slots is None else torch.zeros(len(q_lengths), slots, dtype=torch.int64)
         args = arguments(queries, documents, candidates, None)
-        scores, winners = maxsim.forward(*args, True, "highest")
+        scores, winners = maxsim_launch.forward(*args, True, "highest")
         assert scores.shape == (len(q_lengths), len(d_lengths) if slots is None else slots) and not scores.any()
         assert winners.shape == (scores.shape[1], len(queries.values))
-        grad_q, grad_d = maxsim.backward(scores, winners, *args, "highest", True, True)
+        grad_q, grad_d = maxsim_launch.backward(scores, winners, *args, "highest", True, True)
         assert grad_q.shape == queries.values.shape and not grad_q.any()
         assert grad_d.shape == documents.values.shape and not grad_d.any()

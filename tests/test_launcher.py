@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from pylate_fastmaxsim import kernels  # noqa: E402
-from pylate_fastmaxsim.kernels.launcher import Launcher  # noqa: E402
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher  # noqa: E402
 
 SIZE = 32
 

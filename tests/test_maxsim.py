@@ -379,8 +379,8 @@ def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suff
 
 
 def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim", None)
-    monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim", raising=False)
+    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
+    monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim.launch", raising=False)
     ops._kernels.cache_clear()
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
         assert ops._kernels() is ops._kernels() is blocked

@@ -124,7 +124,10 @@ NAMES = [
     (runpy, "_run_module_as_main", "fastmaxsim run -m"),
 ]
 
-if importlib.util.find_spec("triton") and importlib.import_module("pylate_fastmaxsim.kernels.launcher")._KNOWN:
+if (
+    importlib.util.find_spec("triton")
+    and importlib.import_module("pylate_fastmaxsim.kernels.runtime.cached_launch")._KNOWN
+):
     import triton
     from triton.compiler import CompiledKernel
 

@@ -12,13 +12,13 @@ pytest.importorskip("pylate")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.tuning import gpu
 from pylate_fastmaxsim.tuning.report import measured_table, row_text
 from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search
 
-ROW = launch.QueryGradientTiles(4, 128, 8, 2)
+ROW = maxsim_tiles.QueryGradientTiles(4, 128, 8, 2)
 VALUES = {"block_rows": (1, 2, 4, 8), "unroll": (4, 8, 16), "num_warps": (1, 2, 4)}
 
 
@@ -41,7 +41,7 @@ class Pretended:
 
 
 def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the_table():
-    best = launch.QueryGradientTiles(8, 128, 16, 1)
+    best = maxsim_tiles.QueryGradientTiles(8, 128, 16, 1)
     measure = Pretended(best)
     found = search(ROW, VALUES, measure, never)
     assert found.best.tiles == best and found.table.tiles == ROW and found.finished
@@ -51,7 +51,7 @@ def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the
 
 
 def test_what_is_wrong_is_reported_and_never_chosen():
-    best = launch.QueryGradientTiles(8, 128, 8, 2)
+    best = maxsim_tiles.QueryGradientTiles(8, 128, 8, 2)
     found = search(ROW, VALUES, Pretended(best, wrong=[best]), never)
     assert found.best.tiles != best and found.best.problem is None
     assert [one.problem for one in found.measured if one.tiles == best] == ["wrong gradient"]
@@ -74,7 +74,7 @@ def test_a_gain_that_does_not_come_again_changes_nothing():
 
 
 def test_the_budget_ends_the_search_with_what_was_found():
-    measure = Pretended(launch.QueryGradientTiles(8, 128, 16, 1))
+    measure = Pretended(maxsim_tiles.QueryGradientTiles(8, 128, 16, 1))
     found = search(ROW, VALUES, measure, lambda: len(measure.asked) >= 4)
     assert not found.finished and len(found.measured) == 4
     assert found.best.tiles == ROW._replace(block_rows=8)
@@ -88,8 +88,8 @@ def test_a_row_of_the_table_that_fails_is_an_error():
 @pytest.mark.parametrize("dim", [1, 48, 128, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
-    monkeypatch.setattr(launch, "architecture", lambda device: 90)
-    assert set(CANDIDATES) == set(launch.Tiles._fields) == set(gpu.SHAPES)
+    monkeypatch.setattr(maxsim_tiles, "architecture", lambda device: 90)
+    assert set(CANDIDATES) == set(maxsim_tiles.Tiles._fields) == set(gpu.SHAPES)
     for family in CANDIDATES:
         row = gpu.table_row(family, dim, dtype)
         for name, values in choices(family, dim).items():
@@ -98,13 +98,13 @@ def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
 
 
 def test_the_row_can_be_pasted_and_says_where():
-    best = Measured(launch.ForwardTiles(64, 64, 128, 4, 8, 3, None), (1.0, 4.0))
-    own = Measured(launch.ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
+    best = Measured(maxsim_tiles.ForwardTiles(64, 64, 128, 4, 8, 3, None), (1.0, 4.0))
+    own = Measured(maxsim_tiles.ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
     out = Measured(own.tiles._replace(num_warps=4), problem="OutOfResources: shared memory")
     found = Search(own, best, [own, out, best], True)
     comment, row = row_text("_FORWARD", 86, "half", 128, found).splitlines()
     assert comment == '# _FORWARD[86, "half"]: 1.41 times as fast as the table\'s row'
-    assert eval(row, vars(launch)) == ((128, best.tiles),)
+    assert eval(row, vars(maxsim_tiles)) == ((128, best.tiles),)
     console = Console(width=200, file=io.StringIO())
     console.print(measured_table("forward", found, gpu.IN_BATCH))
     lines = console.file.getvalue().splitlines()
@@ -113,16 +113,19 @@ def test_the_row_can_be_pasted_and_says_where():
     assert "256x32 vs 512x300" in lines[2] and "OutOfResources: shared memory" in console.file.getvalue()
 
 
-@pytest.mark.parametrize("architecture", launch.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", maxsim_tiles.ARCHITECTURES)
 @pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (1024, torch.bfloat16), (128, torch.float32)])
 @pytest.mark.parametrize("family", CANDIDATES)
 def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, family, monkeypatch):
-    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
-    table, kind = getattr(launch, gpu.table_name(family, dim, dtype)), launch.arithmetic(dtype, gpu.PRECISION)
+    monkeypatch.setattr(maxsim_tiles, "architecture", lambda device: architecture)
+    table, kind = (
+        getattr(maxsim_tiles, gpu.table_name(family, dim, dtype)),
+        maxsim_tiles.arithmetic(dtype, gpu.PRECISION),
+    )
     smaller = gpu.table_row(family, dim, dtype)._replace(num_warps=1)
     own = table.get((architecture, kind), [])
     monkeypatch.setitem(table, (architecture, kind), [(dim, smaller), *own])
-    tiles = getattr(launch, f"{family}_tiles")
+    tiles = getattr(maxsim_tiles, f"{family}_tiles")
     tiles.cache_clear()
     try:
         assert gpu.table_row(family, dim, dtype).num_warps == 1
@@ -146,7 +149,7 @@ def test_on_a_gpu_it_prints_a_row_for_every_family():
     rows = [line for line in done.stdout.splitlines() if not line.startswith("#")]
     assert len(rows) == len(CANDIDATES)
     for row, family in zip(rows, CANDIDATES, strict=True):
-        ((dim, tiles),) = eval(row, vars(launch))
+        ((dim, tiles),) = eval(row, vars(maxsim_tiles))
         assert dim == 128 and type(tiles) is type(gpu.table_row(family, 128, torch.bfloat16))
 
 

@@ -10,7 +10,8 @@ from pylate_fastmaxsim import TokenBatch, xtr_scores
 
 pytest.importorskip("triton")
 
-from pylate_fastmaxsim.kernels import maxsim, xtr  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch  # noqa: E402
+from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.cuda,
@@ -30,9 +31,9 @@ def run(queries, documents, k, candidates=None, zero_floor=None, precision="high
     """Scores, winners, and both gradients of their sum."""
     sizes = queries.max_length, documents.max_length
     args = arguments(queries, documents, candidates, zero_floor)
-    sums, counts, winners = xtr.forward(*args, k, normalizer == "retrieved", *sizes, True, precision)
+    sums, counts, winners = xtr_launch.forward(*args, k, normalizer == "retrieved", *sizes, True, precision)
     weights = 1 / counts.clamp(min=1e-3)
-    grads = maxsim.backward(weights, winners, *args, *sizes, False, False, precision, True, True)
+    grads = maxsim_launch.backward(weights, winners, *args, *sizes, False, False, precision, True, True)
     return sums * weights, winners, *grads
 
 
@@ -56,7 +57,7 @@ def check(queries, documents, k, candidates=None, precision="highest", tolerance
     scores, winners, *grads = run(queries, documents, k, candidates, precision=precision, normalizer=normalizer)
     retrieved = normalizer == "retrieved"
     sizes = queries.max_length, documents.max_length
-    alone = xtr.forward(*arguments(queries, documents, candidates), k, retrieved, *sizes, False, precision)
+    alone = xtr_launch.forward(*arguments(queries, documents, candidates), k, retrieved, *sizes, False, precision)
     assert torch.equal(alone[0] * (1 / alone[1].clamp(min=1e-3)), scores), "scores without winners"
     threshold, maxima = exact_maxima(queries, documents, k)
     rows = live_rows(queries)
@@ -140,9 +141,9 @@ def test_random_shapes(seed):
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_similarities_in_clusters(monkeypatch, rounds):
     """Tokens of a document that are nearly alike: many more exceed the first bound than there are places for."""
-    monkeypatch.setattr(xtr, "_PLACES", 0)
-    monkeypatch.setattr(xtr, "_PLACES_OF_K", 2)
-    monkeypatch.setattr(xtr, "_ROUNDS", rounds)
+    monkeypatch.setattr(xtr_launch, "_PLACES", 0)
+    monkeypatch.setattr(xtr_launch, "_PLACES_OF_K", 2)
+    monkeypatch.setattr(xtr_launch, "_ROUNDS", rounds)
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(128, 1, 128, generator=generator)
     values = centers + 0.3 * torch.randn(128, 180, 128, generator=generator)
@@ -162,7 +163,7 @@ def test_rows_in_parts(monkeypatch, scratch):
     generator = torch.Generator().manual_seed(0)
     queries, documents = (ragged(generator, n, m, 128, torch.bfloat16, keep=0.9) for n, m in ((99, 32), (65, 180)))
     whole = run(queries, documents, 50)
-    monkeypatch.setattr(xtr, "_SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(xtr_launch, "_SCRATCH_BYTES", scratch)
     assert all(map(torch.equal, whole, run(queries, documents, 50)))
 
 

@@ -21,10 +21,13 @@ else:
 
     from pylate_fastmaxsim import TokenBatch, reference
     from pylate_fastmaxsim.cpu import xtr as blocked
-    from pylate_fastmaxsim.kernels import launch, xtr
+    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+    from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-    TILES = launch.XtrTiles(launch.ForwardTiles(16, 32, 64, 2, 4, 1), launch.CollectTiles(16, 16, 4, 1))
+    TILES = maxsim_tiles.XtrTiles(
+        maxsim_tiles.ForwardTiles(16, 32, 64, 2, 4, 1), maxsim_tiles.CollectTiles(16, 16, 4, 1)
+    )
 
     @pytest.fixture(autouse=True, scope="module")
     def _mended():
@@ -47,7 +50,7 @@ else:
 
     def check(queries, documents, k, candidates=None, zero_floor=None, normalizer="positive", tiles=TILES):
         args = arguments(queries, documents, k, candidates, zero_floor, normalizer)
-        sums, counts, winners = xtr.forward(*args, True, "highest", tiles)
+        sums, counts, winners = xtr_launch.forward(*args, True, "highest", tiles)
         q64, d64 = (each.with_values(each.values.double()) for each in (queries, documents))
         rest = k, candidates, zero_floor, normalizer
         assert torch.equal(winner_index(winners), reference.xtr_winners(q64, d64, *rest))
@@ -84,17 +87,17 @@ else:
     )
     def test_without_winners(generator, monkeypatch, constants, dtype, layout, masked):
         for name, value in constants.items():
-            monkeypatch.setattr(xtr, name, value)
+            monkeypatch.setattr(xtr_launch, name, value)
         queries = batch(generator, [2, 0, 3], 8, dtype, masked=masked)
         documents = batch(generator, [1, 20, 0, 7], 8, dtype, masked=masked)
         candidates = torch.tensor([[3, 1], [0, 1], [1, 1]]) if layout == "candidates" else None
         args = arguments(queries, documents, 5, candidates, torch.tensor([True, False, False, True]))
-        sums, counts, winners = xtr.forward(*args, False, "highest", TILES)
-        expected = xtr.forward(*args, True, "highest", TILES)
+        sums, counts, winners = xtr_launch.forward(*args, False, "highest", TILES)
+        expected = xtr_launch.forward(*args, True, "highest", TILES)
         assert torch.equal(sums, expected[0]) and torch.equal(counts, expected[1]) and winners.numel() == 0
 
     def test_tiles_of_the_table(generator):
-        check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20, tiles=launch.XtrTiles())
+        check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20, tiles=maxsim_tiles.XtrTiles())
 
     def test_every_row_has_a_winner_where_one_token_passes(generator):
         queries, documents = batch(generator, [9, 8], 96, masked=False), batch(generator, [21] * 4, 96, masked=False)
@@ -105,9 +108,9 @@ else:
     @pytest.mark.parametrize("places, rounds", [(1, 0), (1, 1), (1, 2), (2, 3)])
     def test_more_candidates_than_places(generator, monkeypatch, integers, places, rounds):
         """Further rounds and bisection find the same as one round."""
-        monkeypatch.setattr(xtr, "_PLACES_OF_K", places)
-        monkeypatch.setattr(xtr, "_PLACES", 0)
-        monkeypatch.setattr(xtr, "_ROUNDS", rounds)
+        monkeypatch.setattr(xtr_launch, "_PLACES_OF_K", places)
+        monkeypatch.setattr(xtr_launch, "_PLACES", 0)
+        monkeypatch.setattr(xtr_launch, "_ROUNDS", rounds)
         queries = batch(generator, [3, 2], 8, integers=integers)
         documents = batch(generator, [40, 3, 34], 8, integers=integers)
         for k in (1, 9):
@@ -115,15 +118,17 @@ else:
 
     def test_bisection_takes_what_is_left(generator, monkeypatch):
         """Without it the thresholds of these rows stay unset, and everything passes."""
-        monkeypatch.setattr(xtr, "_ROUNDS", 0)
+        monkeypatch.setattr(xtr_launch, "_ROUNDS", 0)
         queries, documents = batch(generator, [3], 8, masked=False), batch(generator, [5] * 6, 8)
         check(queries, documents, 4)
-        monkeypatch.setattr(xtr, "bisect_kernel", type("", (), {"__getitem__": lambda *_: lambda *_, **__: None})())
+        monkeypatch.setattr(
+            xtr_launch, "bisect_kernel", type("", (), {"__getitem__": lambda *_: lambda *_, **__: None})()
+        )
         with pytest.raises(AssertionError):
             check(queries, documents, 4)
 
     def test_rows_in_parts(generator, monkeypatch):
-        monkeypatch.setattr(xtr, "_SCRATCH_BYTES", 1)
+        monkeypatch.setattr(xtr_launch, "_SCRATCH_BYTES", 1)
         check(batch(generator, [5, 20, 0, 3], 8), batch(generator, [40, 3, 19], 8), 11)
 
     def test_less_positive_tokens_than_pass(generator):
@@ -155,7 +160,7 @@ else:
         for values in (documents, torch.cat([documents[:1], torch.full((2, 9, 16), torch.nan)])):
             args = arguments(queries, TokenBatch.from_padded(values), k, normalizer=normalizer)
             for ours, wanted in zip(
-                xtr.forward(*args, True, "highest", TILES), blocked.forward(*args, True, "highest"), strict=True
+                xtr_launch.forward(*args, True, "highest", TILES), blocked.forward(*args, True, "highest"), strict=True
             ):
                 torch.testing.assert_close(ours, wanted, equal_nan=True)
 
@@ -172,7 +177,7 @@ else:
         candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
         inputs = arguments(*batches, 9, candidates, torch.tensor([False, True, True]))
         strided = [spread_out(value) if isinstance(value, torch.Tensor) else value for value in inputs]
-        expected, actual = (xtr.forward(*each, True, "highest", TILES) for each in (inputs, strided))
+        expected, actual = (xtr_launch.forward(*each, True, "highest", TILES) for each in (inputs, strided))
         assert all(map(torch.equal, actual, expected))
 
     @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip
@@ -180,6 +185,6 @@ else:
         queries, documents = batch(generator, q_lengths, 16), batch(generator, d_lengths, 16)
         candidates = None if slots is None else torch.zeros(len(q_lengths), slots, dtype=torch.int64)
         args = arguments(queries, documents, 2, candidates)
-        sums, counts, winners = xtr.forward(*args, True, "highest")
+        sums, counts, winners = xtr_launch.forward(*args, True, "highest")
         assert sums.shape == counts.shape == (len(q_lengths), len(d_lengths) if slots is None else slots)
         assert not sums.any() and winners.shape == (sums.shape[1], len(queries.values))

@@ -94,17 +94,17 @@ def _measured_on(device: torch.device) -> bool:
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
     try:
-        from pylate_fastmaxsim.kernels import launch
+        from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
     except ImportError:  # without Triton
         return False
-    return device.type == "cuda" and torch.version.cuda is not None and launch.architecture(device) == 90
+    return device.type == "cuda" and torch.version.cuda is not None and maxsim_tiles.architecture(device) == 90
 
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels import attention
+    from pylate_fastmaxsim.kernels.attention import launch as attention_launch
 
-    return attention
+    return attention_launch
 
 
 torch.library.define(

@@ -200,9 +200,9 @@ def _path(values: Tensor) -> ModuleType:
     """The module that projects such values: Triton for what it can run, else blocked PyTorch."""
     if scoring_path(values) is blocked_scoring:
         return blocked
-    from pylate_fastmaxsim.kernels import head
+    from pylate_fastmaxsim.kernels.projection import launch as projection_launch
 
-    return head
+    return projection_launch
 
 
 # Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.

@@ -271,7 +271,7 @@ def _has_tiles(device: torch.device) -> bool:
 @functools.cache
 def _kernels() -> ModuleType:
     try:
-        from pylate_fastmaxsim.kernels import maxsim as kernels
+        from pylate_fastmaxsim.kernels.maxsim import launch as kernels
     except ImportError as error:
         logger.warning("maxsim: Triton cannot be imported (%s), so CUDA tensors are scored by blocked PyTorch.", error)
         return blocked

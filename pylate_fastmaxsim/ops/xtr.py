@@ -154,9 +154,9 @@ def _path(values: Tensor) -> ModuleType:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels import xtr
+    from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
 
-    return xtr
+    return xtr_launch
 
 
 torch.library.define(

@@ -362,13 +362,13 @@ def tune(
     if not torch.cuda.is_available():
         _end_with("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", NO_GPU)
 
-    from pylate_fastmaxsim.kernels import launch
+    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
     from pylate_fastmaxsim.tuning import gpu
     from pylate_fastmaxsim.tuning.report import measured_table, row_text
     from pylate_fastmaxsim.tuning.search import TuningError
 
-    architecture = launch.architecture(torch.device("cuda"))
-    arithmetic = launch.arithmetic(gpu.DTYPES[dtype.value], gpu.PRECISION)
+    architecture = maxsim_tiles.architecture(torch.device("cuda"))
+    arithmetic = maxsim_tiles.arithmetic(gpu.DTYPES[dtype.value], gpu.PRECISION)
     rows = []
     try:
         for family, found in gpu.tune(d, dtype.value, budget):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 from pylate_fastmaxsim.tokens import TokenBatch
 from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search
 
@@ -93,18 +93,18 @@ def tune(dim: int, dtype: str, budget: float) -> Iterator[tuple[str, Search]]:
 def table_name(family: str, dim: int, dtype: torch.dtype) -> str:
     """Of the table in kernels/launch.py that this GPU's row is in."""
     # The forward is measured with winners, as training needs it.
-    if family == "forward" and launch.row(launch._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
+    if family == "forward" and maxsim_tiles.row(maxsim_tiles._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
         return "_FORWARD_WITH_WINNERS"
     return f"_{family.upper()}"
 
 
 def _key(dim: int, dtype: torch.dtype) -> tuple[int, str, int]:
-    return launch.architecture(torch.device("cuda")), launch.arithmetic(dtype, PRECISION), dim
+    return maxsim_tiles.architecture(torch.device("cuda")), maxsim_tiles.arithmetic(dtype, PRECISION), dim
 
 
 def table_row(family: str, dim: int, dtype: torch.dtype) -> NamedTuple:
     """What the tables hold for this GPU."""
-    row = getattr(launch, f"{family}_tiles")
+    row = getattr(maxsim_tiles, f"{family}_tiles")
     arguments = _key(dim, dtype)
     # Enough rows for a tile of any size.
     return row(*arguments, rows_in_all=2**20, want_winners=True) if family == "forward" else row(*arguments)
@@ -114,9 +114,9 @@ class _Case:
     """Inputs of one shape, and what the table's tiles make of them."""
 
     def __init__(self, shape: Shape, dim: int, dtype: torch.dtype) -> None:
-        from pylate_fastmaxsim.kernels import maxsim
+        from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
 
-        self._kernels = maxsim
+        self._kernels = maxsim_launch
         generator = torch.Generator("cuda").manual_seed(0)
 
         def batch(count: int, length: int) -> TokenBatch:
@@ -133,13 +133,13 @@ class _Case:
             documents.values, documents.starts, documents.lengths, documents.keep,
             candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
         )  # fmt: skip
-        self._scores, self._winners = maxsim.forward(*self._arguments, True, PRECISION)
+        self._scores, self._winners = maxsim_launch.forward(*self._arguments, True, PRECISION)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
-        self._grad_q, self._grad_d = self._backward(True, True, launch.FROM_TABLES)
+        self._grad_q, self._grad_d = self._backward(True, True, maxsim_tiles.FROM_TABLES)
 
     def run(self, family: str, tiles: NamedTuple) -> tuple[Tensor, Tensor]:
         """The one kernel family, with these tiles."""
-        override = launch.Tiles(**{family: tiles})
+        override = maxsim_tiles.Tiles(**{family: tiles})
         if family == "forward":
             return self._kernels.forward(*self._arguments, True, PRECISION, tiles=override)
         return self._backward(family == "query_gradient", family != "query_gradient", override)
@@ -159,7 +159,7 @@ class _Case:
             return f"wrong gradient, off by {error:.1g}"
         return None
 
-    def _backward(self, need_q: bool, need_d: bool, tiles: launch.Tiles) -> tuple[Tensor, Tensor]:
+    def _backward(self, need_q: bool, need_d: bool, tiles: maxsim_tiles.Tiles) -> tuple[Tensor, Tensor]:
         return self._kernels.backward(
             self._grad, self._winners, *self._arguments, PRECISION, need_q, need_d, tiles=tiles
         )

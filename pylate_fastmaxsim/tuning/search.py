@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pylate_fastmaxsim.kernels.launch import next_power_of_2
+from pylate_fastmaxsim.kernels.maxsim.tiles import next_power_of_2
 
 # Every field that is varied, for each family of kernels in `launch.Tiles`. Fields that are not here keep the
 # value of the table.

@@ -7,7 +7,7 @@ of these counts are where each chunk's rows of each tile begin; place_kernel put
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 # Tiles that are counted at once: a field of 16 bits for each in 64 bits.
 _TILES_AT_ONCE = tl.constexpr(4)

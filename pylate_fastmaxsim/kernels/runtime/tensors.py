@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels.live_rows import live_tokens_kernel
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_kernel
 
 
 def on_device_of(tensor: Tensor):

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
-from pylate_fastmaxsim.kernels.running_maximum import maximum_or_nan, running_maximum, same_bits
-from pylate_fastmaxsim.kernels.similarities import order_key, similarity_tile
+from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan, running_maximum, same_bits
+from pylate_fastmaxsim.kernels.primitives.similarities import order_key, similarity_tile
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @Launcher

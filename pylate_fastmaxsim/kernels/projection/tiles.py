@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from pylate_fastmaxsim.kernels.launch import cdiv, next_power_of_2, row
-from pylate_fastmaxsim.kernels.releases import RELEASE
+from pylate_fastmaxsim.kernels.maxsim.tiles import cdiv, next_power_of_2, row
+from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 
 # Programs that the parts of the weight's gradient add up to: a few for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
-from pylate_fastmaxsim.kernels.text_tiles import finite, first_of, load_rows, logits, store_rows, text_and_head
+from pylate_fastmaxsim.kernels.attention.tiles import finite, first_of, load_rows, logits, store_rows, text_and_head
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @Launcher

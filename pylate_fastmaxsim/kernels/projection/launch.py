@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.kernels import head_tiles, launch
-from pylate_fastmaxsim.kernels.operands import on_device_of
-from pylate_fastmaxsim.kernels.projection import normalize_kernel, project_kernel
-from pylate_fastmaxsim.kernels.projection_gradient import hidden_gradient_kernel, weight_gradient_kernel
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
+from pylate_fastmaxsim.kernels.projection.backward import hidden_gradient_kernel, weight_gradient_kernel
+from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel
+from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
 
 def forward(
@@ -16,7 +17,7 @@ def forward(
     bias: Tensor | None,
     normalize: bool,
     precision: str,
-    tiles: head_tiles.HeadTiles = head_tiles.FROM_TABLES,
+    tiles: projection_tiles.HeadTiles = projection_tiles.FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
     num_rows, dim_in = hidden.shape
@@ -25,14 +26,16 @@ def forward(
     inverse_norms = hidden.new_empty(num_rows if normalize else 0, dtype=torch.float32)
     if 0 in (num_rows, dim_out):
         return embeddings, inverse_norms
-    kind = launch.arithmetic(hidden.dtype, precision)
-    tile = tiles.project or head_tiles.project_tiles(launch.architecture(hidden.device), kind, dim_in, dim_out)
-    column_blocks = launch.cdiv(dim_out, tile.block_d)
+    kind = maxsim_tiles.arithmetic(hidden.dtype, precision)
+    tile = tiles.project or projection_tiles.project_tiles(
+        maxsim_tiles.architecture(hidden.device), kind, dim_in, dim_out
+    )
+    column_blocks = maxsim_tiles.cdiv(dim_out, tile.block_d)
     squares = None
     if normalize and column_blocks > 1:
         squares = torch.empty(num_rows, column_blocks, dtype=torch.float32, device=hidden.device)
     with on_device_of(hidden):
-        project_kernel[(launch.cdiv(num_rows, tile.block_t) * column_blocks,)](
+        project_kernel[(maxsim_tiles.cdiv(num_rows, tile.block_t) * column_blocks,)](
             hidden.contiguous(),
             weight.to(hidden.dtype).contiguous(),
             None if bias is None else bias.contiguous(),
@@ -43,7 +46,7 @@ def forward(
             IN=dim_in,
             OUT=dim_out,
             NORMALIZE=normalize,
-            PRECISION=launch.INPUT_PRECISION[precision],
+            PRECISION=maxsim_tiles.INPUT_PRECISION[precision],
             BLOCK_T=tile.block_t,
             BLOCK_D=tile.block_d,
             BLOCK_K=tile.block_k,
@@ -52,7 +55,7 @@ def forward(
         )
         if squares is not None:
             block_t = 16
-            normalize_kernel[(launch.cdiv(num_rows, block_t),)](
+            normalize_kernel[(maxsim_tiles.cdiv(num_rows, block_t),)](
                 embeddings,
                 inverse_norms,
                 squares,
@@ -77,7 +80,7 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
-    tiles: head_tiles.HeadTiles = head_tiles.FROM_TABLES,
+    tiles: projection_tiles.HeadTiles = projection_tiles.FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
     num_rows, dim_in = hidden.shape
@@ -94,14 +97,14 @@ def backward(
         *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs, tiles)
     if 0 in (num_rows, dim_in, dim_out):
         return grad_hidden.zero_(), grad_weight, grad_bias
-    arch, kind = launch.architecture(hidden.device), launch.arithmetic(hidden.dtype, precision)
-    sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": normalize, "PRECISION": launch.INPUT_PRECISION[precision]}
+    arch, kind = maxsim_tiles.architecture(hidden.device), maxsim_tiles.arithmetic(hidden.dtype, precision)
+    sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": normalize, "PRECISION": maxsim_tiles.INPUT_PRECISION[precision]}
     grad, embeddings = grad.contiguous(), embeddings.contiguous()
     scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     shifts = torch.empty_like(scales)
-    tile = tiles.hidden_gradient or head_tiles.hidden_gradient_tiles(arch, kind, dim_in, dim_out)
+    tile = tiles.hidden_gradient or projection_tiles.hidden_gradient_tiles(arch, kind, dim_in, dim_out)
     with on_device_of(hidden):
-        hidden_gradient_kernel[(launch.cdiv(num_rows, tile.block_t),)](
+        hidden_gradient_kernel[(maxsim_tiles.cdiv(num_rows, tile.block_t),)](
             grad,
             embeddings,
             inverse_norms,
@@ -118,10 +121,10 @@ def backward(
             num_stages=tile.num_stages,
         )
         if need_weight or need_bias:
-            tile = tiles.weight_gradient or head_tiles.weight_gradient_tiles(arch, kind, dim_in, dim_out)
-            num_tiles = launch.cdiv(dim_out, tile.block_d) * launch.cdiv(dim_in, tile.block_k)
-            rows = head_tiles.rows_per_part(tile, num_rows, num_tiles)
-            parts = launch.cdiv(num_rows, rows)
+            tile = tiles.weight_gradient or projection_tiles.weight_gradient_tiles(arch, kind, dim_in, dim_out)
+            num_tiles = maxsim_tiles.cdiv(dim_out, tile.block_d) * maxsim_tiles.cdiv(dim_in, tile.block_k)
+            rows = projection_tiles.rows_per_part(tile, num_rows, num_tiles)
+            parts = maxsim_tiles.cdiv(num_rows, rows)
             grad_weights = torch.empty(parts, dim_out, dim_in, dtype=torch.float32, device=hidden.device)
             grad_biases = None
             if need_bias:

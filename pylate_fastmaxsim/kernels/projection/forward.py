@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
-from pylate_fastmaxsim.kernels.products import product
+from pylate_fastmaxsim.kernels.primitives.matmul import product
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 # F.normalize divides by the norm or by this, whichever is larger.
 EPSILON = tl.constexpr(1e-12)

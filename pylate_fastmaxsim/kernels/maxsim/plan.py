@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pylate_fastmaxsim.kernels import launch
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 from pylate_fastmaxsim.winners import no_winner
 
 
@@ -31,25 +31,27 @@ def forward_plan(
     with_candidates: bool,
     want_winners: bool,
     index_dtype: torch.dtype,
-    tiles: launch.ForwardTiles | None,
+    tiles: maxsim_tiles.ForwardTiles | None,
 ) -> ForwardPlan:
     """Each query scores `num_slots` documents, `with_candidates` its own; `tiles` are the tables' if `None`."""
     # A power of two, so that queries fill a tile.
-    rows_per_query = launch.next_power_of_2(max_q_length)
+    rows_per_query = maxsim_tiles.next_power_of_2(max_q_length)
     rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries
-    kind = launch.arithmetic(dtype, precision)
-    tile = tiles or launch.forward_tiles(architecture, kind, dim, rows_in_all, want_winners, rows_per_query)
+    kind = maxsim_tiles.arithmetic(dtype, precision)
+    tile = tiles or maxsim_tiles.forward_tiles(architecture, kind, dim, rows_in_all, want_winners, rows_per_query)
     one_query = with_candidates or rows_per_query >= tile.block_m
-    row_blocks = launch.cdiv(max_q_length, tile.block_m)
-    num_tiles = num_queries * row_blocks if one_query else launch.cdiv(num_queries, tile.block_m // rows_per_query)
-    per_program = launch.documents_per_program(tile, num_tiles, num_slots)
+    row_blocks = maxsim_tiles.cdiv(max_q_length, tile.block_m)
+    num_tiles = (
+        num_queries * row_blocks if one_query else maxsim_tiles.cdiv(num_queries, tile.block_m // rows_per_query)
+    )
+    per_program = maxsim_tiles.documents_per_program(tile, num_tiles, num_slots)
     constants = {
         "DIM": dim,
         "ROWS_PER_QUERY": tile.block_m if one_query else rows_per_query,
         "ONE_QUERY": one_query,
         "WANT_WINNERS": want_winners,
         "SENTINEL": no_winner(index_dtype),
-        "PRECISION": launch.INPUT_PRECISION[precision],
+        "PRECISION": maxsim_tiles.INPUT_PRECISION[precision],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -57,4 +59,6 @@ def forward_plan(
         "num_stages": tile.num_stages,
         "maxnreg": tile.max_registers,
     }
-    return ForwardPlan(num_tiles * launch.cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants)
+    return ForwardPlan(
+        num_tiles * maxsim_tiles.cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants
+    )

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels import launch
-from pylate_fastmaxsim.kernels.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
-from pylate_fastmaxsim.kernels.live_rows import live_rows_kernel
-from pylate_fastmaxsim.kernels.operands import as_bytes, contiguous, live_tokens_of, on_device_of
-from pylate_fastmaxsim.kernels.token_maxima import negative_maxima_kernel, token_maxima_kernel
-from pylate_fastmaxsim.kernels.xtr_scores import xtr_scores_kernel
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, live_tokens_of, on_device_of
+from pylate_fastmaxsim.kernels.xtr.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
+from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
+from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 from pylate_fastmaxsim.winners import no_winner, winner_layout
 
 # Groups and collected similarities of as many query rows as fit are held at once.
@@ -60,7 +60,7 @@ def forward(
     max_d_length: int,
     want_winners: bool,
     precision: str,
-    tiles: launch.XtrTiles = launch.XTR_FROM_TABLES,
+    tiles: maxsim_tiles.XtrTiles = maxsim_tiles.XTR_FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
     q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
@@ -92,7 +92,7 @@ def forward(
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
         block_s = 16
-        slot_blocks = launch.cdiv(num_slots, block_s)
+        slot_blocks = maxsim_tiles.cdiv(num_slots, block_s)
         xtr_scores_kernel[(num_queries * slot_blocks,)](
             maxima,
             thresholds,
@@ -115,7 +115,7 @@ def forward(
             BLOCK_S=block_s,
             BLOCK_R=32,
             num_warps=4,
-            maxnreg=launch.ALL_REGISTERS,
+            maxnreg=maxsim_tiles.ALL_REGISTERS,
         )
     return sums, counts, winners
 
@@ -132,11 +132,11 @@ def _thresholds_and_maxima(
     num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
     num_rows = maxima.shape[1]
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
-    arch, kind = launch.architecture(device), launch.arithmetic(q_values.dtype, precision)
-    tile = tiles.forward or launch.xtr_maxima_tiles(arch, kind, dim, most_rows)
-    collect = tiles.collect or launch.collect_tiles(arch, kind, dim, most_rows)
+    arch, kind = maxsim_tiles.architecture(device), maxsim_tiles.arithmetic(q_values.dtype, precision)
+    tile = tiles.forward or maxsim_tiles.xtr_maxima_tiles(arch, kind, dim, most_rows)
+    collect = tiles.collect or maxsim_tiles.collect_tiles(arch, kind, dim, most_rows)
     want_winners = winners.numel() > 0
-    arithmetic = {"DIM": dim, "PRECISION": launch.INPUT_PRECISION[precision], "BLOCK_K": tile.block_k}
+    arithmetic = {"DIM": dim, "PRECISION": maxsim_tiles.INPUT_PRECISION[precision], "BLOCK_K": tile.block_k}
     options = arithmetic | {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -148,17 +148,17 @@ def _thresholds_and_maxima(
     # Where there cannot be more than k tokens, all of them pass, and thresholds stay as they are.
     select = k < most_tokens
     num_groups = 8 * num_documents
-    capacity = min(most_tokens, max(_PLACES_OF_K * launch.next_power_of_2(k), _PLACES // most_rows))
+    capacity = min(most_tokens, max(_PLACES_OF_K * maxsim_tiles.next_power_of_2(k), _PLACES // most_rows))
     block = max(tile.block_m, collect.block_m)
-    rows_at_once = launch.cdiv(most_rows, block) * block
+    rows_at_once = maxsim_tiles.cdiv(most_rows, block) * block
     if select:
         rows_at_once = min(rows_at_once, max(1, _SCRATCH_BYTES // (2 * num_groups + 4 * capacity) // block) * block)
         groups = torch.empty((rows_at_once, num_groups), dtype=torch.int16, device=device)
         pool = torch.empty((rows_at_once, 1 + capacity), dtype=torch.int32, device=device)
         bounds, pending = torch.empty((2, rows_at_once), dtype=torch.int32, device=device)
     num_tiles = rows_at_once // tile.block_m
-    per_program = launch.documents_per_program(tile, num_tiles, num_documents)
-    document_parts = launch.cdiv(num_documents, per_program)
+    per_program = maxsim_tiles.documents_per_program(tile, num_tiles, num_documents)
+    document_parts = maxsim_tiles.cdiv(num_documents, per_program)
     num_collect_tiles = rows_at_once // collect.block_m
     token_parts = max(1, min(_PROGRAMS // num_collect_tiles, most_tokens // (4 * collect.block_n)))
     for first_row in range(0, most_rows, rows_at_once):
@@ -193,7 +193,7 @@ def _thresholds_and_maxima(
             num_groups,
             k,
             capacity,
-            BLOCK=min(4096, launch.next_power_of_2(num_groups)),
+            BLOCK=min(4096, maxsim_tiles.next_power_of_2(num_groups)),
             num_warps=4,
         )
         for _ in range(_ROUNDS):
@@ -225,7 +225,7 @@ def _thresholds_and_maxima(
                 first_row,
                 k,
                 capacity,
-                BLOCK=min(2048, launch.next_power_of_2(capacity)),
+                BLOCK=min(2048, maxsim_tiles.next_power_of_2(capacity)),
                 num_warps=4,
             )
         bisect_kernel[(num_collect_tiles,)](
@@ -244,10 +244,10 @@ def _thresholds_and_maxima(
             BLOCK_N=collect.block_n,
             num_warps=collect.num_warps,
             num_stages=collect.num_stages,
-            maxnreg=launch.ALL_REGISTERS,
+            maxnreg=maxsim_tiles.ALL_REGISTERS,
         )
     if select and zeros_compete:
-        num_tiles = launch.cdiv(most_rows, tile.block_m)
+        num_tiles = maxsim_tiles.cdiv(most_rows, tile.block_m)
         negative_maxima_kernel[(num_tiles * document_parts,)](
             q_values,
             *queries,

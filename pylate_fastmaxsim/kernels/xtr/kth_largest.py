@@ -12,8 +12,8 @@ device.
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
-from pylate_fastmaxsim.kernels.similarities import NAN_KEY, key_value, order_key, similarity_tile
+from pylate_fastmaxsim.kernels.primitives.similarities import NAN_KEY, key_value, order_key, similarity_tile
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @Launcher

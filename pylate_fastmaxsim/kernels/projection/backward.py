@@ -8,9 +8,9 @@ written. A row whose g is 0, because no query token chose it, has a scale and a 
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
-from pylate_fastmaxsim.kernels.products import product
-from pylate_fastmaxsim.kernels.projection import EPSILON
+from pylate_fastmaxsim.kernels.primitives.matmul import product
+from pylate_fastmaxsim.kernels.projection.forward import EPSILON
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @triton.jit

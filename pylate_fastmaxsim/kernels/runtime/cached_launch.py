@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from pylate_fastmaxsim.kernels.releases import RELEASE
+from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 
 # Of the releases whose compiled kernels take their arguments as `Launcher` hands them over, the one that was tested.
 _KNOWN = RELEASE == (3, 6)

@@ -8,7 +8,7 @@ many rows and columns a tile has does not matter.
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.products import product
+from pylate_fastmaxsim.kernels.primitives.matmul import product
 
 # The key of every NaN: as in topk, larger than any number.
 NAN_KEY = tl.constexpr(0x7FFFFFFF)

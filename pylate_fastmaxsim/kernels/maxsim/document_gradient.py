@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
-from pylate_fastmaxsim.kernels.products import product, split
+from pylate_fastmaxsim.kernels.primitives.matmul import product, split
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @triton.jit

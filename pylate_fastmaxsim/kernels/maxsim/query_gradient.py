@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.launcher import Launcher
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @Launcher

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pylate_fastmaxsim.kernels.releases import RELEASE
+from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 
 # The most that a thread can have. Left to itself (None), ptxas may allow itself fewer, to fit one more block on a
 # multiprocessor, and spill a few values for that.
