@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count
 
 # Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.transforms import is_plain
+from pylate_fastmaxsim._tracing import is_plain
 
 
 def require_tensor(where: str, name: str, value: object, allowed: str) -> None:

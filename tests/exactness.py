@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.winners import no_winner
+from pylate_fastmaxsim._winners import no_winner
 
 # Relative error of gradients (Frobenius norm) and of scores (against their root mean square).
 TOLERANCE = {

@@ -12,7 +12,7 @@ from test_losses import assert_equal, batch_of, run
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import TokenBatch, winners
+from pylate_fastmaxsim import TokenBatch, _winners
 from pylate_fastmaxsim.integrations import pylate_losses, switch
 
 
@@ -115,7 +115,7 @@ def test_gradients_of_many_chunks_are_summed_in_float32(monkeypatch, dtype, tole
 
 def test_gradcache_holds_embeddings_and_their_gradient_once(model, packed, monkeypatch):
     # As large as all documents, so that of large batches nothing else counts.
-    monkeypatch.setattr(winners, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 0)
     size = model(features(model, sentences(1))[0])["token_embeddings"].shape[-1]
     held = []
 

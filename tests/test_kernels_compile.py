@@ -16,6 +16,7 @@ compiler = pytest.importorskip("triton.compiler")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from pylate_fastmaxsim._winners import no_winner  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.candidate_order import candidate_order_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.document_gradient import (  # noqa: E402
@@ -27,7 +28,6 @@ from pylate_fastmaxsim.kernels.maxsim.query_gradient import query_gradient_kerne
 from pylate_fastmaxsim.kernels.maxsim.winner_buckets import count_kernel, place_kernel, row_query_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE  # noqa: E402
-from pylate_fastmaxsim.winners import no_winner  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not isinstance(forward_kernel.kernel, triton.runtime.JITFunction), reason="kernels are interpreted in this process"

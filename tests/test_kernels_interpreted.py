@@ -19,9 +19,9 @@ else:
     from interpreter import mended, spread_out
 
     from pylate_fastmaxsim import TokenBatch, reference
+    from pylate_fastmaxsim._winners import no_winner
     from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
     from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-    from pylate_fastmaxsim.winners import no_winner
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
     TILES = maxsim_tiles.Tiles(

@@ -13,7 +13,7 @@ from pylate import losses, scores
 from test_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import winners
+from pylate_fastmaxsim import _winners
 from pylate_fastmaxsim.integrations import normalization, packing, pylate_losses
 from pylate_fastmaxsim.ops.maxsim import maxsim
 
@@ -86,7 +86,7 @@ def test_gradcache_in_chunks_of_queries(model, monkeypatch, dtype):
     batch = batch_of(model)
     pylate_fastmaxsim.enable()
     at_once = run(loss_function, batch)
-    monkeypatch.setattr(winners, "_AT_ONCE_BYTES", 1)
+    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 1)
     with mock.patch.object(pylate_losses, "maxsim", wraps=maxsim) as scored:
         in_chunks = run(loss_function, batch)
     assert scored.call_count == 3

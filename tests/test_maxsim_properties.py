@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
 
 from pylate_fastmaxsim import maxsim, reference
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
-from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

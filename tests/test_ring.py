@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import TokenBatch, maxsim, winners
+from pylate_fastmaxsim import TokenBatch, _winners, maxsim
 from pylate_fastmaxsim.integrations import attention, pylate_losses
 from pylate_fastmaxsim.ops import ring
 from pylate_fastmaxsim.ops.gather import gather_documents
@@ -63,7 +63,7 @@ def _operator(
     grad_filter: str | None = None,
     floor: bool = False,
     kept: int = ring.KEPT_WINNER_BYTES,
-    at_once: int = winners._AT_ONCE_BYTES,
+    at_once: int = _winners._AT_ONCE_BYTES,
     autocast: bool = False,
 ) -> Callable[[str], None]:
     """The operator against MaxSim of all queries and all documents in one process."""
@@ -107,8 +107,8 @@ def _operator(
                 scores.backward(weights[rank].to(scores.dtype))
                 return scores.detach(), values.grad, documents.values.grad
 
-            before = ring.KEPT_WINNER_BYTES, winners._AT_ONCE_BYTES
-            ring.KEPT_WINNER_BYTES, winners._AT_ONCE_BYTES = kept, at_once
+            before = ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES
+            ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = kept, at_once
             try:
                 ours, again = step(), step()
                 with torch.no_grad():
@@ -116,7 +116,7 @@ def _operator(
                         queries[rank][0], shards[rank], queries_mask=queries[rank][1], zero_floor=floors[rank]
                     )
             finally:
-                ring.KEPT_WINNER_BYTES, winners._AT_ONCE_BYTES = before
+                ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = before
         first = sum(len(shard.values) for shard in shards[:rank])
         of_documents = everything.values.grad[first : first + len(shards[rank].values)]
         for name, our, gold in zip(

@@ -14,7 +14,7 @@ pytest.importorskip("pylate")
 
 from pylate.utils import ColBERTCollator
 
-from pylate_fastmaxsim import winners
+from pylate_fastmaxsim import _winners
 from pylate_fastmaxsim.integrations import pylate_losses
 
 
@@ -105,7 +105,7 @@ def test_memory_is_measured_up_to_some_chunks(cell, monkeypatch, capsys):
     scored = []
     sum_of_losses = pylate_losses._sum_of_losses
     monkeypatch.setattr(pylate_losses, "_sum_of_losses", lambda *given: scored.append(given) or sum_of_losses(*given))
-    monkeypatch.setattr(winners, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 0)
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "auto")
     small = ["--path", "fast", "--layers", "1", "--batches", "1", "--warmup", "1", "--warmup-rows", "2"]
     loss = ["--loss", "cached_contrastive", "--batch", "8", "--mini-batch", "2", "--document-length", "5"]

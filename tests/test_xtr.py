@@ -10,8 +10,8 @@ from strategies import problems
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, reference, xtr_scores
+from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.cpu import xtr as blocked
-from pylate_fastmaxsim.winners import no_winner
 
 sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

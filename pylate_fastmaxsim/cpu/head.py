@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pylate_fastmaxsim.sums import sum_dtype
+from pylate_fastmaxsim._dtypes import sum_dtype
 
 # F.normalize divides by the norm or by this, whichever is larger.
 EPSILON = 1e-12

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
-from pylate_fastmaxsim.sums import sum_dtype
-from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Similarities that the forward holds at once: 4 MiB of float32, which stay close to the caches.
 BLOCK_ELEMENTS = 1 << 20

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, require_candidates
-from pylate_fastmaxsim.sums import sum_dtype
-from pylate_fastmaxsim.winners import no_winner, winner_layout
 
 # Tokens of a block of documents, and at least so many times k, because every block is merged with the k largest so far.
 BLOCK_TOKENS = 4096

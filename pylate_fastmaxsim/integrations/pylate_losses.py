@@ -22,6 +22,7 @@ from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations import log_once, packing, switch
 from pylate_fastmaxsim.integrations.authors import SCORING, written_in
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
@@ -40,7 +41,6 @@ from pylate_fastmaxsim.ops.ring import ring_maxsim
 from pylate_fastmaxsim.ops.shards import DtypesDiffer, Withdrawn, withdraw
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
-from pylate_fastmaxsim.winners import queries_at_once
 
 Features = list[dict[str, Tensor]]
 

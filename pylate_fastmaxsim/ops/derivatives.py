@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim.transforms import inside_transform
+from pylate_fastmaxsim._tracing import inside_transform
 
 
 def refuse_other_derivatives(operator: str, *tensors: Tensor | None) -> None:

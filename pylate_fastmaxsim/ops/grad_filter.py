@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.transforms import inside_transform
+from pylate_fastmaxsim._tracing import inside_transform
 
 GradFilter = Literal["auto"] | None
 

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._tracing import inside_transform
 from pylate_fastmaxsim.cpu import head as blocked
 from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
@@ -16,9 +18,7 @@ from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, check_choice, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path
 from pylate_fastmaxsim.ops.precision import float32_precision
-from pylate_fastmaxsim.sums import sum_dtype
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
-from pylate_fastmaxsim.transforms import inside_transform
 
 Projected = Literal["documents", "queries", "both"]
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 from pylate_fastmaxsim.kernels.maxsim.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.maxsim.document_gradient import (
@@ -14,7 +15,6 @@ from pylate_fastmaxsim.kernels.maxsim.plan import forward_plan
 from pylate_fastmaxsim.kernels.maxsim.query_gradient import query_gradient_kernel
 from pylate_fastmaxsim.kernels.maxsim.winner_buckets import count_kernel, place_kernel, row_query_kernel
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, live_tokens_of, on_device_of
-from pylate_fastmaxsim.winners import no_winner, winner_dtype
 
 # Rows times documents whose buckets are held at once: 32 MiB of entries and weights, and at most as much of counts.
 _BUCKET_ENTRIES = 2**22

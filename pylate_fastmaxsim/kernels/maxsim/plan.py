@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-from pylate_fastmaxsim.winners import no_winner
 
 
 class ForwardPlan(NamedTuple):

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, live_tokens_of, on_device_of
 from pylate_fastmaxsim.kernels.xtr.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
-from pylate_fastmaxsim.winners import no_winner, winner_layout
 
 # Groups and collected similarities of as many query rows as fit are held at once.
 _SCRATCH_BYTES = 2**28
