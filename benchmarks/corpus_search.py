@@ -29,8 +29,8 @@ from torch.nn.functional import normalize
 from training_plots import COLOURS, bars
 
 from pylate_fastmaxsim import TokenBatch
-from pylate_fastmaxsim.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
-from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.search import search
 
 RESULTS = Path(__file__).parent / "results" / "corpus_search.json"
 SPREAD, LONGEST = 0.5, 300  # of passages, as in train_step.py

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_fastmaxsim import TokenBatch, corpus, maxsim
-from pylate_fastmaxsim.corpus import Corpus, write_corpus
-from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim import TokenBatch, maxsim
+from pylate_fastmaxsim.retrieval import corpus as retrieval_corpus
+from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.search import search
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -123,10 +124,16 @@ def sparse(folder) -> Corpus:
     with open(folder / "values.bin", "wb") as file:
         file.truncate(tokens * d * 2)
         file.seek(-3 * d * 2, os.SEEK_END)
-        corpus._append(file, torch.ones(3, d, dtype=torch.bfloat16))
+        retrieval_corpus._append(file, torch.ones(3, d, dtype=torch.bfloat16))
     with open(folder / "bounds.bin", "wb") as file:
-        corpus._append(file, torch.arange(count + 1) * (tokens // count))
-    description = {"format": corpus.FORMAT, "documents": count, "tokens": tokens, "dim": d, "dtype": "bfloat16"}
+        retrieval_corpus._append(file, torch.arange(count + 1) * (tokens // count))
+    description = {
+        "format": retrieval_corpus.FORMAT,
+        "documents": count,
+        "tokens": tokens,
+        "dim": d,
+        "dtype": "bfloat16",
+    }
     (folder / "corpus.json").write_text(json.dumps(description))
     return Corpus(folder)
 
@@ -245,7 +252,9 @@ def test_the_default_device_does_not_matter(tmp_path):
         blank = write_corpus(tmp_path / "blank", grouped(sequences[-1:], 1))
         assert lists(read.batches(tokens_per_batch=3)) == [tokens.tolist() for tokens in sequences]
         assert lists(blank.batches()) == [[]]
-        assert all(batch.device.type == "cpu" for corpus in (read, blank) for batch in corpus.batches())
+        assert all(
+            batch.device.type == "cpu" for retrieval_corpus in (read, blank) for batch in retrieval_corpus.batches()
+        )
     finally:
         torch.set_default_device(None)
 
@@ -310,7 +319,7 @@ def test_a_full_disk_says_so(tmp_path):
             raise OSError(28, "No space left on device", "values.bin")
 
     with pytest.raises(OSError) as error:
-        corpus._append(Full(), torch.ones(3))
+        retrieval_corpus._append(Full(), torch.ones(3))
     assert "No space left" in write_failure(error.value)
 
 
@@ -324,7 +333,7 @@ def test_no_part_is_loaded_before_its_slot_is_free():
         return part
 
     seen = []
-    for part in corpus.read_ahead(range(8), "abc", load, lambda: f"after {seen[-1]}"):
+    for part in retrieval_corpus.read_ahead(range(8), "abc", load, lambda: f"after {seen[-1]}"):
         assert started[min(part + 2, 7)].wait(10)  # that many are loaded ahead
         assert not any(event.is_set() for event in started[part + 3 :])
         seen.append(part)
@@ -340,13 +349,13 @@ def test_an_error_while_loading_comes_in_its_turn():
 
     seen = []
     with pytest.raises(RuntimeError, match="out of memory"):
-        seen.extend(corpus.read_ahead(range(8), "abc", load, lambda: None))
+        seen.extend(retrieval_corpus.read_ahead(range(8), "abc", load, lambda: None))
     assert seen == [0, 1, 2, 3] and not readers()
 
 
 def test_nothing_is_loaded_any_more_once_the_caller_leaves():
     calls = []
-    parts = corpus.read_ahead(range(100), "abc", lambda part, slot, marked: calls.append(part), lambda: None)
+    parts = retrieval_corpus.read_ahead(range(100), "abc", lambda part, slot, marked: calls.append(part), lambda: None)
     assert not readers()
     next(parts)
     assert readers()
@@ -365,7 +374,7 @@ def test_nothing_holds_on_to_what_was_loaded():
         alive.add(loaded := Loaded())
         return loaded
 
-    for loaded in corpus.read_ahead(range(20), "ab", load, lambda: None):
+    for loaded in retrieval_corpus.read_ahead(range(20), "ab", load, lambda: None):
         del loaded
     assert max(before) <= 1  # with two slots
 
@@ -399,7 +408,7 @@ def test_kept_batches_stay_what_they_were(tmp_path):
     read, sequences = large(tmp_path)
     torch.cuda._sleep(10**8)  # everything below is queued while the stream is busy
     kept = list(read.batches("cuda", tokens_per_batch=10_000))
-    assert len(kept) > 2 * corpus.IN_FLIGHT
+    assert len(kept) > 2 * retrieval_corpus.IN_FLIGHT
     assert torch.equal(torch.cat([batch.values for batch in kept]).cpu(), torch.cat(sequences))
     assert torch.cat([batch.lengths for batch in kept]).tolist() == [len(each) for each in sequences]
 
@@ -432,7 +441,7 @@ def test_memory_is_bounded_where_the_gpu_is_slower_than_the_disk(tmp_path):
         count += len(batch)
     assert count == len(read)
     # Those in flight and the one that the loop still holds, rounded up to 1 MiB, out of 12; 1 MiB for what is small.
-    assert torch.cuda.max_memory_allocated() - before <= (corpus.IN_FLIGHT + 2) * (most + 2**20) + 2**20
+    assert torch.cuda.max_memory_allocated() - before <= (retrieval_corpus.IN_FLIGHT + 2) * (most + 2**20) + 2**20
 
 
 @pytest.mark.cuda

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim import TokenBatch, maxsim
-from pylate_fastmaxsim import search as module
-from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim.retrieval import search as module
+from pylate_fastmaxsim.retrieval.search import search
 
 
 def documents(count: int, seed: int = 0) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.tables import (
     require_utf8,
     table_failure,
 )
-from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
 KEY = "evaluation.beir"

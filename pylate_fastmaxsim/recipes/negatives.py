@@ -17,7 +17,7 @@ from pylate_fastmaxsim.recipes.mining_parts import Work
 from pylate_fastmaxsim.recipes.mining_scores import Candidates, colbert_scores, require_finite_scores, scored
 from pylate_fastmaxsim.recipes.pairs import Pairs
 from pylate_fastmaxsim.recipes.schema import MiningSection
-from pylate_fastmaxsim.search import search
+from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
 
 

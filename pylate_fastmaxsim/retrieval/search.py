@@ -1,0 +1,100 @@
+"""Exact MaxSim search over a corpus that streams by: all documents are scored, each query's best stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count
+
+# Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in
+# turn. While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in
+# all.
+SCORES_AT_ONCE = 1 << 26
+
+
+@torch.no_grad()
+def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` documents of each query with the highest MaxSim score, found without an index.
+
+    Takes one batch of documents at a time and keeps only the best scores, so the corpus may have any size. The larger
+    the batches, the better they fill a GPU. Of equal scores the earlier document comes first.
+
+    Parameters
+    ----------
+    queries
+        Nq queries, on the device that scores.
+    documents
+        Batches of documents, each of the d, dtype and device of the queries; they may come from a generator.
+    k
+        Number of documents to return for each query, at least 1.
+
+    Returns
+    -------
+    scores
+        Best first, ``[Nq, min(k, Nd)]`` for Nd documents in all, float32 (float64 for float64 input). A NaN comes
+        before every number.
+    positions
+        Which document each score is of, counted through all batches, ``[Nq, min(k, Nd)]``, int64.
+
+    Raises
+    ------
+    ValueError
+        ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
+    TypeError
+        ``k`` is no integer, queries are no ``TokenBatch``, documents are one batch and not several, or something in
+        them is no ``TokenBatch``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch
+    >>> from pylate_fastmaxsim.retrieval.search import search
+    >>> queries = TokenBatch.from_list([torch.eye(2)])
+    >>> batches = (TokenBatch.from_list([size * torch.eye(2), torch.eye(2)]) for size in (2.0, 3.0))
+    >>> search(queries, batches, k=2)
+    (tensor([[6., 4.]]), tensor([[2, 0]]))
+    """
+    k = require_count("search", "k", k)
+    if not isinstance(queries, TokenBatch):
+        raise TypeError(f"search: queries must be a TokenBatch, got {type(queries).__name__}.")
+    require_batches("search", "documents", documents)
+    scores = torch.empty(len(queries), 0, dtype=sum_dtype(queries.values.dtype), device=queries.device)
+    positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    seen = 0
+    for batch in documents:
+        if not isinstance(batch, TokenBatch):
+            raise TypeError(f"search: each of documents must be a TokenBatch, got {type(batch).__name__}.")
+        if len(batch) == 0:
+            continue
+        rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
+        merged = [_merge(scores[part], positions[part], maxsim(queries.select(part), batch), seen, k) for part in rows]
+        scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
+        seen += len(batch)
+    return scores, positions
+
+
+def _merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best of those so far and of new ones, of which ``first`` is the position of the first."""
+    new = torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
+    scores, positions = torch.cat([best, scores], dim=1), torch.cat([positions, new], dim=1)
+    order = _best(scores, min(k, scores.shape[1]))
+    return scores.gather(1, order), positions.gather(1, order)
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    """Columns of the ``k`` largest scores of each row, the largest first, of equal ones the first column first."""
+    if scores.dtype != torch.float32:
+        return scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+    # topk takes a fraction of the time of a stable sort, but picks any of equal values, so that the result would depend
+    # on the batches. Of these keys no two are equal: the bits of the score, which as integers are in the order of the
+    # scores once those of negative numbers are inverted, and below them the column, counted from the end.
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    bits = torch.where(scores.isnan(), torch.iinfo(torch.int32).max, bits ^ (bits >> 31 & 0x7FFFFFFF))
+    last = scores.shape[1] - 1
+    keys = (bits.long() << 32) + (last - torch.arange(last + 1, device=scores.device))
+    return last - (keys.topk(k, dim=1).values & 0xFFFFFFFF)
