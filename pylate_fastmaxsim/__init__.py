@@ -12,7 +12,7 @@ __all__ = ["TokenBatch", "maxsim", "maxsim_from_hidden", "xtr_scores", "enable",
 # Loaded on first use: `enable` imports PyLate, and `import pylate_fastmaxsim` should not.
 _MODULES = {
     "maxsim": "pylate_fastmaxsim.ops.maxsim",
-    "maxsim_from_hidden": "pylate_fastmaxsim.ops.head",
+    "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",
     "enable": "pylate_fastmaxsim.integrations.switch",
     "disable": "pylate_fastmaxsim.integrations.switch",

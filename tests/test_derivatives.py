@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from pylate_fastmaxsim import maxsim, maxsim_from_hidden, xtr_scores
-from pylate_fastmaxsim.ops.head import project_normalize
+from pylate_fastmaxsim.ops.projection import project_normalize
 
 DOCUMENTS = torch.randn(5, 6, 4)
 WEIGHT = torch.randn(4, 4)

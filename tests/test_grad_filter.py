@@ -10,7 +10,7 @@ from pylate import losses
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
 from pylate_fastmaxsim.ops import grad_filter
-from pylate_fastmaxsim.ops.ring import ring_maxsim
+from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 
 BF16_ROUNDING = 2.0**-9
 

@@ -9,8 +9,8 @@ from head_exactness import TOLERANCE, check, problem
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden, reference
-from pylate_fastmaxsim.cpu import head
-from pylate_fastmaxsim.ops.head import project_normalize
+from pylate_fastmaxsim.cpu import projection as cpu_projection
+from pylate_fastmaxsim.ops.projection import project_normalize
 
 
 def ragged(generator, lengths, dim, keep=None):
@@ -30,27 +30,27 @@ def ragged(generator, lengths, dim, keep=None):
 @pytest.mark.parametrize("dtype, precision", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dim_in, dim_out", [(64, 32), (768, 128), (65, 33)])
 def test_projection(dtype, precision, dim_in, dim_out):
-    check(head, *problem(70, dim_in, dim_out, dtype, dead=0.3), precision=precision)
+    check(cpu_projection, *problem(70, dim_in, dim_out, dtype, dead=0.3), precision=precision)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20])
 def test_projection_in_blocks(rows, monkeypatch):
-    monkeypatch.setattr(head, "ROWS", 7)
-    check(head, *problem(rows, 16, 8))
-    check(head, *problem(rows, 16, 8), normalize=False)
+    monkeypatch.setattr(cpu_projection, "ROWS", 7)
+    check(cpu_projection, *problem(rows, 16, 8))
+    check(cpu_projection, *problem(rows, 16, 8), normalize=False)
 
 
 def test_rows_without_a_gradient_are_not_read():
     hidden, weight, bias, grad = problem(40, 16, 8, dead=0.5)
     hidden[grad.eq(0).all(dim=1)] = torch.nan
-    check(head, hidden, weight, bias, grad)
+    check(cpu_projection, hidden, weight, bias, grad)
 
 
 def test_vectors_shorter_than_epsilon():
     hidden, weight, _, grad = problem(20, 16, 8)
     hidden[3] = 0
     hidden[5] *= 1e-15
-    check(head, hidden, weight, None, grad)
+    check(cpu_projection, hidden, weight, None, grad)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -244,7 +244,7 @@ def test_what_is_not_a_tensor_is_named(arguments, message):
     ],
 )
 def test_what_does_not_fit_is_found_before_anything_is_projected(options, error, message, monkeypatch):
-    monkeypatch.setattr(head, "forward", None)
+    monkeypatch.setattr(cpu_projection, "forward", None)
     with pytest.raises(error, match=f"^maxsim_from_hidden: {message}"):
         maxsim_from_hidden(torch.ones(1, 1, 2), torch.ones(2, 3, 4), torch.ones(2, 4), **options)
 

@@ -8,7 +8,7 @@ from head_exactness import TOLERANCE, check, problem
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, maxsim_from_hidden, reference
-from pylate_fastmaxsim.ops.head import project_normalize
+from pylate_fastmaxsim.ops.projection import project_normalize
 
 head = pytest.importorskip("pylate_fastmaxsim.kernels.projection.launch")
 pytestmark = pytest.mark.cuda

@@ -18,7 +18,7 @@ else:
     from head_exactness import TOLERANCE, check, problem
     from interpreter import mended, spread_out
 
-    from pylate_fastmaxsim.cpu import head as blocked
+    from pylate_fastmaxsim.cpu import projection as blocked
     from pylate_fastmaxsim.kernels.projection import launch as projection_launch
     from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
 

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, _winners, maxsim
 from pylate_fastmaxsim.integrations import attention, pylate_losses
-from pylate_fastmaxsim.ops import ring
-from pylate_fastmaxsim.ops.gather import gather_documents
-from pylate_fastmaxsim.ops.ring import ring_maxsim
+from pylate_fastmaxsim.ops.distributed import ring as distributed_ring
+from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 
 DIM = 8
 
@@ -62,7 +62,7 @@ def _operator(
     tolerance: float = 1e-12,
     grad_filter: str | None = None,
     floor: bool = False,
-    kept: int = ring.KEPT_WINNER_BYTES,
+    kept: int = distributed_ring.KEPT_WINNER_BYTES,
     at_once: int = _winners._AT_ONCE_BYTES,
     autocast: bool = False,
 ) -> Callable[[str], None]:
@@ -107,8 +107,8 @@ def _operator(
                 scores.backward(weights[rank].to(scores.dtype))
                 return scores.detach(), values.grad, documents.values.grad
 
-            before = ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES
-            ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = kept, at_once
+            before = distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES
+            distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = kept, at_once
             try:
                 ours, again = step(), step()
                 with torch.no_grad():
@@ -116,7 +116,7 @@ def _operator(
                         queries[rank][0], shards[rank], queries_mask=queries[rank][1], zero_floor=floors[rank]
                     )
             finally:
-                ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = before
+                distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = before
         first = sum(len(shard.values) for shard in shards[:rank])
         of_documents = everything.values.grad[first : first + len(shards[rank].values)]
         for name, our, gold in zip(

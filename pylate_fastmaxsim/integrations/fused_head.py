@@ -37,7 +37,7 @@ from pylate_fastmaxsim.integrations.wrappers import (
     unsharded,
     unwrap,
 )
-from pylate_fastmaxsim.ops.head import project_normalize
+from pylate_fastmaxsim.ops.projection import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
 _ASKED = "unit_embeddings_asked"

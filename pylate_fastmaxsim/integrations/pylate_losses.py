@@ -35,10 +35,10 @@ from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
 from pylate_fastmaxsim.integrations.stock import asked_backend
 from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.integrations.wrappers import of_outermost, unsent, unwrap
-from pylate_fastmaxsim.ops.gather import gather_documents
+from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer, Withdrawn, withdraw
+from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.ring import ring_maxsim
-from pylate_fastmaxsim.ops.shards import DtypesDiffer, Withdrawn, withdraw
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._tracing import inside_transform
-from pylate_fastmaxsim.cpu import head as blocked
 from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
+from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.derivatives import refuse_other_derivatives
+from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, check_choice, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._dtypes import sum_dtype
-from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
+from pylate_fastmaxsim.ops.distributed.layout import describe, rank_and_ranks
 from pylate_fastmaxsim.tokens import TokenBatch
 
 

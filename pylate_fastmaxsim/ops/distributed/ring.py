@@ -18,9 +18,9 @@ from torch import Tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._winners import queries_at_once, winner_dtype
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.distributed.layout import describe, rank_and_ranks
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import prepared, recording
-from pylate_fastmaxsim.ops.shards import describe, rank_and_ranks
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 
 # Winners that are kept for the backward, of all shards together. Those of further shards are found again there, so that
