@@ -14,9 +14,9 @@ _MODULES = {
     "maxsim": "pylate_fastmaxsim.ops.maxsim",
     "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",
-    "enable": "pylate_fastmaxsim.integrations.switch",
-    "disable": "pylate_fastmaxsim.integrations.switch",
-    "enabled": "pylate_fastmaxsim.integrations.switch",
+    "enable": "pylate_fastmaxsim.integrations.enable",
+    "disable": "pylate_fastmaxsim.integrations.enable",
+    "enabled": "pylate_fastmaxsim.integrations.enable",
 }
 
 

@@ -48,7 +48,7 @@ def _stop_without(error: ModuleNotFoundError) -> NoReturn:
 
 def run(arguments: list[str]) -> None:
     """Run somebody's training script with this package switched on: fastmaxsim run SCRIPT.py ARGS."""
-    from pylate_fastmaxsim.integrations.launcher import run_script
+    from pylate_fastmaxsim.integrations.run_script import run_script
 
     run_script(arguments)
 

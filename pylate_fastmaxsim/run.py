@@ -2,13 +2,13 @@
 
 import sys
 
-from pylate_fastmaxsim.integrations.launcher import run_script
+from pylate_fastmaxsim.integrations.run_script import run_script
 
 
 def main() -> None:
     """Run the script that the command line names with PyLate accelerated.
 
-    See :func:`pylate_fastmaxsim.integrations.launcher.run_script`.
+    See :func:`pylate_fastmaxsim.integrations.run_script.run_script`.
     """
     run_script(sys.argv[1:], prog="python -m pylate_fastmaxsim.run")
 

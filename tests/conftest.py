@@ -90,11 +90,12 @@ def model(encoder: Callable[..., str]):
 def _nothing_left_behind():
     """Whatever a test enabled is off again for the next one."""
     yield
-    if "pylate_fastmaxsim.integrations.switch" in sys.modules:
+    if "pylate_fastmaxsim.integrations.enable" in sys.modules:
         from pylate_fastmaxsim import integrations
-        from pylate_fastmaxsim.integrations import packing, switch
+        from pylate_fastmaxsim.integrations import enable as integrations_enable
+        from pylate_fastmaxsim.integrations import packing
 
-        switch.disable()
+        integrations_enable.disable()
         packing.release()
         integrations._said.clear()
 

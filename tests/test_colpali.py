@@ -24,7 +24,8 @@ from colpali_engine.utils import processing_utils
 from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import doctor, switch
+from pylate_fastmaxsim.integrations import doctor
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 
 IN_BATCH = ("ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss")
 WITH_NEGATIVES = ("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss")
@@ -329,7 +330,7 @@ def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog)
         assert stock_scores.maxsim_inbatch.__wrapped__
         (line,) = caplog.messages
         assert line.startswith(f"colpali-engine {metadata.version('colpali-engine')} is accelerated: fused MaxSim in ")
-        assert all(patch.target.startswith("colpali_engine") for patch in switch.available_patches())
+        assert all(patch.target.startswith("colpali_engine") for patch in integrations_enable.available_patches())
 
 
 def test_a_process_that_has_no_pylate(tmp_path):
@@ -423,7 +424,7 @@ def test_without_its_metadata_it_is_left_and_pylate_is_not(monkeypatch, caplog):
     def unknown(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(switch.metadata, "version", unknown)
+    monkeypatch.setattr(integrations_enable.metadata, "version", unknown)
     stock = stock_scores.maxsim_inbatch.__code__
     with pylate_fastmaxsim.enabled():
         assert stock_scores.maxsim_inbatch.__code__ is stock

@@ -28,14 +28,8 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import (
-    compilation,
-    decisions,
-    multi_vector_scores,
-    multi_vector_xtr,
-    packing,
-    switch,
-)
+from pylate_fastmaxsim.integrations import compilation, decisions, multi_vector_scores, multi_vector_xtr, packing
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.encoders import checkpoints_layers
 
 COUNT = 8
@@ -317,7 +311,9 @@ def test_off_again_everything_is_as_it_came(model, caplog):
 
 def test_options_that_only_pylate_has(caplog, monkeypatch):
     # Another host may be there too.
-    of_sentence_transformers = tuple(host for host in switch._HOSTS if host.name == "Sentence Transformers")
-    monkeypatch.setattr(switch, "_HOSTS", of_sentence_transformers)
+    of_sentence_transformers = tuple(
+        host for host in integrations_enable._HOSTS if host.name == "Sentence Transformers"
+    )
+    monkeypatch.setattr(integrations_enable, "_HOSTS", of_sentence_transformers)
     pylate_fastmaxsim.enable(ring=True, stock_masking=True)
     assert "stock_masking=True and ring=True: only PyLate has that." in caplog.text

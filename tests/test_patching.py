@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 
 
 def module(monkeypatch, name, **names):

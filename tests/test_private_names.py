@@ -37,7 +37,7 @@ from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
@@ -199,5 +199,5 @@ def test_the_list_is_complete():
 
 
 def test_what_is_patched_is_there():
-    for patch in switch.available_patches():
+    for patch in integrations_enable.available_patches():
         assert inspect.getattr_static(patch.owner, patch.name, None) is not None, patch.target

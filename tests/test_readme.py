@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.switch import available_patches
+from pylate_fastmaxsim.integrations.enable import available_patches
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.recipes import prepare as preparing
 from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
@@ -54,7 +54,7 @@ def test_every_option_of_the_fast_section_reaches_the_flag():
     )
     assert all(value != getattr(FastSection(), key) for key, value in asdict(section).items() if key != "enabled")
     with switched(section):
-        assert {"enabled": True, **asdict(switch.options())} == asdict(section)
+        assert {"enabled": True, **asdict(integrations_enable.options())} == asdict(section)
 
 
 def test_the_result_of_a_run_that_diverged_is_json(tmp_path):

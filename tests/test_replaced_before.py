@@ -18,9 +18,9 @@ from sentence_transformers import SentenceTransformer
 from test_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 
-switch.available_patches()  # what they run in the place of theirs is PyLate's own, not a test's
+integrations_enable.available_patches()  # what they run in the place of theirs is PyLate's own, not a test's
 
 LOSSES = [losses.Contrastive, losses.CachedContrastive]
 rank_module = sys.modules[rank.rerank.__module__]

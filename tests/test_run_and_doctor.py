@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pylate_fastmaxsim.integrations import doctor, launcher, switch
+from pylate_fastmaxsim.integrations import doctor, run_script
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 
 pytest.importorskip("pylate")
 
@@ -98,12 +99,12 @@ def test_a_pylate_that_is_loaded_already_is_accelerated(tmp_path, monkeypatch, c
     (tmp_path / "quick.py").write_text("from pylate_fastmaxsim.integrations import switch; print(switch.options())")
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(launcher, "_show_log", lambda: None)
+    monkeypatch.setattr(run_script, "_show_log", lambda: None)
     monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
     try:
-        launcher.run_script(["--stock-masking", "--no-fused-head", str(tmp_path / "quick.py")])
+        run_script.run_script(["--stock-masking", "--no-fused-head", str(tmp_path / "quick.py")])
     finally:
-        switch.disable()
+        integrations_enable.disable()
     assert (
         capsys.readouterr().out
         == "Options(padding_free=True, compile=False, stock_masking=True, grad_filter=None, ring=False, fused_head=False)\n"
@@ -127,10 +128,10 @@ def test_every_word_behind_the_script_is_the_script_s(begin, words, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(launcher, "_show_log", lambda: None)
+    monkeypatch.setattr(run_script, "_show_log", lambda: None)
     ran = []
-    monkeypatch.setattr(launcher, "_run", ran.append)
-    launcher.run_script([*begin, *words])
+    monkeypatch.setattr(run_script, "_run", ran.append)
+    run_script.run_script([*begin, *words])
     assert ran[0].target in ("told.py", "told") and sys.argv == [ran[0].target, *words]
 
 
@@ -168,7 +169,7 @@ def test_the_script_is_the_main_module_as_python_has_it_and_stays_it(words, tmp_
 )
 def test_nothing_to_run_is_one_sentence(arguments, sentence, capsys):
     with pytest.raises(SystemExit) as stopped:
-        launcher.run_script(arguments)
+        run_script.run_script(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"fastmaxsim run: {sentence}\n"
 
@@ -185,13 +186,13 @@ def test_a_module_that_misses_another_says_which(tmp_path):
 def test_a_nonsense_switch_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setenv("PYLATE_FASTMAXSIM", "maybe")
     with pytest.raises(SystemExit, match="2"):
-        launcher.run_script(["absent.py"])
+        run_script.run_script(["absent.py"])
     assert "PYLATE_FASTMAXSIM must be" in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        launcher.run_script(["--fast", "train.py"])
+        run_script.run_script(["--fast", "train.py"])
     assert "--fast" in capsys.readouterr().err
 
 
@@ -199,7 +200,7 @@ def test_the_doctor_says_what_is_here_and_changes_nothing(monkeypatch):
     monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
     found = doctor.report()
-    assert switch.options() is None
+    assert integrations_enable.options() is None
     assert found.versions["torch"] and found.versions["pylate"]
     assert {"pylate.scores.colbert.colbert_scores", "pylate.rank.rank.rerank"} <= set(found.patches)
     assert any("PYLATE_SCORES_BACKEND=torch" in line for line in found.fallbacks)

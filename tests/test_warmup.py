@@ -12,7 +12,8 @@ pytest.importorskip("pylate")
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.integrations import pylate_losses, switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import pylate_losses
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.warmup import batch_sizes, nothing_to_compile, warm_up
@@ -77,7 +78,7 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
     assert all(step.first > 0 and step.again > 0 for step in steps)
     documents = 3 if loss == "distillation" else 1
     assert calls == [(rows, rows * documents, loss == "distillation", True) for rows in (8, 8, 4, 4)]
-    assert switch.options() is None
+    assert integrations_enable.options() is None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["prepared"]
 
 

@@ -10,7 +10,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
 # Attention implementations of transformers that understand a packed mask now: name -> that, and what was there before.

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from pylate_fastmaxsim.integrations import log_once, switch
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents, replaces
-from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, asked_backend, check, own_documents, replaces
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -119,7 +120,7 @@ def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> 
 @wraps(stock_losses.ColbertModule._smooth_max)
 def smooth_max(self: nn.Module, *args, **kwargs) -> Tensor:
     # Every loss with use_smooth_max comes through here, and through none of the functions above.
-    if switch.options() is not None:
+    if integrations_enable.options() is not None:
         log_once("use_smooth_max needs every similarity: colpali-engine itself computes the scores.")
     return smooth_max.__wrapped__(self, *args, **kwargs)
 
@@ -154,7 +155,7 @@ def score_multi_vector(
 def without_logits(self: ColPali, *args, **kwargs) -> Tensor:
     # The embeddings come from the hidden states. Stock also computes, and throws away, the scores of all 257,216 words
     # for each of the 1,030 tokens of a page, and from the labels that the processor makes a loss in float32.
-    if switch.options() is not None:
+    if integrations_enable.options() is not None:
         kwargs.pop("labels", None)
         kwargs["logits_to_keep"] = 1
     return without_logits.__wrapped__(self, *args, **kwargs)

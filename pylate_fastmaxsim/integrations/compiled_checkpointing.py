@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from pylate_fastmaxsim.integrations.own_code import has_hooks
-from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 
 try:
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -11,8 +11,8 @@ from importlib import metadata, util
 
 import torch
 
-from pylate_fastmaxsim.integrations import switch
-from pylate_fastmaxsim.integrations.stock import asked_backend
+from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 
 _PACKAGES = (
     "pylate-fastmaxsim",
@@ -71,8 +71,8 @@ def report() -> Report:
     """
     fallbacks = _fallbacks()
     try:
-        patches = [patch.target for patch in switch.available_patches()]
-        fallbacks[:0] = switch.left_alone()
+        patches = [patch.target for patch in integrations_enable.available_patches()]
+        fallbacks[:0] = integrations_enable.left_alone()
     except ImportError as error:
         patches = []
         fallbacks.insert(0, f"Nothing is patched: {error}")
@@ -164,7 +164,7 @@ def _driver_version() -> str:
 def _fallbacks() -> list[str]:
     lines = []
     try:
-        if switch.forbidden():
+        if integrations_enable.forbidden():
             lines.append(f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}: enable() does nothing.")
     except ValueError as error:
         lines.append(f"enable() raises: {error}")

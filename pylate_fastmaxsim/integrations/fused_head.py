@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
-from pylate_fastmaxsim.integrations import log_once, switch
-from pylate_fastmaxsim.integrations.authors import HOSTS, LIBRARIES, written_in
+from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changed, masks_of
 from pylate_fastmaxsim.integrations.normalization import unit
 from pylate_fastmaxsim.integrations.own_code import (
@@ -28,7 +28,8 @@ from pylate_fastmaxsim.integrations.own_code import (
     reader,
     unknown_wrapper,
 )
-from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, written_in
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import (
     divided_by_deepspeed,
@@ -115,7 +116,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
 
 def _head(model: nn.Module) -> Dense | None:
     """The module to ask, or None, with a line of log, where projection and normalisation stay apart."""
-    options = switch.options()
+    options = integrations_enable.options()
     if options is None or not options.fused_head:
         return None
     core = unsharded(unwrap(model))

@@ -24,15 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations import (
-    compilation,
-    log_once,
-    multi_vector_gradcache,
-    multi_vector_joint,
-    switch,
-)
+from pylate_fastmaxsim.integrations import compilation, log_once, multi_vector_gradcache, multi_vector_joint
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.authors import HOSTS, written_in
 from pylate_fastmaxsim.integrations.context import setting
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
@@ -45,8 +39,9 @@ from pylate_fastmaxsim.integrations.documents import (
 from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
 from pylate_fastmaxsim.integrations.own_code import forward_is_own
 from pylate_fastmaxsim.integrations.packing import APART, UNDERSTOOD, mode_for
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, unwrap
 
@@ -103,7 +98,7 @@ def _noted(stock: Callable) -> Callable:
         # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
         if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
             return stock(self, *args, **kwargs)
-        with setting(_in_training, self if self.training and switch.options() is not None else None):
+        with setting(_in_training, self if self.training and integrations_enable.options() is not None else None):
             return stock(self, *args, **kwargs)
 
     return call
@@ -128,7 +123,7 @@ def _without_padding(
     model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
 ) -> Tensor | None:
     """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
-    options = switch.options()
+    options = integrations_enable.options()
     if options is None:
         return None
     if _FLATTENED in features:

@@ -22,13 +22,14 @@ from sentence_transformers.base.losses import gradcache
 from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import log_once, switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.changed_masks import writes_to
 from pylate_fastmaxsim.integrations.context import setting
 from pylate_fastmaxsim.integrations.documents import Documents
 from pylate_fastmaxsim.integrations.passes import autocast_in_force
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 
 Found = TypeVar("Found")
 
@@ -122,7 +123,7 @@ def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
         again = _Pass(iter(first.found), texts_changed=writes != first.writes)
         with setting(_pass, again), torch.autocast(**first.autocast):
             return _stock_embed(self, *args, **kwargs)
-    if state is not None or switch.options() is None:
+    if state is not None or integrations_enable.options() is None:
         return _stock_embed(self, *args, **kwargs)
     first = _First(autocast_in_force(tensors[0].device.type), writes)
     with setting(_pass, _Pass(first.found)):

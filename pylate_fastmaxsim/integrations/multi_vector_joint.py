@@ -23,13 +23,13 @@ from sentence_transformers.multi_vector_encoder.losses import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.context import setting
 from pylate_fastmaxsim.integrations.documents import Documents, padded_again
 from pylate_fastmaxsim.integrations.own_code import forward_is_own, hooks_change_nothing
 from pylate_fastmaxsim.integrations.packing import MOST_TOKENS_BESIDE_QUERIES
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping
 
 Features = dict[str, Tensor]
@@ -140,7 +140,7 @@ def _noting(stock: Callable) -> Callable:
 
     @wraps(stock)
     def forward(self: nn.Module, sentence_features: Iterable[Features], *args, **kwargs) -> Tensor:
-        if torch.compiler.is_compiling() or switch.options() is None:
+        if torch.compiler.is_compiling() or integrations_enable.options() is None:
             return stock(self, sentence_features, *args, **kwargs)
         columns = list(sentence_features)
         with setting(_batch, Batch(self, columns)):

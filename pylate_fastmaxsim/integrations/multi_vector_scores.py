@@ -12,14 +12,14 @@ from sentence_transformers.util.similarity import _fill_empty_document_scores, _
 from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations import stock
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
-from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
-replaces = partial(stock.replaces, host="Sentence Transformers")
+replaces = partial(fallback.replaces, host="Sentence Transformers")
 
 
 def patches() -> list[Patch]:

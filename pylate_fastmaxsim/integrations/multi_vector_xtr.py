@@ -7,10 +7,10 @@ from sentence_transformers.util.similarity import _fill_empty_document_scores
 from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
+from pylate_fastmaxsim.integrations.enable import Options
 from pylate_fastmaxsim.integrations.multi_vector_scores import groups, replaces
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.stock import LeftToStock, check
-from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 
 

@@ -10,7 +10,7 @@ from types import CodeType, FunctionType
 import torch
 from torch import nn
 
-from pylate_fastmaxsim.integrations.authors import HOSTS, LIBRARIES, parts_of, wholly_written_in, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, parts_of, wholly_written_in, written_in
 from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, unsharded
 
 # Whose hooks leave embeddings and gradients as they are.

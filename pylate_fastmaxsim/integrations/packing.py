@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import attention, changed_masks, compilation, left_behind, log_once, switch
+from pylate_fastmaxsim.integrations import attention, changed_masks, compilation, left_behind, log_once
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.attention import is_packed_mask
 from pylate_fastmaxsim.integrations.decisions import (
     Agree,
@@ -170,7 +171,7 @@ def plan_documents(
         (not normalized), column after column.
     """
     skipped = partial(_skipped, skiplist=tuple(skiplist))
-    options = switch.options()
+    options = integrations_enable.options()
     mode = "padded"
     # GradCache has a backward for each call.
     backwards = mini_batch_size is not None
@@ -425,7 +426,7 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
 
 
 def _reason_in_own_code(model: nn.Module, backwards: bool) -> str | None:
-    options = switch.options()
+    options = integrations_enable.options()
     if options is not None and options.padding_free == "always":
         return None
     own = own_code(model, backwards)

@@ -8,9 +8,9 @@ from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.documents import has_gaps, total_to_leave, with_totals_at_masks
-from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 _MASK = "_attention_mask"
 
@@ -31,7 +31,7 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     # Counted here, on the CPU and in a worker, so that packing waits for no device. A worker that
     # imports PyLate afresh (start method spawn) adds nothing, and packing counts itself.
     batch = collate.__wrapped__(self, features)
-    options = switch.options()
+    options = integrations_enable.options()
     if options is None or not options.padding_free:
         return batch
     # A subclass that has its own __call__ comes here by super() and may change the masks afterwards.

@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
-from pylate_fastmaxsim.integrations import log_once, packing, switch
-from pylate_fastmaxsim.integrations.authors import SCORING, written_in
+from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import log_once, packing
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
 from pylate_fastmaxsim.integrations.documents import without_total
+from pylate_fastmaxsim.integrations.enable import Options
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.passes import autocast_in_force
-from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
 from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
-from pylate_fastmaxsim.integrations.stock import asked_backend
-from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.integrations.wrappers import of_outermost, unsent, unwrap
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer, Withdrawn, withdraw
@@ -66,7 +67,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
         @wraps(stock)
         def forward(self: nn.Module, sentence_features: Iterable[dict[str, Tensor]], *labels, **named_labels):
             features = list(sentence_features)
-            options = switch.options()
+            options = integrations_enable.options()
             if options is not None:
                 reason = _reason_to_leave(self) or _reason_in_masking(self) or _reason_in_model(self)
                 if reason is None:

@@ -12,16 +12,16 @@ from pylate.scores import colbert as stock_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations import stock
-from pylate_fastmaxsim.integrations.authors import SCORING, written_in
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.redirection import detached
-from pylate_fastmaxsim.integrations.stock import LeftToStock, asked_backend, check, own_documents
-from pylate_fastmaxsim.integrations.switch import Options
+from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, asked_backend, check, own_documents
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
-replaces = functools.partial(stock.replaces, host="PyLate")
+replaces = functools.partial(fallback.replaces, host="PyLate")
 
 
 def patches() -> list[Patch]:

@@ -8,11 +8,11 @@ from pylate.scores import XTRKDScores, XTRScores
 from pylate.utils import convert_to_tensor
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.authors import SCORING, written_in
-from pylate_fastmaxsim.integrations.patching import Patch
+from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
 from pylate_fastmaxsim.integrations.pylate_scores import broadcast, masked_batch, replaces
-from pylate_fastmaxsim.integrations.stock import LeftToStock, check, own_documents
-from pylate_fastmaxsim.integrations.switch import Options
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 

@@ -12,8 +12,8 @@ from sentence_transformers.models import Transformer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.encoders import layers_share_keys
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 
 _stock_forward = detached(Transformer.forward)
 

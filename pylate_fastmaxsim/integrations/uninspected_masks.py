@@ -9,8 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.patching import Patch
-from pylate_fastmaxsim.integrations.redirection import detached
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 
 try:
     from transformers import masking_utils

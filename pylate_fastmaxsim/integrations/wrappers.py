@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations.authors import written_in
+from pylate_fastmaxsim.integrations.patching.provenance import written_in
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:

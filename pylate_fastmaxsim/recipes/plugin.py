@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import switch
+from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
 
 
@@ -22,7 +22,7 @@ def plugin_off(fast: FastSection) -> str | None:
     if not fast.enabled:
         return "fast.enabled is false"
     try:
-        forbidden = switch.forbidden()
+        forbidden = integrations_enable.forbidden()
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}" if forbidden else None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.integrations.redirection import detached
-from pylate_fastmaxsim.integrations.switch import options
+from pylate_fastmaxsim.integrations.enable import options
+from pylate_fastmaxsim.integrations.patching.redirect import detached
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 

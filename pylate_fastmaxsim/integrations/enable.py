@@ -15,7 +15,7 @@ from importlib import metadata, util
 from typing import Literal
 
 from pylate_fastmaxsim.integrations import forget_what_was_said, log_once
-from pylate_fastmaxsim.integrations.patching import Patch, PatchSet
+from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 
@@ -335,7 +335,7 @@ def _is_hosts(patch: Patch) -> bool:
 
     That is what stood there when the patch was made, which somebody may have put back since.
     """
-    from pylate_fastmaxsim.integrations.authors import HOSTS, SCORING, written_in
+    from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, SCORING, written_in
 
     now = inspect.getattr_static(patch.owner, patch.name, None)
     if now is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
-from pylate_fastmaxsim.integrations.redirection import Redirection, can_redirect
+from pylate_fastmaxsim.integrations.patching.redirect import Redirection, can_redirect
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _PACKAGE = __name__.partition(".")[0]
@@ -33,7 +33,7 @@ class Patch:
         The attribute of ``owner`` to replace.
     replacement
         What stands there, or is run, while the patch is applied. Where it calls what it replaces, that must be a
-        copy that was :func:`~pylate_fastmaxsim.integrations.redirection.detached` before.
+        copy that was :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached` before.
     """
 
     owner: ModuleType | type
