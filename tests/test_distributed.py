@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, decisions, packing, trials
-from pylate_fastmaxsim.integrations.wrappers import group_in_step, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, unwrap
 
 RANKS = 2
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import fused_head
-from pylate_fastmaxsim.integrations.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 LOSSES = [
     (losses.Contrastive, {}),

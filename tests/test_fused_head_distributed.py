@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import attention, fused_head, packing, pylate_losses
-from pylate_fastmaxsim.integrations.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 RANKS = 2
 

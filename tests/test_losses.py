@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim.integrations import packing
-from pylate_fastmaxsim.integrations.wrappers import unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 
 def batch_of(model, columns: int = 2, queries: int = 6, seed: int = 0, collate=features):

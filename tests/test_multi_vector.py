@@ -30,7 +30,7 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import compilation, decisions, multi_vector_scores, multi_vector_xtr, packing
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations.encoders import checkpoints_layers
+from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers
 
 COUNT = 8
 QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))

@@ -17,7 +17,7 @@ from transformers.models.bert.modeling_bert import BertLayer, BertOutput
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.documents import without_total
-from pylate_fastmaxsim.integrations.own_code import own_code
+from pylate_fastmaxsim.integrations.models.user_code import own_code
 
 ADVICE = 'and may not treat each text by itself (if it does, switch on with padding_free="always")'
 LOSSES = [losses.Contrastive, losses.CachedContrastive]

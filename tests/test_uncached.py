@@ -12,7 +12,8 @@ from test_losses import assert_equal, batch_of, run
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, encoders
+from pylate_fastmaxsim.integrations import compilation
+from pylate_fastmaxsim.integrations.models import encoders
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
-from pylate_fastmaxsim.integrations.encoders import encoder_of, layers_share_keys, transformer_of
+from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
+from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
 
 try:
     from transformers.utils import output_capturing

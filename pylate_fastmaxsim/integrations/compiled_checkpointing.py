@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from pylate_fastmaxsim.integrations.own_code import has_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_hooks
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 
 try:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, with_adapters
-from pylate_fastmaxsim.integrations.own_code import forward_is_own
-from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, unsharded, unwrap
+from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, with_adapters
+from pylate_fastmaxsim.integrations.models.user_code import forward_is_own
+from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded, unwrap
 
 # Of what this rank found, what all ranks act on.
 Agree = Callable[[bool], bool]

@@ -20,24 +20,24 @@ from torch.utils import _pytree
 from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changed, masks_of
-from pylate_fastmaxsim.integrations.normalization import unit
-from pylate_fastmaxsim.integrations.own_code import (
+from pylate_fastmaxsim.integrations.models.user_code import (
     forward_is_own,
     has_hooks,
     hooks_change_nothing,
     reader,
     unknown_wrapper,
 )
-from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, written_in
-from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
-from pylate_fastmaxsim.integrations.wrappers import (
+from pylate_fastmaxsim.integrations.models.wrappers import (
     divided_by_deepspeed,
     is_compiled,
     layers_of_wrapping,
     unsharded,
     unwrap,
 )
+from pylate_fastmaxsim.integrations.normalization import unit
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, written_in
+from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.

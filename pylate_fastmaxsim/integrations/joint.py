@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.attention import packed_mask, packed_mask_with_keys
 from pylate_fastmaxsim.integrations.documents import attended_tokens
-from pylate_fastmaxsim.integrations.encoders import positions
+from pylate_fastmaxsim.integrations.models.encoders import positions
 
 
 # Outside of what is compiled: traced as a part of a compiled loss it is broken up and compiled again as batches vary.

@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from pylate_fastmaxsim.integrations import compilation, log_once, multi_vector_gradcache, multi_vector_joint
 from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.context import setting
 from pylate_fastmaxsim.integrations.documents import (
     Documents,
     EncodingPlan,
@@ -36,14 +35,15 @@ from pylate_fastmaxsim.integrations.documents import (
     packed_plan,
     padded_again,
 )
-from pylate_fastmaxsim.integrations.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
-from pylate_fastmaxsim.integrations.own_code import forward_is_own
+from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
+from pylate_fastmaxsim.integrations.models.user_code import forward_is_own
+from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, unwrap
 from pylate_fastmaxsim.integrations.packing import APART, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
-from pylate_fastmaxsim.integrations.wrappers import divided_by_deepspeed, unwrap
 
 _stock_transformer = detached(Transformer.forward)
 

@@ -36,9 +36,10 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import inputs_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
-from pylate_fastmaxsim.integrations.own_code import forward_is_own, own_code, reader, unknown_wrapper
+from pylate_fastmaxsim.integrations.models.encoders import inputs_of, positioned, token_embeddings
+from pylate_fastmaxsim.integrations.models.user_code import forward_is_own, own_code, reader, unknown_wrapper
+from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.integrations.trials import (
     short_to_long,
     why_not_divided,
@@ -46,7 +47,6 @@ from pylate_fastmaxsim.integrations.trials import (
     why_not_joint,
     why_not_packed,
 )
-from pylate_fastmaxsim.integrations.wrappers import group_in_step, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.

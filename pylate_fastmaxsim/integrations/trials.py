@@ -25,9 +25,15 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.encoders import encoder_of, inputs_of, position_table, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.joint import joint_call
-from pylate_fastmaxsim.integrations.own_code import reader
+from pylate_fastmaxsim.integrations.models.encoders import (
+    encoder_of,
+    inputs_of,
+    position_table,
+    positioned,
+    token_embeddings,
+)
+from pylate_fastmaxsim.integrations.models.user_code import reader
 from pylate_fastmaxsim.integrations.untouched import untouched
 from pylate_fastmaxsim.ops.precision import float32_precision
 

@@ -11,7 +11,7 @@ from importlib import util
 from sentence_transformers.models import Transformer
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.encoders import layers_share_keys
+from pylate_fastmaxsim.integrations.models.encoders import layers_share_keys
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 

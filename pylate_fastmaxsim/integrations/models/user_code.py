@@ -10,8 +10,8 @@ from types import CodeType, FunctionType
 import torch
 from torch import nn
 
+from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, parts_of, wholly_written_in, written_in
-from pylate_fastmaxsim.integrations.wrappers import layers_of_wrapping, unsharded
 
 # Whose hooks leave embeddings and gradients as they are.
 _WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "wandb", "pylate_fastmaxsim")
