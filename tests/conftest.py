@@ -93,10 +93,10 @@ def _nothing_left_behind():
     if "pylate_fastmaxsim.integrations.enable" in sys.modules:
         from pylate_fastmaxsim import integrations
         from pylate_fastmaxsim.integrations import enable as integrations_enable
-        from pylate_fastmaxsim.integrations import packing
+        from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
         integrations_enable.disable()
-        packing.release()
+        encoding_encode.release()
         integrations._said.clear()
 
 
@@ -128,9 +128,9 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     from models import attend_to_own_document
 
-    from pylate_fastmaxsim.integrations import attention
+    from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 
-    monkeypatch.setattr(attention, "variable_length_attention", attend_to_own_document)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", attend_to_own_document)
 
 
 @pytest.fixture
@@ -142,12 +142,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it to have any search for attended tokens fail from then on that would wait for a device."""
-    from pylate_fastmaxsim.integrations import documents
+    from pylate_fastmaxsim.integrations.encoding import plans as encoding_plans
 
-    attended_index = documents.attended_index
+    attended_index = encoding_plans.attended_index
 
     def known(mask, total=None):
         assert total is not None, "counted the attended tokens that the collator had counted"
         return attended_index(mask, total)
 
-    return lambda: monkeypatch.setattr(documents, "attended_index", known)
+    return lambda: monkeypatch.setattr(encoding_plans, "attended_index", known)

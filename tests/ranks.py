@@ -16,7 +16,8 @@ from models import build_model
 from torch import Tensor, nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
 SECONDS = 240
 
@@ -61,7 +62,7 @@ def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> N
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    searched = attention.variable_length_attention
+    searched = encoding_attention.variable_length_attention
     cases = importlib.import_module(module).CASES
     gc.freeze()  # as in conftest.py
     for name, case in cases.items():
@@ -70,8 +71,8 @@ def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> N
             said = "passed"
         except Exception:
             said = traceback.format_exc()
-        attention.variable_length_attention = searched
+        encoding_attention.variable_length_attention = searched
         pylate_fastmaxsim.disable()
-        packing.release()
+        encoding_encode.release()
         (Path(folder) / f"{name}-{rank}").write_text(said)
     dist.destroy_process_group()

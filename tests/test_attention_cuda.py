@@ -9,8 +9,8 @@ from pylate import losses
 from test_packing_cuda import _assert_as_exact, _batch, _losses, stock  # noqa: F401
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention
-from pylate_fastmaxsim.integrations.attention import variable_length_attention
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 from pylate_fastmaxsim.ops import attention as operator
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
@@ -133,7 +133,7 @@ def chosen(monkeypatch):
         return text_attention(*arguments)
 
     monkeypatch.setattr(operator, "FEWEST_TOKENS", 0)
-    monkeypatch.setattr(attention, "text_attention", counted)
+    monkeypatch.setattr(encoding_attention, "text_attention", counted)
     return made
 
 

@@ -9,8 +9,8 @@ from pylate import losses
 from test_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import left_behind
-from pylate_fastmaxsim.integrations.documents import attended_index
+from pylate_fastmaxsim.integrations.encoding import token_counts
+from pylate_fastmaxsim.integrations.encoding.plans import attended_index
 
 
 def reordered(column, order):
@@ -86,25 +86,25 @@ def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     for fits in (True, False, True):
-        left_behind._hear(torch.tensor(fits))
+        token_counts._hear(torch.tensor(fits))
     events[0].there = True
-    left_behind._hear(torch.tensor(True))
+    token_counts._hear(torch.tensor(True))
     events[1].there = True
     with pytest.raises(ValueError, match="changed after their collator"):
-        left_behind._hear(torch.tensor(True))
-    left_behind._hear(torch.tensor(True))
-    left_behind.forget()
+        token_counts._hear(torch.tensor(True))
+    token_counts._hear(torch.tensor(True))
+    token_counts.forget()
 
 
 def test_a_mask_of_more_or_fewer_tokens_than_the_collator_left_does_not_fit():
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
-    assert left_behind.fits(mask, 5)
+    assert token_counts.fits(mask, 5)
     for row, token, attended in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
         changed = mask.clone()
         changed[row, token] = attended
-        assert not left_behind.fits(changed, 5)
+        assert not token_counts.fits(changed, 5)
     # As many in all, with a gap between them.
-    assert not left_behind.fits(torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]]), 5)
+    assert not token_counts.fits(torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]]), 5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 8), (40, 33)])

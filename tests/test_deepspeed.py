@@ -27,7 +27,9 @@ from tiny_recipe import fell_back
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, fused_head, packing
+from pylate_fastmaxsim.integrations import fused_head
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
 RANKS = 2
 RATE = 0.05
@@ -91,14 +93,14 @@ def _compare(
         losses_of_stock, stock, _ = _trained(folder, stage, loss_class, checkpointing, options)
         begun = load_model(f"{folder}/modernbert", document_length=32).state_dict()
         if packed:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         said: list[str] = []
         heard = patch.object(fused_head, "log_once", lambda message, *values, about: said.append(message % values))
         with pylate_fastmaxsim.enabled(stock_masking=True), heard:
             losses_of_ours, ours, core = _trained(folder, stage, loss_class, checkpointing, options)
-            assert set(packing._modes[core].values()) == {"packed" if packed else "grouped"}
+            assert set(encoding_encode._modes[core].values()) == {"packed" if packed else "grouped"}
             if packed and loss_class is losses.Contrastive:
-                assert set(packing._joint[core].values()) == {True}
+                assert set(encoding_encode._joint[core].values()) == {True}
         assert losses_of_ours == pytest.approx(losses_of_stock, rel=1e-5)
         moved = max((stock[name] - begun[name]).abs().max() for name in stock)
         assert moved > 1e-4
@@ -112,7 +114,7 @@ def _compare(
 
 def _compile_is_left(folder: str) -> None:
     """Hooks between the modules of a layer would end what is compiled, and every one of them be compiled for itself."""
-    attention.variable_length_attention = attend_to_own_document
+    encoding_attention.variable_length_attention = attend_to_own_document
     with pylate_fastmaxsim.enabled(compile=True):
         _, _, core = _trained(folder, 3, losses.Contrastive, False, {})
     assert all(module._compiled_call_impl is None for module in core.modules())

@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, decisions, packing, trials
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import equivalence, mode_cache
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, unwrap
 
 RANKS = 2
@@ -54,15 +56,15 @@ def _compare(
         step = partial(loss_and_gradients, core, loss_function, batch)
         stock = step()
         if packed:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         calls = []
         with pylate_fastmaxsim.enabled(stock_masking=True):
             step()
             core[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(args[0]["input_ids"].numel())))
             ours = step()
-            assert set(packing._modes[core].values()) == {"packed" if packed else "grouped"}
+            assert set(encoding_encode._modes[core].values()) == {"packed" if packed else "grouped"}
             if packed and loss_class is losses.Contrastive:
-                assert set(packing._joint[core].values()) == {True} and len(calls) == 1
+                assert set(encoding_encode._joint[core].values()) == {True} and len(calls) == 1
         assert ours[0] == pytest.approx(stock[0], rel=tolerance)
         largest = max(gradient.abs().max() for gradient in stock[1].values())
         for name, gradient in stock[1].items():
@@ -84,10 +86,10 @@ def _disagreeing(folder: str) -> None:
     """One rank cannot pack: all encode the way that it can."""
     core = load_model(f"{folder}/modernbert").double()
     if dist.get_rank() == 0:
-        attention.variable_length_attention = attend_to_own_document
+        encoding_attention.variable_length_attention = attend_to_own_document
     pylate_fastmaxsim.enable()
     losses.Contrastive(DistributedDataParallel(core))(_batch(core, dist.get_rank())).backward()
-    assert set(packing._modes[core].values()) == {"grouped"}
+    assert set(encoding_encode._modes[core].values()) == {"grouped"}
 
 
 def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
@@ -95,13 +97,13 @@ def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
 
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert").double().train()
-        attention.variable_length_attention = attend_to_own_document
-        tolerance = dict.fromkeys(trials._TOLERANCE, -1.0) if dist.get_rank() == 1 else trials._TOLERANCE
+        encoding_attention.variable_length_attention = attend_to_own_document
+        tolerance = dict.fromkeys(equivalence._TOLERANCE, -1.0) if dist.get_rank() == 1 else equivalence._TOLERANCE
         pylate_fastmaxsim.enable()
         wrapped = wrap(core)
-        with patch.object(trials, "_TOLERANCE", tolerance):
+        with patch.object(equivalence, "_TOLERANCE", tolerance):
             losses.Contrastive(wrapped)(_batch(core, dist.get_rank())).backward()
-        assert set(packing._modes[unwrap(wrapped)].values()) == {"padded"}
+        assert set(encoding_encode._modes[unwrap(wrapped)].values()) == {"padded"}
 
     return run
 
@@ -138,9 +140,9 @@ def _looks_into(wrap: Callable) -> Callable[[str], None]:
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert").train()
         inner = unwrap(wrap(core))
-        before = decisions._state(inner)
+        before = mode_cache._state(inner)
         core[1].eval()
-        assert decisions._state(inner) != before
+        assert mode_cache._state(inner) != before
 
     return run
 
@@ -164,7 +166,7 @@ def _hook_on_one_rank(wrap: Callable) -> Callable[[str], None]:
         loss = loss_function([dict(column) for column in batch])
         loss.backward()
         assert loss.item() == pytest.approx(stock, rel=1e-8)
-        assert set(packing._modes[unwrap(wrapped)].values()) == {"padded"}
+        assert set(encoding_encode._modes[unwrap(wrapped)].values()) == {"padded"}
 
     return run
 
@@ -304,7 +306,7 @@ def _sent_once(packed: bool, scaled: bool) -> Callable[[str], None]:
         if scaled:
             core.append(_Scale(query_length=12))
         if packed:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         model = DistributedDataParallel(core, find_unused_parameters=scaled)
         sent = []
 
@@ -351,7 +353,7 @@ def _too_few_to_divide(counts: tuple[int, int], packed: bool, query_length: int 
         loss_function = losses.CachedContrastive(DistributedDataParallel(core), mini_batch_size=1)
         pylate_fastmaxsim.enable()
         if packed:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         said = "another has only [0-9]+ texts to divide.*dataloader_drop_last=True, or raise mini_batch_size"
         with pytest.raises(ValueError, match=said):
             loss_function(_batch(core, dist.get_rank(), counts[dist.get_rank()]))

@@ -13,7 +13,8 @@ from test_packing import batch_of, mode_of
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import decisions, packing
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import mode_cache
 
 
 class _PromptLeftOut(nn.Module):
@@ -73,8 +74,8 @@ def test_features_that_only_some_batches_have_are_refused_in_step(model, packed,
     model[1] = _PromptLeftOut(model[1])
     loss_function = losses.Contrastive(model)
     pylate_fastmaxsim.enable(padding_free="always")
-    monkeypatch.setattr(packing, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(decisions, "_most_of_all_ranks", lambda numbers, *_: numbers)
+    monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
+    monkeypatch.setattr(mode_cache, "_most_of_all_ranks", lambda numbers, *_: numbers)
     loss_function(prompted(model))
     with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
         loss_function(prompted(model, "positive"))

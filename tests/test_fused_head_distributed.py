@@ -18,7 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, fused_head, packing, pylate_losses
+from pylate_fastmaxsim.integrations import fused_head, pylate_losses
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 RANKS = 2
@@ -50,7 +52,7 @@ def _compare(
         if checkpointing:
             core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
         if packed:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         wrapped = wrap(core)
         projected = []
         originals = fused_head.project_normalize, fused_head.log_once
@@ -74,9 +76,9 @@ def _compare(
             with pylate_fastmaxsim.enabled(stock_masking=True):
                 step(wrapped)
                 ours = step(wrapped)
-                assert set(packing._modes[unwrap(wrapped)].values()) == {"packed" if packed else "grouped"}
+                assert set(encoding_encode._modes[unwrap(wrapped)].values()) == {"packed" if packed else "grouped"}
                 if packed and loss_class is losses.Contrastive:
-                    assert set(packing._joint[unwrap(wrapped)].values()) == {True}
+                    assert set(encoding_encode._joint[unwrap(wrapped)].values()) == {True}
         finally:
             fused_head.project_normalize, fused_head.log_once = originals
         assert set(projected) == {(16, 32)}

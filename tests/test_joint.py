@@ -12,7 +12,9 @@ from pylate import losses
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, decisions, packing
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import mode_cache
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 EXPANDED = {}
@@ -45,7 +47,7 @@ def calls_of(model, action) -> int:
 
 
 def joins(model) -> set[bool]:
-    return set(packing._joint[model].values())
+    return set(encoding_encode._joint[model].values())
 
 
 def assert_as_stock(model, batch, *args):
@@ -80,8 +82,8 @@ def test_beside_many_documents_queries_have_a_call_of_their_own(encoder, packed,
     many, few = batch_of(model, count=9), batch_of(model, count=2)
     tokens = sum(int(column["attention_mask"].sum()) for column in many[1:])
     for most, together in ((tokens - 1, False), (tokens, True)):
-        packing.release()
-        monkeypatch.setattr(packing, "MOST_TOKENS_BESIDE_QUERIES", most)
+        encoding_encode.release()
+        monkeypatch.setattr(encoding_encode, "MOST_TOKENS_BESIDE_QUERIES", most)
         with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
             assert_as_stock(model, many)
         # The first batch decides for all.
@@ -96,7 +98,7 @@ def test_queries_with_gaps_have_a_call_of_their_own(encoder, packed):
     batch[0]["attention_mask"][0, 1] = 0
     assert_as_stock(model, batch)
     assert joins(model) == {False}
-    packing.release()
+    encoding_encode.release()
     step(model, batch_of(model))
     assert joins(model) == {True} and calls_of(model, partial(step, model, batch)) == 2
 
@@ -106,7 +108,7 @@ def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder
     model = load_model(encoder(family, **changes)).double()
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
         assert_as_stock(model, batch_of(model))
-    assert joins(model) == {False} and set(packing._modes[model].values()) == {"packed"}
+    assert joins(model) == {False} and set(encoding_encode._modes[model].values()) == {"packed"}
     assert calls_of(model, partial(step, model, batch_of(model))) == 2
     (said,) = [record for record in caplog.records if "in a call of their own" in record.message]
     assert said.levelno == logging.WARNING and "have to see the same tokens as all others" in said.message
@@ -118,7 +120,7 @@ def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encode
             key = key.roll(1, 0)
         return attend_to_own_document(query, key, value, cu_seqlens, *args, key_cu_seqlens=key_cu_seqlens, **options)
 
-    monkeypatch.setattr(attention, "variable_length_attention", careless)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", careless)
     model = load(encoder)
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
         assert_as_stock(model, batch_of(model))
@@ -130,7 +132,7 @@ def test_an_attention_to_tokens_that_are_not_attended_to_shows_where_no_query_ha
     def to_all(*args, key_cu_seqlens, **options):
         return attend_to_own_document(*args, **options)
 
-    monkeypatch.setattr(attention, "variable_length_attention", to_all)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", to_all)
     model = load(encoder)
     full = collated(model, [" ".join(TEXT.split()[begin : begin + 20]) for begin in range(4)], sentences(4, seed=1))
     assert full[0]["attention_mask"].all()
@@ -150,7 +152,7 @@ def test_wider_queries_than_the_model_says_have_a_call_of_their_own(encoder, pac
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
         assert calls_of(model, partial(step, model, batch)) == 2
     assert "in a call of their own: they have 12 tokens" in caplog.text
-    packing.release()
+    encoding_encode.release()
     assert_as_stock(model, batch)
     assert joins(model) == {False}
 
@@ -169,8 +171,8 @@ def test_queries_that_grow_beyond_a_window_of_attention_have_a_call_of_their_own
 def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
     model = load(encoder)
     batch = batch_of(model)
-    monkeypatch.setattr(packing, "group_in_step", lambda *_, **__: True)
-    monkeypatch.setattr(decisions, "_on_all_ranks", lambda here, **_: here)
+    monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
+    monkeypatch.setattr(mode_cache, "_on_all_ranks", lambda here, **_: here)
     assert_as_stock(model, batch)
     assert joins(model) == {True}
     wide = features(model, sentences(6, longest=8), sentences(6, seed=1))
@@ -209,7 +211,7 @@ def test_dropout_is_tried_before_the_first_step(encoder, packed, monkeypatch):
         options = {"dropout": dropout, "key_cu_seqlens": key_cu_seqlens, **options}
         return attend_to_own_document(query, key, value, cu_seqlens, *args, **options)
 
-    monkeypatch.setattr(attention, "variable_length_attention", undropped)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", undropped)
     pylate_fastmaxsim.enable()
     step(model, batch_of(model))
     assert joins(model) == {False}

@@ -14,7 +14,8 @@ from test_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import _winners
-from pylate_fastmaxsim.integrations import normalization, packing, pylate_losses
+from pylate_fastmaxsim.integrations import normalization, pylate_losses
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.ops.maxsim import maxsim
 
 CONTRASTIVE = {
@@ -163,4 +164,6 @@ def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype, monkeypat
 def test_packing_is_what_the_matrix_measures(model, packed):
     pylate_fastmaxsim.enable()
     losses.Contrastive(model)(batch_of(model))
-    assert set(packing._modes[model].values()) == {"packed"} and set(packing._joint[model].values()) == {True}
+    assert set(encoding_encode._modes[model].values()) == {"packed"} and set(
+        encoding_encode._joint[model].values()
+    ) == {True}

@@ -28,8 +28,10 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, decisions, multi_vector_scores, multi_vector_xtr, packing
+from pylate_fastmaxsim.integrations import compilation, multi_vector_scores, multi_vector_xtr
 from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import mode_cache
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers
 
 COUNT = 8
@@ -90,7 +92,7 @@ def assert_equal(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
 
 
 def modes(model: MultiVectorEncoder) -> set[str]:
-    return set(packing._modes.get(model[0], {}).values())
+    return set(encoding_encode._modes.get(model[0], {}).values())
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_to_ask_for_checkpointing_warns_of_nothing(model):
         warnings.simplefilter("error")
         assert checkpoints_layers(transformer)
         wrapped = SimpleNamespace(module=transformer, static_graph=True)
-        assert decisions.counts_checkpoints(wrapped)
+        assert mode_cache.counts_checkpoints(wrapped)
 
 
 def test_dropout_is_the_same_in_both_passes_of_gradcache(encoder, mode):
@@ -246,7 +248,7 @@ def test_wider_batches_are_decided_about_and_narrower_ones_are_not(model, packed
     widths = []
     for longest in (30, 4, 12, 40):
         model(model.preprocess(sentences(4, longest), task="document"), task="document")
-        widths.append(len(packing._modes[model[0]]))
+        widths.append(len(encoding_encode._modes[model[0]]))
     assert widths[0] == widths[1] == widths[2]
 
 

@@ -20,7 +20,8 @@ from sentence_transformers.multi_vector_encoder import losses
 from sharding import data_parallel, flat_sharded, fully_sharded
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
 RANKS = 2
 
@@ -52,11 +53,11 @@ def _compare(
         step = partial(loss_and_gradients, core, loss_function, batch)
         stock = step()
         if packs[dist.get_rank()]:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         with pylate_fastmaxsim.enabled():
             step()
             ours = step()
-            found = set(packing._modes.get(transformer, {}).values()) or {"padded"}
+            found = set(encoding_encode._modes.get(transformer, {}).values()) or {"padded"}
         assert found == {mode if packs[dist.get_rank()] else "grouped"}
         assert ours[0] == pytest.approx(stock[0], rel=2e-6)
         largest = max(gradient.abs().max() for gradient in stock[1].values())

@@ -20,7 +20,7 @@ from test_multi_vector import COUNT, LOSSES, TEACHER, assert_equal, batch_of, fo
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import multi_vector, multi_vector_joint
-from pylate_fastmaxsim.integrations.attention import is_packed_mask
+from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
 
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
 UNCACHED = [each for each in LOSSES if "Cached" not in each[0].__name__]

@@ -20,7 +20,8 @@ from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorTripletEvaluator
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import doctor, packing
+from pylate_fastmaxsim.integrations import doctor
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
@@ -66,7 +67,7 @@ def test_training_is_that_of_stock(encoder, mode, tmp_path):
     pylate_fastmaxsim.enable()
     ours, model = train(path, tmp_path / "fast")
     assert ours == pytest.approx(stock, rel=1e-4)
-    assert set(packing._modes[model[0]].values()) == {mode}
+    assert set(encoding_encode._modes[model[0]].values()) == {mode}
     model.save_pretrained(str(tmp_path / "saved"))
     expected = model.encode_document(ROWS["positive"][:2])
     pylate_fastmaxsim.disable()
@@ -81,7 +82,7 @@ def test_mixed_precision(encoder, packed, tmp_path):
     pylate_fastmaxsim.enable()
     ours, model = train(path, tmp_path / "fast", bf16=True)
     assert ours == pytest.approx(stock, rel=0.02)
-    assert set(packing._modes[model[0]].values()) == {"packed"}
+    assert set(encoding_encode._modes[model[0]].values()) == {"packed"}
 
 
 def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
@@ -97,7 +98,7 @@ def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
     names: dict = {}
     exec(script, names)
     assert names["trainer"].state.global_step == 1
-    assert set(packing._modes[names["model"][0]].values()) == {"packed"}
+    assert set(encoding_encode._modes[names["model"][0]].values()) == {"packed"}
 
 
 def test_a_script_that_is_not_edited(tmp_path):

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers.models.bert.modeling_bert import BertLayer, BertOutput
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.documents import without_total
+from pylate_fastmaxsim.integrations.encoding.plans import without_total
 from pylate_fastmaxsim.integrations.models.user_code import own_code
 
 ADVICE = 'and may not treat each text by itself (if it does, switch on with padding_free="always")'

@@ -22,17 +22,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, compilation, documents, packing
-from pylate_fastmaxsim.integrations.documents import Documents
+from pylate_fastmaxsim.integrations import compilation
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import plans as encoding_plans
+from pylate_fastmaxsim.integrations.encoding.plans import Documents
 
 
 def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
-    texts = [sentences(documents, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
+    texts = [sentences(encoding_plans, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
     return collate(model, *texts)
 
 
 def encode(model, batch):
-    return packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
+    return encoding_encode.encode(model, encoding_encode.plan_documents(model, batch[1:], model.skiplist))
 
 
 def tokens_of(batch):
@@ -44,7 +47,7 @@ def tokens_of(batch):
 def padded_tokens(model, batch):
     """The same from stock."""
     masks = losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
-    outputs = [model(documents.without_total(column))["token_embeddings"] for column in batch[1:]]
+    outputs = [model(encoding_plans.without_total(column))["token_embeddings"] for column in batch[1:]]
     return [
         rows[live] for output, mask in zip(outputs, masks, strict=True) for rows, live in zip(output, mask, strict=True)
     ]
@@ -58,7 +61,7 @@ def assert_encodes_as_stock(model, batch, tolerance: float = 1e-10):
 
 
 def mode_of(model) -> set[str]:
-    return set(packing._modes[model].values())
+    return set(encoding_encode._modes[model].values())
 
 
 def calls_of(model, action) -> list[dict]:
@@ -130,8 +133,10 @@ def test_left_padding_stays(model, packed, caplog):
 def test_data_parallel_keeps_the_padding(model, packed, caplog):
     pylate_fastmaxsim.enable()
     wrapped = nn.DataParallel(model)
-    plan = packing.plan_documents(wrapped, batch_of(model)[1:], model.skiplist)
-    for own, other in zip(tokens_of(packing.encode(wrapped, plan)), padded_tokens(model, batch_of(model)), strict=True):
+    plan = encoding_encode.plan_documents(wrapped, batch_of(model)[1:], model.skiplist)
+    for own, other in zip(
+        tokens_of(encoding_encode.encode(wrapped, plan)), padded_tokens(model, batch_of(model)), strict=True
+    ):
         torch.testing.assert_close(own, other)
     assert "DataParallel" in caplog.text
 
@@ -142,7 +147,7 @@ def test_deciding_leaves_no_trace(encoder, mode):
     training = {name: module.training for name, module in model.named_modules()}
     random_state = torch.get_rng_state()
     pylate_fastmaxsim.enable()
-    packing.mode_for(model, batch_of(model)[1:], None)
+    encoding_encode.mode_for(model, batch_of(model)[1:], None)
     assert mode_of(model) == {mode}
     assert training == {name: module.training for name, module in model.named_modules()}
     assert torch.equal(random_state, torch.get_rng_state())
@@ -152,16 +157,16 @@ def test_deciding_leaves_no_trace(encoder, mode):
 def test_attention_that_cannot_drop_is_not_packed_in_training(encoder, monkeypatch):
     def undropped(*args, dropout, **options):
         if dropout > 0:
-            raise attention.PackingUnsupported("no dropout here")
+            raise encoding_attention.PackingUnsupported("no dropout here")
         return attend_to_own_document(*args, dropout=dropout, **options)
 
-    monkeypatch.setattr(attention, "variable_length_attention", undropped)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", undropped)
     model = load_model(encoder("bert", attention_probs_dropout_prob=0.2))
     pylate_fastmaxsim.enable()
-    packing.mode_for(model, batch_of(model)[1:], None)
+    encoding_encode.mode_for(model, batch_of(model)[1:], None)
     assert mode_of(model) == {"grouped"}
     model.eval()
-    assert packing.mode_for(model, batch_of(model)[1:], None) == "packed"
+    assert encoding_encode.mode_for(model, batch_of(model)[1:], None) == "packed"
 
 
 def test_dropout_reaches_packed_attention(encoder, monkeypatch):
@@ -171,7 +176,7 @@ def test_dropout_reaches_packed_attention(encoder, monkeypatch):
         dropped.append(dropout)
         return attend_to_own_document(*args, dropout=dropout, **options)
 
-    monkeypatch.setattr(attention, "variable_length_attention", recording)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", recording)
     model = load_model(encoder("bert", attention_probs_dropout_prob=0.2))
     pylate_fastmaxsim.enable()
     encode(model, batch_of(model))
@@ -192,7 +197,7 @@ def test_rotated_queries_and_keys_are_attended_to_in_the_dtype_of_autocast(
         assert {query.dtype, key.dtype, value.dtype} == {dtype}
         return attend_to_own_document(query, key, value, *args, **kwargs)
 
-    monkeypatch.setattr(attention, "variable_length_attention", attend)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", attend)
     model = load_model(encoder("qwen3"))
     batch = batch_of(model)
     with pylate_fastmaxsim.enabled(compile=compiled), torch.autocast("cpu", dtype):
@@ -206,33 +211,33 @@ def test_rotated_queries_and_keys_are_attended_to_in_the_dtype_of_autocast(
 
 def half_only(query, *args, **options):
     if query.dtype != torch.bfloat16:
-        raise attention.PackingUnsupported("half precision only")
+        raise encoding_attention.PackingUnsupported("half precision only")
     return attend_to_own_document(query, *args, **options)
 
 
 def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
-    monkeypatch.setattr(attention, "variable_length_attention", half_only)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", half_only)
     model.float()
     pylate_fastmaxsim.enable()
     columns = batch_of(model)[1:]
-    assert packing.mode_for(model, columns, None) == "grouped"
+    assert encoding_encode.mode_for(model, columns, None) == "grouped"
     with torch.autocast("cpu", torch.bfloat16):
-        assert packing.mode_for(model, columns, None) == "packed"
+        assert encoding_encode.mode_for(model, columns, None) == "packed"
 
     # What accelerate does.
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    assert packing.mode_for(model, columns, None) == "packed"
+    assert encoding_encode.mode_for(model, columns, None) == "packed"
 
 
 def test_it_is_decided_anew_when_the_dtype_of_the_parameters_changes(model, monkeypatch):
-    monkeypatch.setattr(attention, "variable_length_attention", half_only)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", half_only)
     pylate_fastmaxsim.enable()
     columns = batch_of(model)[1:]
     modes = []
     for dtype in (torch.bfloat16, torch.float64, torch.bfloat16):
         model.to(dtype)
         encode(model, [{}, *columns])
-        modes.append(packing.mode_for(model, columns, None))
+        modes.append(encoding_encode.mode_for(model, columns, None))
     assert modes == ["packed", "grouped", "packed"]
 
 
@@ -253,7 +258,7 @@ def test_release_puts_everything_back(model, packed):
         encode(model, batch_of(model))
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before["sdpa"]
     assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
-    assert len(packing._modes) == 0
+    assert len(encoding_encode._modes) == 0
 
 
 def test_release_does_not_wait_for_the_garbage_collector(model, packed):
@@ -386,7 +391,7 @@ def test_texts_that_are_dictionaries(encoder, mode, loss_class, padding_free):
     pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
     for _ in range(2):
         torch.testing.assert_close(loss_function(texts_with_keys(model)), expected)
-    assert all(decided for joins in packing._joint.values() for decided in joins.values())
+    assert all(decided for joins in encoding_encode._joint.values() for decided in joins.values())
 
 
 def test_texts_that_are_dictionaries_in_a_compiled_model(model, mode):
@@ -453,7 +458,7 @@ def test_documents_of_columns_of_different_width():
 @pytest.mark.parametrize("skiplist", [[], [3], [-1, 2, 5, 6], list(range(40))], ids=str)
 def test_which_tokens_are_skipped(skiplist):
     column = {"input_ids": torch.arange(24).view(2, 12).int(), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
-    counts = packing.counting_tokens(column, skiplist)
+    counts = encoding_encode.counting_tokens(column, skiplist)
     assert counts.tolist() == [[token not in skiplist for token in row] for row in column["input_ids"].tolist()]
 
 
@@ -471,11 +476,11 @@ def test_bounded_inner_products_are_not_packed_unless_stock_leaves_them_unbounde
     module = nn.Module()
     module.config = SimpleNamespace(_attn_implementation=implementation)
     states = torch.randn(1, 2, 5, 4)
-    mask = attention.packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
-    attend = partial(attention._packed_attention, module, states, states, states, mask, is_causal=False)
+    mask = encoding_attention.packed_mask(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
+    attend = partial(encoding_attention._packed_attention, module, states, states, states, mask, is_causal=False)
     assert attend().shape == (1, 5, 2, 4)
     if implementation == "sdpa":
         assert torch.equal(attend(softcap=50.0), attend())
     else:
-        with pytest.raises(attention.PackingUnsupported, match="does not bound its inner products"):
+        with pytest.raises(encoding_attention.PackingUnsupported, match="does not bound its inner products"):
             attend(softcap=50.0)

@@ -11,8 +11,8 @@ from pylate import losses
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import packing
-from pylate_fastmaxsim.integrations.attention import variable_length_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 
 pytestmark = pytest.mark.cuda
 
@@ -180,7 +180,7 @@ def test_packed_equals_padded(small, family, caplog):
     pylate_fastmaxsim.enable()
     batch = _batch(model)
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cuda", torch.bfloat16):
-        documents = packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
+        documents = encoding_encode.encode(model, encoding_encode.plan_documents(model, batch[1:], model.skiplist))
         padded = torch.cat([model(dict(column))["token_embeddings"] for column in batch[1:]])
     assert not [record for record in caplog.records if "not packed" in record.message]
     mask = torch.cat([column["attention_mask"] for column in batch[1:]]).bool()
@@ -201,7 +201,7 @@ def test_loss_and_gradients_are_as_exact_as_stock(small, stock, dtype, family, l
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(model, [batch], loss_class, autocast=dtype, **options)
         joint = loss_class is losses.Contrastive and family in ("wide modernbert", "bert")
-        assert (set(packing._joint.get(model, {}).values()) == {True}) == joint
+        assert (set(encoding_encode._joint.get(model, {}).values()) == {True}) == joint
     _assert_as_exact(ours, expected)
 
 
@@ -220,8 +220,8 @@ def test_a_small_batch_of_what_is_grouped_is_one_call(small):
     pylate_fastmaxsim.enable()
     batch = _batch(model)
     with torch.autocast("cuda", torch.bfloat16):
-        plan = packing.plan_documents(model, batch[1:], model.skiplist)
-    assert set(packing._modes[model].values()) == {"grouped"}
+        plan = encoding_encode.plan_documents(model, batch[1:], model.skiplist)
+    assert set(encoding_encode._modes[model].values()) == {"grouped"}
     assert len(plan.calls) == 1
 
 
@@ -241,11 +241,11 @@ def test_collated_documents_are_packed_without_waiting_for_the_device(small):
     pylate_fastmaxsim.enable()
     batch = _batch(model)
     with torch.autocast("cuda", torch.bfloat16):
-        packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
+        encoding_encode.encode(model, encoding_encode.plan_documents(model, batch[1:], model.skiplist))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            documents = packing.encode(model, packing.plan_documents(model, batch[1:], model.skiplist))
+            documents = encoding_encode.encode(model, encoding_encode.plan_documents(model, batch[1:], model.skiplist))
             documents.values.float().sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -351,7 +351,7 @@ def test_rows_of_everything_in_a_column_are_divided(small, stock, divide):
     assert "token_total" in _batch(model)[1]
     ours = _losses(model, parts())
     _assert_as_exact(ours, expected)
-    assert set(packing._modes[model].values()) == {"packed"}
+    assert set(encoding_encode._modes[model].values()) == {"packed"}
 
 
 def test_a_mask_changed_behind_its_collator_is_noticed(small):
@@ -371,4 +371,4 @@ def test_a_mask_changed_behind_its_collator_is_noticed(small):
                 loss_function(columns, None)
                 torch.cuda.synchronize()
         loss_function(batch, None)
-    assert next(iter(packing._modes[model].values())) == "packed"
+    assert next(iter(encoding_encode._modes[model].values())) == "packed"

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, _winners, maxsim
-from pylate_fastmaxsim.integrations import attention, pylate_losses
+from pylate_fastmaxsim.integrations import pylate_losses
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.ops.distributed import ring as distributed_ring
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
@@ -274,7 +275,7 @@ def _losses(
         step = partial(loss_and_gradients, core, loss_function, batch)
         results = {"stock": step()} if stock_masking else {}
         if packed:
-            attention.variable_length_attention = attend_to_own_document
+            encoding_attention.variable_length_attention = attend_to_own_document
         for name, in_ring in (("gathered", False), ("ring", True)):
             with (
                 pylate_fastmaxsim.enabled(stock_masking=stock_masking, ring=in_ring),

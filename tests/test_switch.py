@@ -222,10 +222,10 @@ def test_nested_blocks_restore_what_was_in_force():
 
 
 def test_changing_options_releases_what_was_prepared_for_the_old_ones(monkeypatch):
-    from pylate_fastmaxsim.integrations import packing
+    from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
     released = []
-    monkeypatch.setattr(packing, "release", lambda: released.append(None))
+    monkeypatch.setattr(encoding_encode, "release", lambda: released.append(None))
     pylate_fastmaxsim.enable()
     pylate_fastmaxsim.enable()
     assert len(released) == 0

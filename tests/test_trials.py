@@ -14,7 +14,8 @@ from test_packing import assert_encodes_as_stock, batch_of, calls_of, encode, mo
 from torch.nn.utils import parametrizations, parametrize
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import attention, packing
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
 
 def test_a_cpu_is_no_reason_to_warn(model, caplog):
@@ -47,14 +48,14 @@ def _attend_to_other_documents(_model):
         whole = torch.tensor([0, len(query)])
         return attend_to_own_document(query, key, value, whole, len(query), **options)
 
-    attention.variable_length_attention = everything  # the fixture puts it back
+    encoding_attention.variable_length_attention = everything  # the fixture puts it back
 
 
 def _forget_the_window(_model):
     def wide(*args, window, **options):
         return attend_to_own_document(*args, window=(-1, -1), **options)
 
-    attention.variable_length_attention = wide
+    encoding_attention.variable_length_attention = wide
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_attention_that_takes_a_trace_of_the_neighbour(model, monkeypatch, caplo
     def leaking(query, key, value, *args, **options):
         return attend_to_own_document(query, key, value, *args, **options) + 1e-7 * value.roll(1, 0)
 
-    monkeypatch.setattr(attention, "variable_length_attention", leaking)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", leaking)
     model.to(dtype)
     pylate_fastmaxsim.enable()
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
@@ -204,7 +205,7 @@ def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch
         output = attend_to_own_document(query, key, value, *args, **options)
         return output * torch.linspace(1, 1.001, output.shape[-1])
 
-    monkeypatch.setattr(attention, "variable_length_attention", inexact)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", inexact)
     model.float()
     pylate_fastmaxsim.enable()
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
@@ -266,7 +267,7 @@ def _refuse_beyond(limit, monkeypatch):
             raise RuntimeError(f"texts of more than {limit} tokens")
         return attend_to_own_document(query, key, value, cu_seqlens, *args, **options)
 
-    monkeypatch.setattr(attention, "variable_length_attention", refusing)
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", refusing)
 
 
 def test_rotary_positions_scaled_between_the_first_batch_and_the_widest(encoder, mode):
@@ -297,7 +298,7 @@ def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
         model.document_length = width
         batch = features(model, texts_of(2), texts_of(60))
         assert_encodes_as_stock(model, batch)
-        modes.append(packing.mode_for(model, batch[1:], None))
+        modes.append(encoding_encode.mode_for(model, batch[1:], None))
     assert modes == ["packed", "grouped", "packed"]
 
 
@@ -320,7 +321,7 @@ def test_every_width_takes_as_many_calls(encoder, packed):
         model = load_model(encoder("bert"), document_length=width)
         made = []
         model[0].register_forward_pre_hook(looking(lambda _module, _args: made.append(None)))
-        packing.mode_for(model, batch_of(model)[1:], None)
+        encoding_encode.mode_for(model, batch_of(model)[1:], None)
         return len(made)
 
     pylate_fastmaxsim.enable()

@@ -9,7 +9,7 @@ import torch
 from transformers import masking_utils
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import uninspected_masks
+from pylate_fastmaxsim.integrations.encoding import mask_sync
 
 
 class Inspected(Exception):
@@ -31,7 +31,7 @@ def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at(name, sizes):
     on_gpu = SimpleNamespace(is_cuda=True, all=inspect, shape=(2, 8))
     full, part = torch.ones(2, 8, dtype=torch.bool), torch.eye(8, dtype=torch.bool)
     with pylate_fastmaxsim.enabled():
-        with uninspected_masks.uninspected():
+        with mask_sync.uninspected():
             assert not leave_out(on_gpu)
             assert leave_out(full) and not leave_out(part) and leave_out(None)
         with pytest.raises(Inspected):  # outside, transformers decides
@@ -42,5 +42,5 @@ def test_only_masks_on_a_gpu_and_only_inside_are_not_looked_at(name, sizes):
 def test_transformers_that_have_no_such_masks_are_left_alone():
     """As before 4.53."""
     script = "import sys; sys.modules['transformers.masking_utils'] = None\n"
-    script += "from pylate_fastmaxsim.integrations.uninspected_masks import patches; assert patches() == []"
+    script += "from pylate_fastmaxsim.integrations.encoding.mask_sync import patches; assert patches() == []"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -75,7 +75,7 @@ _HOSTS = (
         "2",
         (
             *("pylate_scores", "pylate_xtr", "pylate_losses", "pylate_collator"),
-            *("uninspected_masks", "uncached", "fused_head"),
+            *("encoding.mask_sync", "uncached", "fused_head"),
         ),
     ),
     _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali",)),
@@ -88,7 +88,7 @@ _HOSTS = (
         "7",
         (
             *("multi_vector_scores", "multi_vector_xtr", "multi_vector", "multi_vector_joint"),
-            *("multi_vector_gradcache", "uninspected_masks"),
+            *("multi_vector_gradcache", "encoding.mask_sync"),
         ),
     ),
 )
@@ -410,9 +410,9 @@ def _switch_to(new: Options | None) -> None:
             _patched = hosts
         else:
             # Models that were prepared for the old options go back to how they were built.
-            from pylate_fastmaxsim.integrations import packing
+            from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
-            packing.release()
+            encoding_encode.release()
             forget_what_was_said()
         if new is None:
             _patches.undo()

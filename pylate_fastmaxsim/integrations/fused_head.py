@@ -19,7 +19,8 @@ from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, changed, masks_of
+from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, changed, masks_of
+from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
 from pylate_fastmaxsim.integrations.models.user_code import (
     forward_is_own,
     has_hooks,
@@ -37,7 +38,6 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
 from pylate_fastmaxsim.integrations.normalization import unit
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, written_in
-from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.

@@ -26,8 +26,10 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import compilation, log_once, multi_vector_gradcache, multi_vector_joint
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations.attention import accept_packed_masks
-from pylate_fastmaxsim.integrations.documents import (
+from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
+from pylate_fastmaxsim.integrations.encoding.encode import APART, UNDERSTOOD, mode_for
+from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
+from pylate_fastmaxsim.integrations.encoding.plans import (
     Documents,
     EncodingPlan,
     grouped_plan,
@@ -39,11 +41,9 @@ from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
 from pylate_fastmaxsim.integrations.models.user_code import forward_is_own
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, unwrap
-from pylate_fastmaxsim.integrations.packing import APART, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
 
 _stock_transformer = detached(Transformer.forward)
 

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.integrations.changed_masks import writes_to
-from pylate_fastmaxsim.integrations.documents import Documents
+from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
+from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
+from pylate_fastmaxsim.integrations.encoding.plans import Documents
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.passes import autocast_in_force
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 

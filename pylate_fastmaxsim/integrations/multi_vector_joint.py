@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations.documents import Documents, padded_again
+from pylate_fastmaxsim.integrations.encoding.encode import MOST_TOKENS_BESIDE_QUERIES
+from pylate_fastmaxsim.integrations.encoding.plans import Documents, padded_again
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.user_code import forward_is_own, hooks_change_nothing
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping
-from pylate_fastmaxsim.integrations.packing import MOST_TOKENS_BESIDE_QUERIES
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 

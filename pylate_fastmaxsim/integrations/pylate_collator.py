@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations.documents import has_gaps, total_to_leave, with_totals_at_masks
+from pylate_fastmaxsim.integrations.encoding.plans import has_gaps, total_to_leave, with_totals_at_masks
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 _MASK = "_attention_mask"

@@ -24,13 +24,14 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once, packing
-from pylate_fastmaxsim.integrations.changed_masks import MasksChanged, as_given, changing
-from pylate_fastmaxsim.integrations.documents import without_total
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
+from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changing
+from pylate_fastmaxsim.integrations.encoding.plans import without_total
 from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.models.wrappers import of_outermost, unsent, unwrap
-from pylate_fastmaxsim.integrations.passes import autocast_in_force
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
@@ -184,8 +185,10 @@ def cached_contrastive(
             f"CachedContrastive: mini_batch_size must be an integer of at least 1, got {self.mini_batch_size!r}."
         )
     queries_mask = _queries_mask(self.model, features)
-    plan = packing.plan_documents(self.model, features[1:], of_outermost(self.model, "skiplist"), self.mini_batch_size)
-    query_calls = packing.query_calls(self.model, features[0], plan, self.mini_batch_size)
+    plan = encoding_encode.plan_documents(
+        self.model, features[1:], of_outermost(self.model, "skiplist"), self.mini_batch_size
+    )
+    query_calls = encoding_encode.query_calls(self.model, features[0], plan, self.mini_batch_size)
     passes = [_Pass(self.model, call) for call in query_calls + plan.calls]
     embeddings = [one.first() for one in _progress(self, passes, "Embed mini-batches")]
     shapes = [part.shape for part in embeddings]
@@ -335,7 +338,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
             ids = call["input_ids"]
             return torch.zeros(*ids.shape, change.dim, device=ids.device)
 
-    encoded = packing.encode_batch(loss.model, features, of_outermost(loss.model, "skiplist"), embed)
+    encoded = encoding_encode.encode_batch(loss.model, features, of_outermost(loss.model, "skiplist"), embed)
     if changes:
         if getattr(loss, "gather_across_devices", False):
             withdraw(features[0]["input_ids"].device)
@@ -364,7 +367,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
     if options.stock_masking or k is not None:
         skiplist = of_outermost(loss.model, "skiplist")
-        masked = [~packing.counting_tokens(column, skiplist).all(dim=1) for column in columns]
+        masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
     return _Scored(documents.select(order), zero_floor, k, options)
 

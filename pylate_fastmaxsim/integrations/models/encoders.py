@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.documents import Documents
-from pylate_fastmaxsim.integrations.uninspected_masks import uninspected
+from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
+from pylate_fastmaxsim.integrations.encoding.plans import Documents
 
 # Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token
 # types.

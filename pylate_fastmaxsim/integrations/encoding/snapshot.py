@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.changed_masks import writes_to
+from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
 from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, wholly_written_in
 
 # What PyTorch itself keeps in a module.

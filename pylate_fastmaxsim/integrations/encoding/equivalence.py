@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from pylate_fastmaxsim.integrations.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
-from pylate_fastmaxsim.integrations.changed_masks import changed, masks_of
-from pylate_fastmaxsim.integrations.decisions import holds_up_to
-from pylate_fastmaxsim.integrations.documents import (
+from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
+from pylate_fastmaxsim.integrations.encoding.joint import joint_call
+from pylate_fastmaxsim.integrations.encoding.mask_changes import changed, masks_of
+from pylate_fastmaxsim.integrations.encoding.mode_cache import holds_up_to
+from pylate_fastmaxsim.integrations.encoding.plans import (
     Documents,
     EncodingPlan,
     grouped_plan,
@@ -25,7 +26,7 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.joint import joint_call
+from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
 from pylate_fastmaxsim.integrations.models.encoders import (
     encoder_of,
     inputs_of,
@@ -34,7 +35,6 @@ from pylate_fastmaxsim.integrations.models.encoders import (
     token_embeddings,
 )
 from pylate_fastmaxsim.integrations.models.user_code import reader
-from pylate_fastmaxsim.integrations.untouched import untouched
 from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.

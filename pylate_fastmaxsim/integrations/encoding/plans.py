@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations import left_behind
-from pylate_fastmaxsim.integrations.attention import packed_mask
-from pylate_fastmaxsim.integrations.changed_masks import writes_to
-from pylate_fastmaxsim.integrations.grouping import (
+from pylate_fastmaxsim.integrations.encoding import token_counts
+from pylate_fastmaxsim.integrations.encoding.attention import packed_mask
+from pylate_fastmaxsim.integrations.encoding.batching import (
     fill_by_length,
     fill_in_order,
     group_by_length,
     number_of_groups,
     split_until,
 )
+from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What the patched collator adds to a column; see pylate_collator.
@@ -308,7 +308,7 @@ def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor
     totals = [_left(column) for column in columns]
     if None in totals:
         return *attended_index(attention_mask), False
-    left_behind.ask(attention_mask, sum(totals))
+    token_counts.ask(attention_mask, sum(totals))
     return *attended_index(attention_mask, sum(totals)), True
 
 
@@ -421,7 +421,7 @@ def _left(column: dict[str, Tensor]) -> int | None:
     total = left.shape[-1]
     if column["input_ids"].shape != mask.shape or left.shape != (count, width, 0, count + width, total):
         return None
-    return total if mask.device.type != "cpu" or left_behind.fits(mask, total) else None
+    return total if mask.device.type != "cpu" or token_counts.fits(mask, total) else None
 
 
 def _has_rows(value: object, count: int) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.attention import packed_mask, packed_mask_with_keys
-from pylate_fastmaxsim.integrations.documents import attended_tokens
+from pylate_fastmaxsim.integrations.encoding.attention import packed_mask, packed_mask_with_keys
+from pylate_fastmaxsim.integrations.encoding.plans import attended_tokens
 from pylate_fastmaxsim.integrations.models.encoders import positions
 
 
@@ -24,7 +24,7 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     core
         A ``pylate.models.ColBERT``; its ``query_length`` bounds Lq.
     documents
-        The call of :func:`~pylate_fastmaxsim.integrations.documents.packed_plan`, of T tokens.
+        The call of :func:`~pylate_fastmaxsim.integrations.encoding.plans.packed_plan`, of T tokens.
     queries
         What the tokenizer (and the collator) made of Nq queries: ``input_ids`` and ``attention_mask``, ``[Nq, Lq]``.
 

@@ -13,10 +13,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import attention, changed_masks, compilation, left_behind, log_once
+from pylate_fastmaxsim.integrations import compilation, log_once
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations.attention import is_packed_mask
-from pylate_fastmaxsim.integrations.decisions import (
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import mask_changes, token_counts
+from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
+from pylate_fastmaxsim.integrations.encoding.equivalence import (
+    short_to_long,
+    why_not_divided,
+    why_not_grouped,
+    why_not_joint,
+    why_not_packed,
+)
+from pylate_fastmaxsim.integrations.encoding.joint import joint_call
+from pylate_fastmaxsim.integrations.encoding.mode_cache import (
     Agree,
     Decisions,
     calls_of_all_ranks,
@@ -24,7 +34,7 @@ from pylate_fastmaxsim.integrations.decisions import (
     decided,
     least_of_all_ranks,
 )
-from pylate_fastmaxsim.integrations.documents import (
+from pylate_fastmaxsim.integrations.encoding.plans import (
     TOKEN_TOTAL,
     Documents,
     EncodingPlan,
@@ -36,17 +46,9 @@ from pylate_fastmaxsim.integrations.documents import (
     rows_of,
     without_total,
 )
-from pylate_fastmaxsim.integrations.joint import joint_call
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of, positioned, token_embeddings
 from pylate_fastmaxsim.integrations.models.user_code import forward_is_own, own_code, reader, unknown_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, is_compiled, layers_of_wrapping, unwrap
-from pylate_fastmaxsim.integrations.trials import (
-    short_to_long,
-    why_not_divided,
-    why_not_grouped,
-    why_not_joint,
-    why_not_packed,
-)
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.
@@ -238,10 +240,10 @@ def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
 
 def release() -> None:
     """Put the encoders back that were prepared for packing or compiled, and forget what was decided about them."""
-    attention.release()
+    encoding_attention.release()
     compilation.release()
-    left_behind.forget()
-    changed_masks.changing.clear()
+    token_counts.forget()
+    mask_changes.changing.clear()
     for decisions in (_modes, _joint, _divisible):
         decisions.clear()
 
