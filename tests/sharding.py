@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations.compilation import encoder_layers
+from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
 
 def data_parallel(model, **options):

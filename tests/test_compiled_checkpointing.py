@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compiled_checkpointing
-from pylate_fastmaxsim.integrations.compilation import encoder_layers
+from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
+from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
 STOCK = GradientCheckpointingLayer.__call__
 
@@ -212,11 +212,11 @@ class WithDropout(GradientCheckpointingLayer):
 def test_a_layer_that_is_dropped_is_freed():
     layer = WithDropout()
     try:
-        compiled_checkpointing.include([layer])
+        compilation_checkpointing.include([layer])
         alive = ref(layer)
         del layer
         gc.collect()
         assert alive() is None
     finally:
-        compiled_checkpointing.release()
+        compilation_checkpointing.release()
     assert GradientCheckpointingLayer.__call__ is STOCK

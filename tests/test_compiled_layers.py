@@ -12,7 +12,7 @@ from test_losses import assert_equal, batch_of, run
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.compilation import encoder_layers
+from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,9 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation, multi_vector_scores, multi_vector_xtr
 from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import multi_vector_scores, multi_vector_xtr
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import mode_cache
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers
@@ -204,7 +205,7 @@ def test_compiled_layers(model, packed, traced, compile_options):
     stock = run(model, loss)
     pylate_fastmaxsim.enable(compile=True, **compile_options)
     assert_equal(run(model, loss), stock)
-    layers = compilation.encoder_layers(model[0])
+    layers = compilation_layers.encoder_layers(model[0])
     assert all(layer._compiled_call_impl is not None for layer in layers)
     pylate_fastmaxsim.disable()
     assert all(layer._compiled_call_impl is None for layer in layers)
@@ -217,7 +218,7 @@ def test_layers_are_compiled_before_expanded_queries(encoder, packed, traced, dr
     model = load(encoder("bert", hidden_dropout_prob=dropout))
     model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
     model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = compilation.encoder_layers(model[0])
+    layers = compilation_layers.encoder_layers(model[0])
     model[1].register_forward_hook(lambda *_: seen.append(layers[0]._compiled_call_impl is not None))
     pylate_fastmaxsim.enable(compile=True)
     run(model, losses.MultiVectorMultipleNegativesRankingLoss(model))

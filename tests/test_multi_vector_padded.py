@@ -27,7 +27,7 @@ from test_multi_vector import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_copies_of_data_parallel(model, packed, caplog):
     for _ in range(2):
         ours = copied(model)(dict(features), task="document")["token_embeddings"]
     torch.testing.assert_close(ours, stock)
-    assert not compilation._compiled and not modes(model)
+    assert not compilation_layers._compiled and not modes(model)
     assert caplog.text.count("DataParallel copies the model") == caplog.text.count("compile=True does nothing") == 1
 
 
@@ -252,7 +252,7 @@ def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplo
     pylate_fastmaxsim.enable(compile=True)
     flat = {"input_ids": torch.ones(1, 4, dtype=torch.long), "cu_seq_lens_q": torch.tensor([0, 4])}
     model(flat, task="document")
-    assert not modes(model) and not compilation._compiled
+    assert not modes(model) and not compilation_layers._compiled
     assert "compile=True does nothing: Sentence Transformers leaves padding out itself." in caplog.text
     assert caplog.text.count("calls the encoder for each column of a batch") == 1
     caplog.clear()

@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import plans as encoding_plans
@@ -418,7 +418,7 @@ def test_a_saved_model_is_an_ordinary_model(model, packed, tmp_path):
 
 def test_layers_are_compiled_once_and_not_again_as_batches_vary(encoder, mode, traced):
     model = load_model(encoder("modernbert", num_hidden_layers=4))
-    layers = compilation.encoder_layers(model)
+    layers = compilation_layers.encoder_layers(model)
     assert len(layers) == 4
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ from test_losses import assert_equal, batch_of, run
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import compilation
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.models import encoders
 
 
@@ -61,7 +61,7 @@ def test_layers_that_share_keys_find_them(encoder, kept, caplog):
         assert loss_function(batch).item() == pytest.approx(expected, rel=1e-4)
         assert kept
     with pylate_fastmaxsim.enabled(compile=True):
-        compilation.compile_layers(model)
+        compilation_layers.compile_layers(model)
     assert "compiles each layer of Gemma3nTextModel for itself" in caplog.text
 
 

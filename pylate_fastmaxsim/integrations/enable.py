@@ -417,7 +417,7 @@ def _switch_to(new: Options | None) -> None:
         if new is None:
             _patches.undo()
         elif new.compile:
-            from pylate_fastmaxsim.integrations import compiled_checkpointing
+            from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
 
-            compiled_checkpointing.prepare()
+            compilation_checkpointing.prepare()
         _options = new

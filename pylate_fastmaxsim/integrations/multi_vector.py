@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations import compilation, log_once, multi_vector_gradcache, multi_vector_joint
 from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import log_once, multi_vector_gradcache, multi_vector_joint
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.encode import APART, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
@@ -318,7 +319,7 @@ def _compile_layers(transformer: Transformer) -> None:
     if _is_copy(transformer):
         log_once("compile=True does nothing: copies that DataParallel makes would each be compiled, in every step.")
         return
-    compilation.compile_layers(transformer)
+    compilation_layers.compile_layers(transformer)
 
 
 def _is_copy(transformer: Transformer) -> bool:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import compilation, log_once
 from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import mask_changes, token_counts
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
@@ -120,7 +121,7 @@ def encode_batch(
         return embeddings
     call = joint_call(unwrap(model), plan.calls[0], queries)
     if is_compiled(model):
-        compilation.mark_varying(call)
+        compilation_layers.mark_varying(call)
     rows = embed(model, call).flatten(0, -2)
     documents, rows = rows.tensor_split([plan.calls[0]["input_ids"].shape[1]])
     return rows.view(*queries["input_ids"].shape, -1), plan.batch([documents])
@@ -181,7 +182,7 @@ def plan_documents(
     if options is None or options.padding_free:
         mode = mode_for(model, document_features, group, backwards)
     if options is not None and options.compile:
-        compilation.compile_layers(model)
+        compilation_layers.compile_layers(model)
     if mode == "padded":
         return padded_plan(document_features, skipped, mini_batch_size)
     if group and (reason := _reason_in_features(unwrap(model), document_features)) is not None:
@@ -204,7 +205,7 @@ def plan_documents(
         plan = packed_plan(*positioned(unwrap(model), documents), skipped, budget, agree)
     if is_compiled(model):
         for call in plan.calls:
-            compilation.mark_varying(call)
+            compilation_layers.mark_varying(call)
     return plan
 
 
@@ -229,7 +230,7 @@ def query_calls(
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
-            compilation.mark_varying(call)
+            compilation_layers.mark_varying(call)
     return queries
 
 
@@ -241,7 +242,7 @@ def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
 def release() -> None:
     """Put the encoders back that were prepared for packing or compiled, and forget what was decided about them."""
     encoding_attention.release()
-    compilation.release()
+    compilation_layers.release()
     token_counts.forget()
     mask_changes.changing.clear()
     for decisions in (_modes, _joint, _divisible):

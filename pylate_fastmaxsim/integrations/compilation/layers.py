@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import compiled_checkpointing, log_once
+from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
@@ -56,7 +57,7 @@ def compile_layers(model: nn.Module) -> None:
         return
     if core in _compiled:
         # An adapter may have come since.
-        compiled_checkpointing.include(_compiled[core])
+        compilation_checkpointing.include(_compiled[core])
         return
     if is_compiled(model):
         log_once("The model is compiled already; compile=True does nothing to it.", about=core)
@@ -73,7 +74,7 @@ def compile_layers(model: nn.Module) -> None:
         )
     for layer in layers:
         layer.compile(dynamic=True)
-    compiled_checkpointing.include(layers)
+    compilation_checkpointing.include(layers)
     _compiled[core] = layers
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
@@ -143,7 +144,7 @@ def release() -> None:
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
-    compiled_checkpointing.release()
+    compilation_checkpointing.release()
     for name, (ours, before) in _settings.items():
         if getattr(torch._dynamo.config, name) == ours:
             setattr(torch._dynamo.config, name, before)
