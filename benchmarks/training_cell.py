@@ -205,7 +205,7 @@ class _Scored(Exception):
 
 def stop_after_chunks(count: int) -> None:
     """End a step of GradCache in its scoring, where it holds as much memory as it ever does, if its batch is large."""
-    from pylate_fastmaxsim.integrations import pylate_losses
+    from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
     sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
 

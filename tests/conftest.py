@@ -103,7 +103,7 @@ def _nothing_left_behind():
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """An entry for each time that PyLate's scores came to the operator."""
-    from pylate_fastmaxsim.integrations import pylate_scores
+    from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
 
     made: list[None] = []
     operator = pylate_scores.maxsim

@@ -27,9 +27,9 @@ from tiny_recipe import fell_back
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import fused_head
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.pylate import fused_head
 
 RANKS = 2
 RATE = 0.05

@@ -17,8 +17,8 @@ from test_losses import assert_equal, batch_of, run
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import fused_head
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.pylate import fused_head
 
 LOSSES = [
     (losses.Contrastive, {}),
@@ -350,7 +350,7 @@ def _prepared_for(dtype, model):
 
 @pytest.mark.parametrize("loss_class, options", LOSSES)
 def test_embeddings_stay_in_bfloat16_behind_accelerate(encoder, mode, projected, monkeypatch, loss_class, options):
-    from pylate_fastmaxsim.integrations import pylate_losses
+    from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
     model = load_model(encoder("modernbert"))
     exact_function = loss_class(model, **options)

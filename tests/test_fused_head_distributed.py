@@ -18,10 +18,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import fused_head, pylate_losses
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.pylate import fused_head
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 RANKS = 2
 

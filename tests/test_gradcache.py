@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, _winners
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import pylate_losses
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 
 @pytest.mark.parametrize("family", ["modernbert", "bert"])

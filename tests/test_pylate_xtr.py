@@ -13,7 +13,8 @@ from test_losses import assert_equal, batch_of, mode_of, run
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import pylate_losses, pylate_xtr
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from pylate_fastmaxsim.integrations.pylate import xtr as pylate_xtr
 
 LABELS = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
 COUNT, WAYS, QUERY_LENGTH, LENGTH, DIM = 3, 2, 4, 6, 5

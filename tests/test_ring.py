@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, _winners, maxsim
-from pylate_fastmaxsim.integrations import pylate_losses
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.ops.distributed import ring as distributed_ring
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim

@@ -327,7 +327,7 @@ def test_a_loss_outlives_the_end_of_another_threads_block(model, mode, loss_clas
 
 @pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "ColBERTScores"])
 def test_scores_outlive_the_end_of_another_threads_block(name, calls, monkeypatch):
-    from pylate_fastmaxsim.integrations import pylate_scores
+    from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
 
     # Masked tokens, which count with 0 in stock's scores, and negative similarities.
     documents = -torch.rand(2, *([3] if name != "colbert_scores" else []), 5, 4)

@@ -15,7 +15,7 @@ pytest.importorskip("pylate")
 from pylate.utils import ColBERTCollator
 
 from pylate_fastmaxsim import _winners
-from pylate_fastmaxsim.integrations import pylate_losses
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 
 @pytest.fixture(scope="module")

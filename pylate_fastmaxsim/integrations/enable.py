@@ -74,8 +74,8 @@ _HOSTS = (
         "1.5.1",
         "2",
         (
-            *("pylate_scores", "pylate_xtr", "pylate_losses", "pylate_collator"),
-            *("encoding.mask_sync", "uncached", "fused_head"),
+            *("pylate.scores", "pylate.xtr", "pylate.losses", "pylate.collator"),
+            *("encoding.mask_sync", "pylate.kv_cache", "pylate.fused_head"),
         ),
     ),
     _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali",)),

@@ -30,13 +30,13 @@ from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changing
 from pylate_fastmaxsim.integrations.encoding.plans import without_total
-from pylate_fastmaxsim.integrations.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.models.wrappers import of_outermost, unsent, unwrap
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
-from pylate_fastmaxsim.integrations.pylate_scores import group_scores_are_own
-from pylate_fastmaxsim.integrations.pylate_xtr import passing_tokens
+from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
+from pylate_fastmaxsim.integrations.pylate.scores import group_scores_are_own
+from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer, Withdrawn, withdraw
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim

@@ -12,7 +12,7 @@ from pylate_fastmaxsim.integrations.enable import Options
 from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
-from pylate_fastmaxsim.integrations.pylate_scores import broadcast, masked_batch, replaces
+from pylate_fastmaxsim.integrations.pylate.scores import broadcast, masked_batch, replaces
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 

@@ -35,9 +35,9 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     unsharded,
     unwrap,
 )
-from pylate_fastmaxsim.integrations.normalization import unit
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, written_in
+from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
