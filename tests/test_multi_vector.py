@@ -29,11 +29,12 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import multi_vector_scores, multi_vector_xtr
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import mode_cache
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers
+from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
+from pylate_fastmaxsim.integrations.sentence_transformers import xtr as sentence_transformers_xtr
 
 COUNT = 8
 QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))
@@ -104,8 +105,8 @@ def scored(monkeypatch) -> list[None]:
     def counted(operator):
         return lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
 
-    monkeypatch.setattr(multi_vector_scores, "maxsim", counted(multi_vector_scores.maxsim))
-    monkeypatch.setattr(multi_vector_xtr, "xtr_scores", counted(multi_vector_xtr.xtr_scores))
+    monkeypatch.setattr(sentence_transformers_scores, "maxsim", counted(sentence_transformers_scores.maxsim))
+    monkeypatch.setattr(sentence_transformers_xtr, "xtr_scores", counted(sentence_transformers_xtr.xtr_scores))
     return made
 
 

@@ -13,7 +13,8 @@ from sentence_transformers.multi_vector_encoder import losses
 from test_multi_vector import COUNT, assert_equal, batch_of, found, load, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import multi_vector, multi_vector_gradcache
+from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
+from pylate_fastmaxsim.integrations.sentence_transformers import gradcache as sentence_transformers_gradcache
 
 CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
 
@@ -80,7 +81,7 @@ def test_what_is_decided_in_the_first_pass_holds_in_the_second(model, packed, em
     pylate_fastmaxsim.enable()
     model(batch_of(model)[1], task="document")  # prepares the encoder for packed texts
     decisions = iter(["packed", "padded", "grouped"])
-    monkeypatch.setattr(multi_vector, "mode_for", lambda *args, **kwargs: next(decisions))
+    monkeypatch.setattr(sentence_transformers_encoder, "mode_for", lambda *args, **kwargs: next(decisions))
     # As many calls as there are columns: a fourth question would have no answer.
     CACHED(model, mini_batch_size=COUNT)(batch_of(model)).backward()
     assert_passes_alike(embedded)
@@ -177,7 +178,7 @@ def test_texts_that_are_written_to_between_the_passes(encoder, mode):
     ],
 )
 def test_mini_batches_that_keep_a_gpu_waiting(encoder, packed, monkeypatch, caplog, options, advised):
-    monkeypatch.setattr(multi_vector_gradcache, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(sentence_transformers_gradcache, "_on_gpu", lambda tensor: True)
     model = load(encoder("bert"))
     loss = CACHED(model, **options)
     pylate_fastmaxsim.enable()

@@ -19,8 +19,9 @@ from sentence_transformers.multi_vector_encoder import losses
 from test_multi_vector import COUNT, LOSSES, TEACHER, assert_equal, batch_of, found, load, modes, of_ones_own, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import multi_vector, multi_vector_joint
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
+from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
+from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
 
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
 UNCACHED = [each for each in LOSSES if "Cached" not in each[0].__name__]
@@ -34,7 +35,7 @@ def model(encoder):
 @pytest.fixture
 def texts(monkeypatch) -> list[int]:
     """How many texts each call of the encoder has, those that only try out what could be done left out."""
-    made, stock, decide = [], multi_vector._stock_transformer, multi_vector.mode_for
+    made, stock, decide = [], sentence_transformers_encoder._stock_transformer, sentence_transformers_encoder.mode_for
 
     def transformer(self, features, **kwargs):
         mask = features["attention_mask"]
@@ -48,8 +49,8 @@ def texts(monkeypatch) -> list[int]:
         finally:
             del made[before:]
 
-    monkeypatch.setattr(multi_vector, "_stock_transformer", transformer)
-    monkeypatch.setattr(multi_vector, "mode_for", mode_for)
+    monkeypatch.setattr(sentence_transformers_encoder, "_stock_transformer", transformer)
+    monkeypatch.setattr(sentence_transformers_encoder, "mode_for", mode_for)
     return made
 
 
@@ -218,7 +219,7 @@ def test_many_tokens_are_encoded_apart(model, packed, texts, monkeypatch):
     loss = CONTRASTIVE(model)
     stock = run(model, loss)
     pylate_fastmaxsim.enable()
-    monkeypatch.setattr(multi_vector_joint, "MOST_TOKENS_BESIDE_QUERIES", 10)
+    monkeypatch.setattr(sentence_transformers_joint, "MOST_TOKENS_BESIDE_QUERIES", 10)
     texts.clear()
     assert_equal(run(model, loss), stock)
     assert texts == [COUNT, 2 * COUNT]

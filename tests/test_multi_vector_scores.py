@@ -14,7 +14,8 @@ from sentence_transformers import util
 from sentence_transformers.multi_vector_encoder import scoring
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import multi_vector_scores, multi_vector_xtr
+from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
+from pylate_fastmaxsim.integrations.sentence_transformers import xtr as sentence_transformers_xtr
 
 torch.manual_seed(0)
 QUERIES = torch.randn(3, 5, 16)
@@ -153,9 +154,9 @@ def test_errors_are_those_of_stock(function, arguments):
 
 
 def test_one_call_scores_all_groups(monkeypatch):
-    made, operator = [], multi_vector_scores.maxsim
+    made, operator = [], sentence_transformers_scores.maxsim
     monkeypatch.setattr(
-        multi_vector_scores, "maxsim", lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
+        sentence_transformers_scores, "maxsim", lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
     )
     pylate_fastmaxsim.enable()
     scoring.colbert_scores(QUERIES, GROUPS)
@@ -174,7 +175,10 @@ def test_half_precision_is_summed_in_float32():
 
 @pytest.mark.parametrize(
     "module, operator, function",
-    [(multi_vector_scores, "maxsim", scoring.colbert_scores), (multi_vector_xtr, "xtr_scores", scoring.xtr_scores)],
+    [
+        (sentence_transformers_scores, "maxsim", scoring.colbert_scores),
+        (sentence_transformers_xtr, "xtr_scores", scoring.xtr_scores),
+    ],
 )
 def test_the_gradient_filter(monkeypatch, module, operator, function):
     seen, original = [], getattr(module, operator)

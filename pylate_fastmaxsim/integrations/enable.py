@@ -87,8 +87,13 @@ _HOSTS = (
         "6",
         "7",
         (
-            *("multi_vector_scores", "multi_vector_xtr", "multi_vector", "multi_vector_joint"),
-            *("multi_vector_gradcache", "encoding.mask_sync"),
+            *(
+                "sentence_transformers.scores",
+                "sentence_transformers.xtr",
+                "sentence_transformers.encoder",
+                "sentence_transformers.joint",
+            ),
+            *("sentence_transformers.gradcache", "encoding.mask_sync"),
         ),
     ),
 )

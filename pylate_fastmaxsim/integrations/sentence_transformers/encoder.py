@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once, multi_vector_gradcache, multi_vector_joint
+from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.encode import APART, UNDERSTOOD, mode_for
@@ -45,6 +45,8 @@ from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed,
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.sentence_transformers import gradcache as sentence_transformers_gradcache
+from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
 
 _stock_transformer = detached(Transformer.forward)
 
@@ -141,7 +143,7 @@ def _without_padding(
         return None
     if not options.padding_free or _EXPANDED in features:
         return None
-    batch = multi_vector_joint.current()
+    batch = sentence_transformers_joint.current()
     if batch is not None and (hidden := batch.take(transformer, features)) is not None:
         return hidden
     reason = _reason_in_features(transformer, features, kwargs) or _reason_in_transformer(transformer)
@@ -155,8 +157,8 @@ def _without_padding(
     apart = _reason_apart(batch, model, transformer, behind) if behind else None
     if apart is None:
         columns += map(_understood, behind)
-    backwards = multi_vector_gradcache.inside()
-    mode = multi_vector_gradcache.as_before(
+    backwards = sentence_transformers_gradcache.inside()
+    mode = sentence_transformers_gradcache.as_before(
         lambda: mode_for(
             transformer, _as_wide_as_ever(transformer, columns), None, backwards, host="Sentence Transformers"
         )
@@ -167,9 +169,9 @@ def _without_padding(
         log_once(APART, apart, about=transformer)
     if mode == "packed" and len(columns) > 1:
         documents = Documents.from_columns(columns)
-        if not documents.gaps and multi_vector_joint.are_few(documents):
+        if not documents.gaps and sentence_transformers_joint.are_few(documents):
             return batch.keep(transformer, documents, _packed(transformer, documents, features))
-    documents = multi_vector_gradcache.as_before(lambda: Documents.from_columns(columns[:1]), of_texts=True)
+    documents = sentence_transformers_gradcache.as_before(lambda: Documents.from_columns(columns[:1]), of_texts=True)
     if len(documents.token_index) == 0:
         return None
     if mode == "packed" and documents.gaps:
@@ -212,7 +214,7 @@ def _understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reason_apart(
-    batch: multi_vector_joint.Batch,
+    batch: sentence_transformers_joint.Batch,
     model: MultiVectorEncoder,
     transformer: Transformer,
     documents: Sequence[dict[str, Tensor]],

@@ -8,9 +8,9 @@ from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.enable import Options
-from pylate_fastmaxsim.integrations.multi_vector_scores import groups, replaces
 from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check
 from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.sentence_transformers.scores import groups, replaces
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 
 
