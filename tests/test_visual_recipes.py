@@ -108,10 +108,12 @@ def losses(result: dict) -> list[float]:
 
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_shipped_recipe_trains_alike_both_ways(kind, recipe, tmp_path, monkeypatch):
-    from pylate_fastmaxsim.integrations import colpali
+    from pylate_fastmaxsim.integrations.colpali import losses as colpali_losses
 
     scored = []
-    monkeypatch.setattr(colpali, "maxsim", lambda *args, **kwargs: scored.append(args) or maxsim(*args, **kwargs))
+    monkeypatch.setattr(
+        colpali_losses, "maxsim", lambda *args, **kwargs: scored.append(args) or maxsim(*args, **kwargs)
+    )
     stock = train(recipe(kind, "fast.enabled=false", output="stock"))
     assert not scored
     fast = train(recipe(kind, output="fast"))

@@ -78,7 +78,7 @@ _HOSTS = (
             *("encoding.mask_sync", "pylate.kv_cache", "pylate.fused_head"),
         ),
     ),
-    _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali",)),
+    _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali.losses",)),
     # Of Sentence Transformers, which PyLate stands on, its own MultiVectorEncoder.
     _Host(
         "Sentence Transformers",
