@@ -21,13 +21,13 @@ from torch import Tensor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.ops import grad_filter
-from pylate_fastmaxsim.recipes.arguments import training_arguments
-from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.model import load_model
-from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
-from pylate_fastmaxsim.recipes.trainer import build_trainer
+from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.training.trainer import build_trainer
 
 HERE = Path(__file__).parent
 DEFAULTS = ["loss.temperature=0.02", "training.max_steps=200", "training.report_to=none", "training.save_steps=null"]

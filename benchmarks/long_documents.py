@@ -17,12 +17,12 @@ from pathlib import Path
 from rich.console import Console
 
 from pylate_fastmaxsim.recipes.commands import _progress
-from pylate_fastmaxsim.recipes.compare import RESULT_FILE, compare
-from pylate_fastmaxsim.recipes.docstrings import docstring_pairs
-from pylate_fastmaxsim.recipes.figures import draw_comparison
-from pylate_fastmaxsim.recipes.html_report import write_html
+from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, compare
+from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
+from pylate_fastmaxsim.recipes.comparison.html import write_html
+from pylate_fastmaxsim.recipes.comparison.report import comparison_table, sweep_table
+from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.report import comparison_table, sweep_table
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "long_documents.yaml"
 PACKAGES = ["torch", "transformers", "numpy", "pandas", "scipy", "sklearn"]

@@ -43,9 +43,9 @@ from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID  # 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
-from pylate_fastmaxsim.recipes import train as training  # noqa: E402
+from pylate_fastmaxsim.recipes.config.schema import RecipeError  # noqa: E402
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
-from pylate_fastmaxsim.recipes.schema import RecipeError  # noqa: E402
+from pylate_fastmaxsim.recipes.training import train as training  # noqa: E402
 
 INTERRUPTED_AT = 3
 

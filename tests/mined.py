@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pylate_fastmaxsim.recipes import mining_parts, mining_scores
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.mining import resumable, teacher
 
 RANK = int(os.environ["RANK"])
 folder, failing = Path(sys.argv[1]), sys.argv[2]
 written = []
-write = mining_parts.write_whole
+write = resumable.write_whole
 
 
 def noting(file: Path, writer) -> None:
@@ -36,8 +36,8 @@ def load_late(file: Path) -> np.ndarray:
     return np.load(file)
 
 
-mining_parts.write_whole = noting
+resumable.write_whole = noting
 if RANK == 1 and failing == "late":
-    mining_scores.np = SimpleNamespace(**vars(np) | {"load": load_late})
+    teacher.np = SimpleNamespace(**vars(np) | {"load": load_late})
 apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []
 app(["mine", str(folder / "mine.yaml"), *apart])

@@ -18,13 +18,13 @@ from pylate import evaluation
 from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
 
-from pylate_fastmaxsim.recipes import beir
-from pylate_fastmaxsim.recipes.compare import compare
-from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.comparison.compare import compare
+from pylate_fastmaxsim.recipes.comparison.report import comparison_table, training_table
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.evaluation import beir
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.report import comparison_table, training_table
-from pylate_fastmaxsim.recipes.schema import EvaluationSection, RecipeError
-from pylate_fastmaxsim.recipes.train import train
+from pylate_fastmaxsim.recipes.training.train import train
 
 CRANFIELD = Path(__file__).resolve().parents[2] / "shared" / "data" / "cranfield"
 QUERIES, DOCUMENTS = 6, 150

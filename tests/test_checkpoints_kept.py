@@ -18,12 +18,14 @@ from test_misuse import command
 from test_output_kept import ending_with, files_of
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes import checkpoints, disk, records
-from pylate_fastmaxsim.recipes import train as training
-from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.files import records
+from pylate_fastmaxsim.recipes.files import write as files_write
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.output import open_output
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.training import checkpoints
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.training.run_directory import open_output
 
 
 def test_copies_of_checkpoints_are_neither_continued_nor_removed(tmp_path):
@@ -253,7 +255,7 @@ def test_a_record_is_replaced_when_the_new_one_is_whole(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "replace", full)
+    monkeypatch.setattr(files_write.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         training.train(load_recipe(file, ["name=other"]))
     assert {path: path.read_text() for path in before} == before

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes import commands
-from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.training import train as training
 
 SCRIPT = """
 import sys
@@ -144,7 +144,7 @@ def test_an_interrupt_with_no_resume_does_not_name_the_command_that_removes_what
 
 def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
     # As if it came while the named module was imported: by the command line, then by a command.
-    for module in ("yaml", "pylate_fastmaxsim.recipes.report"):
+    for module in ("yaml", "pylate_fastmaxsim.recipes.comparison.report"):
         code = f"""
 import builtins
 load = builtins.__import__

@@ -13,11 +13,11 @@ pytest.importorskip("pylate")
 from pylate.utils import ColBERTCollator
 from tiny_recipe import text, tiny, write
 
-from pylate_fastmaxsim.recipes.data import load_columns, load_data
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_columns, load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.pairs import load_pairs
-from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import train
+from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
+from pylate_fastmaxsim.recipes.training.train import train
 
 ROWS = 30
 PAIRS = [{"query": text(i, 4), "positive": f"{text(i, 4 + i % 17)} number {i}"} for i in range(ROWS)]

@@ -29,23 +29,24 @@ from test_shipped_recipes import kd_subsets
 from tiny_recipe import few_steps, hub_dataset, tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import commands, figures
-from pylate_fastmaxsim.recipes import compare as comparing
+from pylate_fastmaxsim.recipes import commands
 from pylate_fastmaxsim.recipes.commands import app
-from pylate_fastmaxsim.recipes.compare import (
+from pylate_fastmaxsim.recipes.comparison import compare as comparing
+from pylate_fastmaxsim.recipes.comparison import figures
+from pylate_fastmaxsim.recipes.comparison.compare import (
     Progress,
     _last_bar,
     contrast,
     read_steps,
     summarize,
 )
-from pylate_fastmaxsim.recipes.figures import draw_comparison
-from pylate_fastmaxsim.recipes.finite_json import without_nan, write_json
-from pylate_fastmaxsim.recipes.html_report import sweep_sentence, write_html
+from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
+from pylate_fastmaxsim.recipes.comparison.html import sweep_sentence, write_html
+from pylate_fastmaxsim.recipes.comparison.phases import PHASES
+from pylate_fastmaxsim.recipes.comparison.report import LABELS, comparison_table, sweep_rows, sweep_table
+from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
-from pylate_fastmaxsim.recipes.phases import PHASES
-from pylate_fastmaxsim.recipes.report import LABELS, comparison_table, sweep_rows, sweep_table
 
 MEBIBYTE = 2**20
 WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compare adds to a summary

@@ -17,7 +17,7 @@ pytest.importorskip("pylate")
 from test_compare import compare
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes import compare as comparing
+from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 

@@ -312,7 +312,7 @@ def test_bad_arguments_are_refused_before_anything_is_read(tmp_path):
 
 
 def test_a_full_disk_says_so(tmp_path):
-    from pylate_fastmaxsim.recipes.disk import write_failure
+    from pylate_fastmaxsim.recipes.files.write import write_failure
 
     class Full:
         def write(self, data):

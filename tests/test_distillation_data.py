@@ -19,9 +19,9 @@ from pylate.utils import KDProcessing
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
 
-from pylate_fastmaxsim.recipes.data import load_data
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import RecipeError
 
 
 def write_files(folder: Path, subsets: dict[str, list[dict]], suffix: str = ".jsonl") -> Path:
@@ -80,7 +80,7 @@ def test_rows_are_those_of_pylate(form, tmp_path):
 
 
 def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch):
-    from pylate_fastmaxsim.recipes import distillation
+    from pylate_fastmaxsim.recipes.data import distillation
 
     folder = write_files(tmp_path / "data", kd_subsets(rows=25))
     first = load(tmp_path, folder)

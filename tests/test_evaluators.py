@@ -23,18 +23,18 @@ from rich.console import Console
 from test_beir import write_folder
 from tiny_recipe import hub_dataset, text, tiny, write
 
-from pylate_fastmaxsim.recipes import held_out
-from pylate_fastmaxsim.recipes.compare import contrast, read_steps, summarize
-from pylate_fastmaxsim.recipes.data import load_data
-from pylate_fastmaxsim.recipes.evaluation import evaluate
-from pylate_fastmaxsim.recipes.html_report import write_html
+from pylate_fastmaxsim.recipes.comparison.compare import contrast, read_steps, summarize
+from pylate_fastmaxsim.recipes.comparison.html import write_html
+from pylate_fastmaxsim.recipes.comparison.measure import measure
+from pylate_fastmaxsim.recipes.comparison.report import METRICS, comparison_table, training_table
+from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.evaluation import held_out
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.measure import measure
 from pylate_fastmaxsim.recipes.plugin import switched
-from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.report import METRICS, comparison_table, training_table
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.train import train
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.train import train
 
 ROWS = 40
 HELD_OUT = 12

@@ -21,9 +21,9 @@ from test_misuse import command, last_line
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
 
-from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.prepare import prepare
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.prepare import prepare
 
 # From some moment on no file may grow beyond a limit: the system's own error, met in the middle of a write.
 FULL_DISK = """

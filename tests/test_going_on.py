@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from tiny_recipe import text, tiny, write
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim.recipes import epochs
-from pylate_fastmaxsim.recipes import train as training
-from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import RecipeError
-from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.training import epochs
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
 
 
 class Interrupt(TrainerCallback):

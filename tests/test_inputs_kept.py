@@ -16,12 +16,12 @@ from test_output_kept import ending_with, without_checkpoints
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes import contents
-from pylate_fastmaxsim.recipes import train as training
-from pylate_fastmaxsim.recipes.digest import content_digest
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.files.digest import content_digest
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.training import fingerprint
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.prepare import prepare
 
 
 def test_a_run_does_not_go_on_with_files_that_were_rewritten(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_a_run_does_not_go_on_with_files_that_were_rewritten(tmp_path, monkeypat
     assert training.train(recipe, resume=False)["resumed_from"] is None
     # What has not changed since is not read a second time, and a folder of an earlier version says nothing of it.
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "content_digest", None)
+        patch.setattr(fingerprint, "content_digest", None)
         assert training.train(recipe)["resumed_from"] == "checkpoint-14"
     (out / "files.json").unlink()
     pairs.write_text(content)
@@ -86,7 +86,9 @@ def test_a_run_does_not_go_on_with_a_folder_that_was_rewritten(kind, tmp_path, m
         (place / "README.md").write_text("a card that was written again")
     with monkeypatch.context() as patch:
         read = set()
-        patch.setattr(contents, "content_digest", lambda key, files: read.update(files) or content_digest(key, files))
+        patch.setattr(
+            fingerprint, "content_digest", lambda key, files: read.update(files) or content_digest(key, files)
+        )
         assert training.train(recipe)["resumed_from"] == "checkpoint-4"
     assert read == {changing}  # what has not changed since is not read a second time
     changed = bytearray(content)

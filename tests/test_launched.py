@@ -20,7 +20,7 @@ from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import fell_back, few_steps, hub_dataset, text
 
-from pylate_fastmaxsim.recipes import mining
+from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LAUNCHED = Path(__file__).parent / "launched.py"
@@ -70,7 +70,7 @@ def jobs(folder: Path, model: str, teacher: str) -> dict[str, dict]:  # noqa: F8
             qrels=[{"query-id": f"q{i}", "corpus-id": f"d{i}"} for i in range(6)],
         ),
     }
-    mining.mine(recipe_for(folder, model, teacher))
+    mining_mine.mine(recipe_for(folder, model, teacher))
     # With dropout, so that each process must go on with its own random numbers.
     dropout = "model.config_kwargs={embedding_dropout: 0.1, attention_dropout: 0.1, mlp_dropout: 0.1}"
     loaded = [f"model.name_or_path={model}", dropout]

@@ -26,13 +26,14 @@ from tiny_recipe import few_steps, hub_dataset, text
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import mining, mining_parts, negatives
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.model import load_model
-from pylate_fastmaxsim.recipes.pairs import Pairs, load_pairs
-from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection, RecipeError
-from pylate_fastmaxsim.recipes.train import train
+from pylate_fastmaxsim.recipes.mining import mine as mining_mine
+from pylate_fastmaxsim.recipes.mining import negatives, resumable
+from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
+from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.training.train import train
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "colbert_kd_mine.yaml"
 
@@ -82,7 +83,7 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str):
 
 def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> list[str]:
     """Mine until so many parts of a stage are written; their names."""
-    write, seen = mining_parts.write_whole, []
+    write, seen = resumable.write_whole, []
 
     def interrupting(file, writer):
         if file.name.startswith(stage):
@@ -92,9 +93,9 @@ def mine_but_stop(recipe, stage: str, after: int, monkeypatch) -> list[str]:
         write(file, writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining_parts, "write_whole", interrupting)
+        patch.setattr(resumable, "write_whole", interrupting)
         with pytest.raises(KeyboardInterrupt):
-            mining.mine(recipe)
+            mining_mine.mine(recipe)
     return seen
 
 
@@ -108,7 +109,7 @@ def test_negatives_are_those_of_brute_force(rules, with_corpus, encoder, teacher
         rows = [{"passage": passage} for passage in [*own[:20], *answers(), *own[20:]]]
         overrides.append(f"mining.corpus={{source: hub, name: {hub_dataset(tmp_path / 'corpus', passages=rows)}}}")
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides)
-    summary = mining.mine(recipe)
+    summary = mining_mine.mine(recipe)
     folder = str(tmp_path / "mined")
     train_rows, queries, documents = (
         Dataset.from_parquet(f"{folder}/{name}.parquet") for name in ("train", "queries", "documents")
@@ -182,7 +183,7 @@ def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp
     rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}
     section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
     common = {"model": {"name_or_path": "c"}}
-    found = negatives.search_documents(None, pairs, section, mining_parts.Work(tmp_path, PartialState()), common)
+    found = negatives.search_documents(None, pairs, section, resumable.Work(tmp_path, PartialState()), common)
     assert negatives.hard_negatives(pairs, section, *found, [0.0, 0.0]) == {0: [4, 5], 1: [7, 6]}
 
 
@@ -217,7 +218,7 @@ def test_which_pairs_are_kept_depends_on_the_seed(tmp_path):
 @pytest.mark.parametrize("family", ["modernbert", "bert", "xlm-roberta"])
 def test_the_whole_loop_and_a_colbert_teacher(family, encoder, teacher, tmp_path):
     recipe = recipe_for(tmp_path, encoder(family), teacher)
-    mining.mine(recipe)
+    mining_mine.mine(recipe)
     assert not (tmp_path / "mined.unfinished").exists()
     results = []
     for fast in (False, True):
@@ -231,7 +232,7 @@ def test_the_whole_loop_and_a_colbert_teacher(family, encoder, teacher, tmp_path
     model = results[1]["model"]
     again = [f"data.name={tmp_path / 'mined-2'}", "mining.teacher_type=colbert", f"output_dir={tmp_path / 'out-2'}"]
     second = recipe_for(tmp_path, model, model, *again)
-    mining.mine(second)
+    mining_mine.mine(second)
     scores = Dataset.from_parquet(str(tmp_path / "mined-2" / "train.parquet"))["scores"][:]
     # Documents that the tokenizer makes the same are scored the same.
     assert all(min(row) == 0 and max(row) <= 1 for row in scores)
@@ -243,17 +244,15 @@ def test_the_whole_loop_and_a_colbert_teacher(family, encoder, teacher, tmp_path
 @pytest.mark.parametrize("stage", ["search", "teacher"])
 def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, tmp_path, monkeypatch, capsys):
     whole = recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}")
-    mining.mine(whole)
+    mining_mine.mine(whole)
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
     seen = mine_but_stop(recipe, stage, 2, monkeypatch)
     assert not (tmp_path / "mined").exists()
 
     capsys.readouterr()
-    write, written = mining_parts.write_whole, []
-    monkeypatch.setattr(
-        mining_parts, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer))
-    )
-    mining.mine(recipe)
+    write, written = resumable.write_whole, []
+    monkeypatch.setattr(resumable, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer)))
+    mining_mine.mine(recipe)
     assert len(seen) == 2 and not set(seen) & set(written)
     # The bar begins where the first run stopped, after two parts.
     first, total = (30, 40) if stage == "search" else (18, 40)
@@ -264,7 +263,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, t
         whole_file, file = (tmp_path / folder / f"{name}.parquet" for folder in ("whole", "mined"))
         assert whole_file.read_bytes() == file.read_bytes()
     written.clear()
-    assert mining.mine(recipe)["rows"] and not written  # nothing is left to do
+    assert mining_mine.mine(recipe)["rows"] and not written  # nothing is left to do
 
 
 def test_texts_of_several_types_and_places_are_told_apart_by_what_they_say(tmp_path):
@@ -289,21 +288,21 @@ def test_texts_of_several_types_and_places_are_told_apart_by_what_they_say(tmp_p
 
 def test_other_settings_and_other_peoples_folders_are_refused(encoder, teacher, tmp_path):
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
-    mining.mine(recipe)
+    mining_mine.mine(recipe)
     changed = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.range_min=0")
     with pytest.raises(RecipeError, match="was mined with other settings; keep them, choose another folder, or "):
-        mining.mine(changed)
+        mining_mine.mine(changed)
     # How the work is cut into pieces decides about nothing.
     pieces = ["mining.batch_size=3", "mining.documents_per_part=7", "mining.rows_per_part=50"]
-    assert mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *pieces))["rows"]
+    assert mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *pieces))["rows"]
     # A recipe that cannot be mined removes nothing, nor is anything left of it.
     wrong = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.teacher=/no/such/model")
     with pytest.raises(RecipeError, match="mining.teacher /no/such/model cannot be loaded: "):
-        mining.mine(wrong, resume=False)
+        mining_mine.mine(wrong, resume=False)
     assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
-    assert mining.mine(changed, resume=False)["rows"]
+    assert mining_mine.mine(changed, resume=False)["rows"]
     with pytest.raises(RecipeError, match="data.name must be a folder for mining to write, but .* something else"):
-        mining.mine(
+        mining_mine.mine(
             recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'pairs'}"), resume=False
         )
     assert (tmp_path / "pairs" / "README.md").exists()
@@ -338,7 +337,7 @@ def test_what_does_not_fit_gets_one_sentence(override, sentence, encoder, teache
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError) as error:
         override = override.replace("PAIRS", str(tmp_path / "pairs"))
-        mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
+        mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
@@ -351,7 +350,7 @@ def test_the_command_says_what_was_mined_and_what_a_full_disk_leaves(encoder, te
         raise OSError(28, "No space left on device", str(file))
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining_parts, "write_whole", full)
+        patch.setattr(resumable, "write_whole", full)
         failed = CliRunner().invoke(app, ["mine", str(file)])
     assert failed.exit_code == 1 and "No space left on device" in failed.output and "is kept" in failed.output
     done = CliRunner().invoke(app, ["mine", str(file)])

@@ -13,9 +13,9 @@ import torch
 from datasets import Dataset
 from sentence_transformers.util import mine_hard_negatives
 
-from pylate_fastmaxsim.recipes import negatives
-from pylate_fastmaxsim.recipes.pairs import Pairs
-from pylate_fastmaxsim.recipes.schema import DataSection, MiningSection
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
+from pylate_fastmaxsim.recipes.mining import negatives
+from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 
 QUERIES, DOCUMENTS = 6, 40
 

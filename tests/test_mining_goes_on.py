@@ -25,11 +25,13 @@ from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401
 from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import mined_data, mining, mining_parts, negatives
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import RecipeError
-from pylate_fastmaxsim.recipes.train import train
+from pylate_fastmaxsim.recipes.mining import dataset as mining_dataset
+from pylate_fastmaxsim.recipes.mining import mine as mining_mine
+from pylate_fastmaxsim.recipes.mining import negatives, resumable
+from pylate_fastmaxsim.recipes.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +50,10 @@ def written_to(folder: Path, recipe) -> Path:
 
 def parts_written(recipe, monkeypatch) -> list[str]:
     """The stages of the parts that mining computes."""
-    write, written = mining_parts.write_whole, []
+    write, written = resumable.write_whole, []
     with monkeypatch.context() as patch:
-        patch.setattr(
-            mining_parts, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer))
-        )
-        mining.mine(recipe)
+        patch.setattr(resumable, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer)))
+        mining_mine.mine(recipe)
     return [name.partition("-")[0] for name in written if not name.startswith("settings")]
 
 
@@ -94,7 +94,7 @@ def test_changed_settings_keep_what_they_do_not_concern(
     messages = "\n".join(message for message in caplog.messages if message.startswith("mining: "))
     assert re.search(said, messages) if said else not messages
     whole = recipe_for(tmp_path, encoder("modernbert"), teacher, override, f"data.name={tmp_path / 'whole'}")
-    mining.mine(whole)
+    mining_mine.mine(whole)
     if "batch_size" not in override:  # other batches round otherwise
         for name in ("train", "queries", "documents"):
             ours, expected = (tmp_path / folder / f"{name}.parquet" for folder in ("mined", "whole"))
@@ -142,8 +142,8 @@ def test_finished_data_is_not_taken_for_that_of_other_inputs(encoder, teacher, o
     )
     recipe = recipe_for(tmp_path, str(model), str(grader))
     pairs = tmp_path / "pairs" / "pair" / "train-00000-of-00001.parquet"
-    summary = mining.mine(recipe)
-    assert mining.mine(recipe) == summary and "inputs" not in summary
+    summary = mining_mine.mine(recipe)
+    assert mining_mine.mine(recipe) == summary and "inputs" not in summary
     weights = model / "model.safetensors"
     rows = Dataset.from_list([{"query": f"question {i}", "answer": f"another answer {i}"} for i in range(40)])
     changes = {
@@ -161,39 +161,39 @@ def test_finished_data_is_not_taken_for_that_of_other_inputs(encoder, teacher, o
         before = file.read_bytes()
         change()
         with pytest.raises(RecipeError) as error:
-            mining.mine(recipe)
+            mining_mine.mine(recipe)
         assert str(error.value) == (
             f"data.name: {tmp_path / 'mined'} was mined with other content of {name} than there is now; bring it back, "
             "choose another folder, or start over with --no-resume."
         )
         file.write_bytes(before)
-        assert mining.mine(recipe) == summary
+        assert mining_mine.mine(recipe) == summary
     # What was mined before inputs were recorded is taken as it is.
     record = tmp_path / "mined" / "mining.json"
     record.write_text(json.dumps({name: x for name, x in json.loads(record.read_text()).items() if name != "inputs"}))
     rows.to_parquet(pairs)
-    assert mining.mine(recipe) == summary
-    assert mining.mine(recipe, resume=False)["queries"] == 40
+    assert mining_mine.mine(recipe) == summary
+    assert mining_mine.mine(recipe, resume=False)["queries"] == 40
 
 
 def test_data_mined_by_an_earlier_version_is_complete_where_its_keys_had_the_defaults(encoder, teacher, tmp_path):
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
-    summary = mining.mine(recipe)
+    summary = mining_mine.mine(recipe)
     record = tmp_path / "mined" / "mining.json"
     written = json.loads(record.read_text())
     for name in ("corpus", "teacher_type", "min_score"):
         del written["settings"]["mining"][name]
     del written["settings"]["mining"]["pairs"]["n_ways"], written["settings"]["model"]["lora"]
     record.write_text(json.dumps(written))
-    assert mining.mine(recipe) == summary
+    assert mining_mine.mine(recipe) == summary
     for override in ("mining.teacher_type=colbert", "mining.min_score=1", "mining.range_min=0"):
         with pytest.raises(RecipeError, match="was mined with other settings"):
-            mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
+            mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, override))
 
 
 def test_the_way_out_that_an_error_names_keeps_the_search(encoder, teacher, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="lower it or loosen the margins, for which the search is kept, or raise"):
-        mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.max_score=-100"))
+        mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.max_score=-100"))
     loosened = recipe_for(tmp_path, encoder("modernbert"), teacher)
     assert parts_written(loosened, monkeypatch) == TEACHER
 
@@ -252,7 +252,7 @@ def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(encoder
     save_file(load_file(weights) | {"linear.weight": linear}, weights, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["HF_ColBERT"]}))
     recipe = recipe_for(tmp_path, encoder("bert"), str(folder), "mining.teacher_type=colbert")
-    assert callable(mining.load_teacher(recipe.mining, torch.device("cpu")))
+    assert callable(mining_mine.load_teacher(recipe.mining, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("kind", ["model", "positives", "cross_encoder", "colbert"])
@@ -274,7 +274,7 @@ def test_scores_that_are_not_finite_are_refused_before_they_are_used(kind, encod
             negatives, "search", lambda *args: (torch.ones(len(args[0]), 9), torch.arange(9).repeat(len(args[0]), 1))
         )
     with pytest.raises(RecipeError) as error:
-        mining.mine(recipe)
+        mining_mine.mine(recipe)
     assert str(error.value) == (
         f"{name} {folder} must give scores that are finite numbers, but some of them are NaN or infinite."
     )
@@ -284,14 +284,14 @@ def test_scores_that_are_not_finite_are_refused_before_they_are_used(kind, encod
 
 def test_the_same_command_twice_at_the_same_time(encoder, teacher, tmp_path, monkeypatch):
     file = written_to(tmp_path, recipe_for(tmp_path, encoder("modernbert"), teacher))
-    write, refused = mining_parts.write_whole, []
+    write, refused = resumable.write_whole, []
 
     def once_more(file_to_write, content):
-        monkeypatch.setattr(mining_parts, "write_whole", write)
+        monkeypatch.setattr(resumable, "write_whole", write)
         refused.extend(CliRunner().invoke(app, ["mine", str(file), *options]) for options in ([], ["--no-resume"]))
         write(file_to_write, content)
 
-    monkeypatch.setattr(mining_parts, "write_whole", once_more)
+    monkeypatch.setattr(resumable, "write_whole", once_more)
     first = CliRunner().invoke(app, ["mine", str(file)])
     assert first.exit_code == 0, first.output
     assert [done.exit_code for done in refused] == [2, 2]
@@ -350,13 +350,13 @@ def test_out_of_memory_names_the_batch_size_and_a_smaller_one_goes_on(
 def test_training_does_not_go_on_with_data_mined_anew(encoder, teacher, other_teacher, tmp_path):
     grader = shutil.copytree(teacher, tmp_path / "grader")
     recipe = recipe_for(tmp_path, encoder("modernbert"), str(grader), "training.save_steps=1")
-    mining.mine(recipe)
+    mining_mine.mine(recipe)
     assert train(recipe)["resumed_from"] is None
-    mining.mine(recipe, resume=False)  # which gives the same
+    mining_mine.mine(recipe, resume=False)  # which gives the same
     assert train(recipe)["resumed_from"] == "checkpoint-2"
     # Other weights in the same place, which no key of the recipe tells.
     shutil.copytree(other_teacher, grader, dirs_exist_ok=True)
-    mining.mine(recipe, resume=False)
+    mining_mine.mine(recipe, resume=False)
     with pytest.raises(RecipeError) as error:
         train(recipe)
     assert str(error.value) == (
@@ -369,7 +369,7 @@ def test_training_does_not_go_on_with_data_mined_anew(encoder, teacher, other_te
 
 def test_training_does_not_go_on_with_mined_data_that_was_edited(encoder, teacher, tmp_path):
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, "training.save_steps=1")
-    mining.mine(recipe)
+    mining_mine.mine(recipe)
     train(recipe)
     file = tmp_path / "mined" / "train.parquet"
     rows = Dataset.from_parquet(str(file), cache_dir=str(tmp_path / "cache"))
@@ -382,7 +382,7 @@ def test_training_does_not_go_on_with_mined_data_that_was_edited(encoder, teache
 def test_starting_over_replaces_what_mining_wrote_and_nothing_else(stopped, encoder, teacher, tmp_path, monkeypatch):
     mined = tmp_path / "mined"
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, f"output_dir={mined / 'run'}")
-    mining.mine(recipe)
+    mining_mine.mine(recipe)
     train(recipe)
     (mined / "notes.txt").write_text("of the user")
     (mined / "README.md").write_text((mined / "README.md").read_text() + "# A card of the user\n")
@@ -391,7 +391,7 @@ def test_starting_over_replaces_what_mining_wrote_and_nothing_else(stopped, enco
     }
     before = {path.name: path.read_bytes() for path in mined.iterdir() if path.is_file()}
     changed = recipe_for(tmp_path, encoder("modernbert"), teacher, f"output_dir={mined / 'run'}", "mining.range_min=0")
-    replace = mined_data.os.replace
+    replace = mining_dataset.os.replace
 
     def interrupting(source, target):
         if Path(target) == mined / stopped:
@@ -399,10 +399,10 @@ def test_starting_over_replaces_what_mining_wrote_and_nothing_else(stopped, enco
         replace(source, target)
 
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(mined_data.os, "replace", interrupting)
+        patch.setattr(mining_dataset.os, "replace", interrupting)
         if stopped == "in the search":
-            patch.setattr(mining, "lowest_positive_scores", lambda *args: interrupting(None, mined / stopped))
-        mining.mine(changed, resume=False)
+            patch.setattr(mining_mine, "lowest_positive_scores", lambda *args: interrupting(None, mined / stopped))
+        mining_mine.mine(changed, resume=False)
     assert (mined / "mining.json").exists() == (stopped in ("nowhere", "in the search"))
     if stopped == "in the search":  # the earlier data are still whole
         assert before == {path.name: path.read_bytes() for path in mined.iterdir() if path.is_file()}
@@ -414,7 +414,7 @@ def test_starting_over_replaces_what_mining_wrote_and_nothing_else(stopped, enco
     whole = recipe_for(
         tmp_path, encoder("modernbert"), teacher, "mining.range_min=0", f"data.name={tmp_path / 'whole'}"
     )
-    mining.mine(whole)
+    mining_mine.mine(whole)
     for name in ("train", "queries", "documents"):
         ours, expected = (folder / f"{name}.parquet" for folder in (mined, tmp_path / "whole"))
         assert ours.read_bytes() == expected.read_bytes()
@@ -429,9 +429,9 @@ def test_mining_into_a_folder_on_another_disk(place, encoder, teacher, tmp_path)
         (tmp_path / "mined").symlink_to(elsewhere / "mined")
     else:
         (tmp_path / "mined").mkdir()
-    summary = mining.mine(recipe)
+    summary = mining_mine.mine(recipe)
     if place == "full":
-        assert mining.mine(recipe, resume=False) == summary
+        assert mining_mine.mine(recipe, resume=False) == summary
     assert sorted(file.name for file in elsewhere.iterdir()) == ([] if place == "empty" else ["mined"])
     assert (tmp_path / "mined" / "mining.json").exists() and not (tmp_path / "mined.unfinished").exists()
 

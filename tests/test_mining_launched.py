@@ -17,8 +17,9 @@ import torch
 import yaml
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 
-from pylate_fastmaxsim.recipes import mining, mining_parts
-from pylate_fastmaxsim.recipes.lock import only_command
+from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.mining import mine as mining_mine
+from pylate_fastmaxsim.recipes.mining import resumable
 
 MINED = Path(__file__).parent / "mined.py"
 
@@ -35,7 +36,7 @@ def _as_launchers_set_it():
 def recipe(tmp_path, encoder, teacher):  # noqa: F811
     recipe = recipe_for(tmp_path, encoder("modernbert"), teacher)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(asdict(recipe)))
-    mining.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}"))
+    mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, f"data.name={tmp_path / 'whole'}"))
     return recipe
 
 
@@ -63,7 +64,7 @@ def stages(written: list[str]) -> list[str]:
 
 
 def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
-    write = mining_parts.write_whole
+    write = resumable.write_whole
 
     def interrupting(file, writer):
         write(file, writer)
@@ -71,9 +72,9 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(mining_parts, "write_whole", interrupting)
+        patch.setattr(resumable, "write_whole", interrupting)
         with pytest.raises(KeyboardInterrupt):
-            mining.mine(recipe)
+            mining_mine.mine(recipe)
     (first,) = (tmp_path / "mined.unfinished").glob("search-*")
     done = two_processes(tmp_path, "nothing")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -96,7 +97,7 @@ def test_the_parts_stay_until_both_have_read_them(recipe, tmp_path):
 
 def test_two_processes_are_refused_while_another_command_mines(recipe, tmp_path):
     unfinished = tmp_path / "mined.unfinished"
-    with only_command("data.name", unfinished, mining.LOCK_FILE, ""):
+    with only_command("data.name", unfinished, mining_mine.LOCK_FILE, ""):
         refused = two_processes(tmp_path, "nothing")
         assert [path.name for path in unfinished.iterdir()] == ["lock"]
     assert refused.returncode != 0 and refused.stderr.count("mined is being mined by another command; wait until") == 1
@@ -123,14 +124,14 @@ def test_where_one_of_two_fails_the_other_ends_and_nothing_is_lost(recipe, tmp_p
     assert stages(written) == ["search", "positives", "positives", "teacher"]
     assert set(written) <= {file.name for file in kept} and len(kept) >= 5
     seen = {}
-    write_data = mining.write_data
+    write_data = mining_mine.write_data
 
     def noting(folder, *args):
         seen.update({file: file.stat().st_mtime_ns for file in kept})
         write_data(folder, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mining, "write_data", noting)
-        mining.mine(recipe)
+        patch.setattr(mining_mine, "write_data", noting)
+        mining_mine.mine(recipe)
     assert seen == kept
     assert_same(tmp_path)

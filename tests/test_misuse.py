@@ -22,11 +22,11 @@ from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 from tiny_recipe import hub_dataset, text, tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import arguments
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import RecipeError
-from pylate_fastmaxsim.recipes.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.training import arguments
+from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
 
 COLQWEN = Path(__file__).parents[1] / "recipes" / "colqwen_vidore.yaml"
 
@@ -309,7 +309,7 @@ def test_a_gpu_without_bf16(gpu_without_bf16, tmp_path, monkeypatch):
 
 def test_adapters_on_a_gpu_without_bf16_go_over_float32_weights(gpu_without_bf16, monkeypatch):
     pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
-    from pylate_fastmaxsim.recipes.visual import _dtype
+    from pylate_fastmaxsim.recipes.models.visual import _dtype
 
     section = load_recipe(COLQWEN).model
     assert section.dtype == "auto" and _dtype(section, torch.device("cuda")) == torch.float32

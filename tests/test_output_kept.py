@@ -24,15 +24,15 @@ from test_misuse import command
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import compare as comparing
-from pylate_fastmaxsim.recipes import train as training
 from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.recipes.comparison import compare as comparing
+from pylate_fastmaxsim.recipes.comparison.measure import measure
+from pylate_fastmaxsim.recipes.comparison.report import mining_table, training_table
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.files.lock import only_command
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.lock import only_command
-from pylate_fastmaxsim.recipes.measure import measure
-from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.report import mining_table, training_table
-from pylate_fastmaxsim.recipes.schema import RecipeError
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.prepare import prepare
 
 
 def without_checkpoints(folder, output="out"):
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_locked_is_trained_in(tmp_path, monkeypatch, cap
         def acquire(self, *args, **kwargs):
             raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("pylate_fastmaxsim.recipes.lock.FileLock", Unsupported)
+    monkeypatch.setattr("pylate_fastmaxsim.recipes.files.lock.FileLock", Unsupported)
     assert training.train(load_recipe(without_checkpoints(tmp_path)))["steps"] == 3
     assert f"{tmp_path}/out cannot be locked, so start no second command that writes it." in caplog.messages
 

@@ -11,8 +11,8 @@ pytest.importorskip("pylate")
 
 from tiny_recipe import tiny, write
 
+from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
 
 COLQWEN = Path(__file__).parents[1] / "recipes" / "colqwen_vidore.yaml"
 

@@ -24,18 +24,18 @@ from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.recipes import prepare as preparing
-from pylate_fastmaxsim.recipes import train as training
-from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
-from pylate_fastmaxsim.recipes.compare import compare
-from pylate_fastmaxsim.recipes.data import load_data
-from pylate_fastmaxsim.recipes.docstrings import docstring_pairs, split_docstring
+from pylate_fastmaxsim.recipes.comparison.compare import compare
+from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
+from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs, split_docstring
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.files.records import RECIPE_FILE
 from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
 from pylate_fastmaxsim.recipes.plugin import switched
-from pylate_fastmaxsim.recipes.prepare import prepare
-from pylate_fastmaxsim.recipes.records import RECIPE_FILE
-from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
-from pylate_fastmaxsim.recipes.warmup import batch_sizes
+from pylate_fastmaxsim.recipes.training import prepare as preparing
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.warmup import batch_sizes
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

@@ -27,13 +27,13 @@ from visual_models import build_visual_model, page
 from pylate_fastmaxsim import recipes
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.commands import app
-from pylate_fastmaxsim.recipes.data import load_data
-from pylate_fastmaxsim.recipes.evaluation import evaluate
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.model import load_model, load_trained
-from pylate_fastmaxsim.recipes.schema import RecipeError
-from pylate_fastmaxsim.recipes.train import train
-from pylate_fastmaxsim.recipes.visual import CLASSES, evaluate_pages
+from pylate_fastmaxsim.recipes.models.text import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.visual import CLASSES, evaluate_pages
+from pylate_fastmaxsim.recipes.training.train import train
 
 RECIPES = {"colqwen2": "colqwen_vidore", "colpali": "colpali_vidore"}
 RECIPE_FOLDER = Path(__file__).parents[1] / "recipes"
@@ -308,7 +308,7 @@ def test_rows_with_more_negatives_than_others_are_refused(recipe, tmp_path):
 def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeypatch):
     loaded = recipe("colqwen2")
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
-    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.visual")
+    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.models.visual")
     monkeypatch.delattr(recipes, "visual")
     with pytest.raises(RecipeError, match=r'pip install "pylate-fastmaxsim\[recipes,colpali\]"'):
         train(loaded)

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.warmup import batch_sizes, nothing_to_compile, warm_up
+from pylate_fastmaxsim.recipes.training.warmup import batch_sizes, nothing_to_compile, warm_up
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 

@@ -17,9 +17,9 @@ from rich.table import Column
 from rich.text import Text
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.recipes.disk import write_failure
+from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.files.write import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.schema import Recipe, RecipeError
 
 BAD_RECIPE = 2
 NO_GPU = 2
@@ -117,8 +117,8 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
     try:
         yield
     except Exception as error:
-        from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
         from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+        from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
 
         if not is_out_of_memory(error):
             raise
@@ -165,9 +165,9 @@ def train(
     """Train the model of a recipe, with checkpoints, and save it."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.checkpoints import last_checkpoint
-        from pylate_fastmaxsim.recipes.report import training_table
-        from pylate_fastmaxsim.recipes.train import train as run
+        from pylate_fastmaxsim.recipes.comparison.report import training_table
+        from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+        from pylate_fastmaxsim.recipes.training.train import train as run
 
         def kept() -> str:
             checkpoint = last_checkpoint(loaded)
@@ -198,8 +198,8 @@ def mine(
         loaded = load_recipe(recipe, set_ or ())
         from accelerate import PartialState
 
-        from pylate_fastmaxsim.recipes.mining import mine as run
-        from pylate_fastmaxsim.recipes.report import mining_table
+        from pylate_fastmaxsim.recipes.comparison.report import mining_table
+        from pylate_fastmaxsim.recipes.mining.mine import mine as run
 
         kept = f"what is done is kept, and {_again(resume)} goes on from there"
         _quiet_libraries()
@@ -231,10 +231,10 @@ def compare(
     with _one_sentence_instead_of_a_traceback():
         # A shell leaves --output=~/dir as it is, which then is read as a recipe's output_dir is.
         loaded = load_recipe(recipe, set_ or (), output)
-        from pylate_fastmaxsim.recipes.compare import RESULT_FILE, RunFailed, parse_sweep
-        from pylate_fastmaxsim.recipes.compare import compare as run
-        from pylate_fastmaxsim.recipes.figures import draw_comparison
-        from pylate_fastmaxsim.recipes.html_report import write_html
+        from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, parse_sweep
+        from pylate_fastmaxsim.recipes.comparison.compare import compare as run
+        from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
+        from pylate_fastmaxsim.recipes.comparison.html import write_html
 
         batch_sizes = parse_sweep(sweep) if sweep is not None else []
         result = Path(loaded.output_dir, RESULT_FILE)
@@ -272,8 +272,8 @@ def _earlier(files: list[Path], before: dict[Path, int]) -> str:
 
 
 def _show_comparison(comparison: dict[str, Any]) -> None:
-    from pylate_fastmaxsim.recipes.html_report import sweep_sentence
-    from pylate_fastmaxsim.recipes.report import comparison_table, sweep_table, warnings_of
+    from pylate_fastmaxsim.recipes.comparison.html import sweep_sentence
+    from pylate_fastmaxsim.recipes.comparison.report import comparison_table, sweep_table, warnings_of
 
     plain.print(comparison_table(comparison))
     if points := comparison.get("sweep"):
@@ -327,8 +327,8 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
-        from pylate_fastmaxsim.recipes.report import warmup_table
-        from pylate_fastmaxsim.recipes.warmup import nothing_to_compile, warm_up
+        from pylate_fastmaxsim.recipes.comparison.report import warmup_table
+        from pylate_fastmaxsim.recipes.training.warmup import nothing_to_compile, warm_up
 
         if reason := nothing_to_compile(loaded):
             typer.echo(reason)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from pylate_fastmaxsim.recipes.checks import check
-from pylate_fastmaxsim.recipes.recipe_text import apply_override, read_yaml
-from pylate_fastmaxsim.recipes.schema import Recipe
-from pylate_fastmaxsim.recipes.sections import build
+from pylate_fastmaxsim.recipes.config.parse import build
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.yaml_text import apply_override, read_yaml
+from pylate_fastmaxsim.recipes.validate import check
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str | None = None) -> Recipe:

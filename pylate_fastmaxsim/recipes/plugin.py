@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.recipes.schema import FastSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
 
 
 def plugin_off(fast: FastSection) -> str | None:

@@ -1,0 +1,174 @@
+"""Figures of a comparison: all in one, and alone losses, bars, phases, padding, and what a batch size costs."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from pylate_fastmaxsim.recipes.comparison.measure import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.recipes.comparison.phases import PHASES
+from pylate_fastmaxsim.recipes.comparison.report import GIBIBYTE, LABELS, headline
+
+COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
+PHASE_COLORS = dict(zip(PHASES, ("#74b816", "#1c7ed6", "#d9480f", "#7048e8", "#868e96"), strict=True))
+TOKEN_COLORS = {"documents": "#1c7ed6", "queries": "#99c9ef", "padding": "#dee2e6"}
+
+
+def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
+    """Loss curves on the left; step time, peak memory and padding as bars on the right."""
+    runs = comparison["runs"]
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
+    _draw_losses(figure.add_subplot(grid[0]), runs)
+    _draw_time_and_memory(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), runs, "\n")
+    padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
+    _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
+    # A name may have dollar signs, which are no formula.
+    figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left", parse_math=False)
+    figure.savefig(file, dpi=150)
+
+
+def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
+    """What ``draw`` puts on a figure of ``width`` x ``height`` inches, as the text of an SVG file."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    draw(figure)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
+    return text.getvalue()
+
+
+def losses(runs: dict[str, Any]) -> Callable[[Figure], None]:
+    """Both loss curves."""
+    return lambda figure: _draw_losses(figure.add_subplot(), runs)
+
+
+def time_and_memory(runs: dict[str, Any]) -> Callable[[Figure], None]:
+    """Median step and peak memory as bars."""
+
+    def draw(figure: Figure) -> None:
+        _draw_time_and_memory(*figure.subplots(1, 2), runs, ", ")
+
+    return draw
+
+
+def phases(runs: dict[str, Any]) -> Callable[[Figure], None]:
+    """One bar per run, cut into the phases of a step."""
+    parts = {mode: run["phases"] for mode, run in runs.items() if "phases" in run}
+    return _stacked(parts, PHASE_COLORS, "seconds of a step")
+
+
+def tokens(runs: dict[str, Any]) -> Callable[[Figure], None]:
+    """One bar per run: what the encoder was given, and how much of it was padding."""
+    parts = {mode: run["tokens_per_step"] for mode, run in runs.items() if "tokens_per_step" in run}
+    return _stacked(parts, TOKEN_COLORS, "tokens that the encoder computed in a step")
+
+
+def _stacked(parts: dict[str, dict[str, float]], colors: dict[str, str], title: str) -> Callable[[Figure], None]:
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for place, values in enumerate(parts.values()):
+            begin = 0.0
+            for name, color in colors.items():
+                label = name if place == 0 else None
+                axes.barh(place, values[name], left=begin, color=color, label=label, height=0.6)
+                begin += values[name]
+        axes.set_yticks(range(len(parts)), list(parts))
+        axes.set_ylim(len(parts) - 0.5, -0.5)
+        axes.set_xlabel(title)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        figure.legend(loc="outside upper left", ncols=len(colors), frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+
+    return draw
+
+
+def sweep(points: dict[str, list[dict[str, Any]]], capacity: int | None = None) -> Callable[[Figure], None]:
+    """Step time and peak memory against batch size; a cross is the first size that ran out of memory.
+
+    ``capacity`` is how much memory the device has, in bytes.
+    """
+
+    def draw(figure: Figure) -> None:
+        time, memory = figure.subplots(1, 2)
+        _draw_points(time, "median step (s)", points, lambda point: point["step_seconds"])
+        _draw_points(memory, "peak memory (GiB)", points, lambda point: point["memory"]["peak"] / GIBIBYTE)
+        if capacity is not None:
+            memory.axhline(capacity / GIBIBYTE, color="#868e96", linestyle=":", linewidth=1)
+        time.legend(frameon=False, loc="upper left")
+
+    return draw
+
+
+def _draw_points(
+    axes: Axes,
+    title: str,
+    points: dict[str, list[dict[str, Any]]],
+    value: Callable[[dict[str, Any]], float],
+) -> None:
+    sizes = [point["batch_size"] for point in next(iter(points.values()))]
+    # Positions and not values: sizes are often powers of two, and few.
+    for mode, row in points.items():
+        fitting = [(place, value(point)) for place, point in enumerate(row) if point["status"] == FINISHED]
+        axes.plot(*zip(*fitting, strict=True) if fitting else ((), ()), "o-", color=COLORS[mode], label=LABELS[mode])
+        for place, point in enumerate(row):
+            if point["status"] == OUT_OF_MEMORY:
+                # On the upper edge, beyond what was measured.
+                edge = axes.get_xaxis_transform()
+                axes.plot(place, 0.97, "x", color=COLORS[mode], markersize=10, markeredgewidth=2.5, transform=edge)
+                offset = {"stock": 0.91, "fast": 0.85}[mode]
+                axes.text(place, offset, "out of memory", color=COLORS[mode], ha="center", va="top", transform=edge)
+    axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axes.set_xlim(-0.4, len(sizes) - 0.6)
+    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+    axes.set(xlabel="batch size", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
+    styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
+    for mode, run in runs.items():
+        score = run.get("ndcg@10")
+        label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]
+        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **styles[mode])
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_time_and_memory(time: Axes, memory: Axes, runs: dict[str, Any], between: str) -> None:
+    """``between`` stands between the parts of a title: a line break where the figure is narrow."""
+    seconds = {mode: run["step_seconds"] for mode, run in runs.items() if "step_seconds" in run}
+    _draw_bars(time, "median step (s)", runs, seconds)
+    held = {mode: run["memory"] for mode, run in runs.items() if "memory" in run}
+    peak, before = ({mode: x[key] / GIBIBYTE for mode, x in held.items()} for key in ("peak", "before"))
+    _draw_bars(memory, f"peak memory (GiB){between}pale: before training", runs, peak, before)
+
+
+def _draw_bars(
+    axes: Axes, title: str, runs: dict[str, Any], values: dict[str, float], pale: dict[str, float] | None = None
+) -> None:
+    """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
+    for place, (mode, run) in enumerate(runs.items()):
+        if run["status"] != FINISHED or mode not in values:
+            axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
+            continue
+        axes.bar(place, values[mode], width=0.65, color=COLORS[mode])
+        if pale:
+            axes.bar(place, pale[mode], width=0.65, color="white", alpha=0.6)
+        axes.text(place, values[mode], f"{values[mode]:.3g}", ha="center", va="bottom")
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.set_xlim(-0.6, len(runs) - 0.4)
+    axes.set_ylim(0, 1.12 * max(values.values(), default=0) or 1)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)

@@ -1,0 +1,250 @@
+"""One of the two runs of a comparison, in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from datasets import Dataset
+from pylate.models import ColBERT
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.utils import logging as transformers_logging
+
+from pylate_fastmaxsim.recipes.comparison.counters import Counted
+from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
+from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.files.write import write_whole_text
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
+from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
+
+if TYPE_CHECKING:
+    from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
+
+FINISHED = "finished"
+OUT_OF_MEMORY = "out of memory"
+NO_BATCH = "no batch of this size"
+
+# What decides about speed; late-interaction-kernels and flash-maxsim, where installed, score for stock PyLate on a GPU.
+PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
+PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
+
+
+def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untrained: bool = False) -> dict[str, Any]:
+    """Train a prepared recipe once, measured step by step, and evaluate it.
+
+    Everything that is not the training itself comes behind it, so that the steps and their memory are those of
+    a training run.
+
+    Parameters
+    ----------
+    recipe
+        A recipe of which everything is on disk already (see ``prepare``).
+    steps_file
+        JSON lines, one per finished step, flushed as they come: what is left of a run that is killed.
+    steps_only
+        Nothing but the steps and their memory.
+    untrained
+        Evaluate the model as it was before training as well.
+
+    Returns
+    -------
+    ``status`` (finished, out of memory or, with ``steps_only``, no batch of this size), ``memory`` in bytes, ``phases``
+    in seconds a step, ``ndcg@10`` and other metrics of the evaluation, ``untrained`` with the same metrics and
+    ``untrained_seconds``, how long they took, the ``warnings`` of the plugin (what it could not accelerate, and why)
+    and the environment.
+
+    Raises
+    ------
+    RecipeError
+        The recipe does not fit its data or this machine, or no batch could be made, without ``steps_only``.
+    """
+    quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
+    arguments = training_arguments(recipe, **quiet)
+    data = load_data(recipe)
+    # Not before: what there is to say of the data, the comparison has said when it loaded them.
+    warnings = _Warnings()
+    logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
+    model = load_model(recipe.model, arguments.device, recipe.training.seed)
+    result = {
+        "status": FINISHED,
+        "warnings": warnings.messages,
+        "environment": environment(arguments.device),
+    }
+    with switched(recipe.fast):
+        try:
+            memory, state = _train(recipe, model, data.train, arguments, steps_file)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return result | {"status": OUT_OF_MEMORY}
+        if steps_only and not state.global_step:
+            return result | {"status": NO_BATCH}
+        require_steps(recipe, state)
+        result["memory"] = memory.figures()
+        if steps_only:
+            return result
+        result |= evaluate(recipe, model, data)
+        few = training_arguments(recipe, **quiet, max_steps=WARM_UP_STEPS + MEASURED_STEPS)
+        result["phases"] = _phases(recipe, model, data.train, few)
+        # Also of a model whose own metrics are None, because it diverged.
+        if untrained and any(each is not None for each in (data.held_out, data.collection, data.nano_beir)):
+            begun = time.perf_counter()
+            del model
+            model = load_model(recipe.model, arguments.device, recipe.training.seed)
+            result["untrained"] = evaluate(recipe, model, data)
+            result["untrained_seconds"] = time.perf_counter() - begun
+    return result
+
+
+def _train(
+    recipe: Recipe,
+    model: ColBERT | VisualRetriever,
+    rows: Dataset,
+    arguments: SentenceTransformerTrainingArguments,
+    steps_file: Path,
+) -> tuple[PeakMemory, TrainerState]:
+    with open(steps_file, "w", encoding="utf-8") as lines:
+        trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[0])
+        trainer.add_callback(_StepWriter(trainer, lines))
+        memory = PeakMemory(arguments.device)
+        try:
+            trainer.train()
+        finally:
+            trainer.stop_counting()
+    return memory, trainer.state
+
+
+def _phases(
+    recipe: Recipe, model: ColBERT | VisualRetriever, rows: Dataset, arguments: SentenceTransformerTrainingArguments
+) -> dict[str, float]:
+    """Seconds of each phase of a step, in a few more steps of the trained model."""
+    trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[1])
+    trainer.train()
+    return median_phases(trainer.laps)
+
+
+def _trainers(recipe: Recipe) -> tuple[type[Trainer], type[Trainer]]:
+    """Of the measured steps, and of those in which the phases are told apart."""
+    if not recipe.model.visual:
+        return MeasuredTrainer, PhaseTrainer
+    from pylate_fastmaxsim.recipes.models.visual import MeasuredPageTrainer, PagePhaseTrainer
+
+    return MeasuredPageTrainer, PagePhaseTrainer
+
+
+class MeasuredTrainer(Counted, SentenceTransformerTrainer):
+    """The trainer of text encoders, which counts; not twice what GradCache encodes without gradients first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        encoder = self.model[0].auto_model
+        self.stop_counting = encoder.register_forward_pre_hook(self._count_encoded, with_kwargs=True).remove
+
+    def count(self, inputs: dict[str, Any]) -> None:
+        (queries, *documents), _ = self.collect_features(inputs)
+        self.measured["query_tokens"] += queries["input_ids"].numel()
+        for column in documents:
+            self.measured["documents"] += len(column["attention_mask"])
+            self.measured["live"] += column["attention_mask"].sum()
+
+    def _count_encoded(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.measured["encoded"] += kwargs["input_ids"].numel()
+
+
+class _StepWriter(TrainerCallback):
+    """Writes one line per optimizer step; its time runs from the end of the last step, data loading included."""
+
+    def __init__(self, trainer: Counted, lines: Any) -> None:
+        self.trainer = trainer
+        self.lines = lines
+        self.last = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.last = self._now(args.device)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        now = self._now(args.device)
+        measured = {
+            name: float(value) if name == "loss" else int(value) for name, value in self.trainer.measured.items()
+        }
+        line = {"step": state.global_step, "of": state.max_steps, "seconds": now - self.last, **measured}
+        self.lines.write(json.dumps(line) + "\n")
+        self.lines.flush()
+        self.trainer.start_step()
+        self.last = self._now(args.device)
+
+    @staticmethod
+    def _now(device: torch.device) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings of a logger, so that the comparison can show them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured with."""
+    threads = torch.get_num_threads()
+    cores = "1 thread" if threads == 1 else f"{threads} threads"
+    packages = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    gpu = {}
+    if device.type == "cuda":
+        gpu = {"device_memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({cores})",
+        **gpu,
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def main() -> None:
+    """Measure the recipe that the command line names and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", type=Path, help="prepared recipe")
+    parser.add_argument("steps", type=Path, help="JSON lines file of the steps")
+    parser.add_argument("result", type=Path, help="JSON file of the result")
+    parser.add_argument("--steps-only", action="store_true", help="no evaluation and no phases")
+    parser.add_argument("--untrained", action="store_true", help="evaluate the untrained model as well")
+    arguments = parser.parse_args()
+    # The parent shows the last progress bar of the log, which must be that of something that takes long.
+    transformers_logging.disable_progress_bar()
+    recipe = load_recipe(arguments.recipe)
+    try:
+        result = measure(recipe, arguments.steps, arguments.steps_only, arguments.untrained)
+    except RecipeError as error:
+        sys.exit(str(error))  # the last line of the log, which the parent quotes
+    # Whole: the parent takes what is there for the result, also of a run that was killed.
+    write_whole_text(arguments.result, json.dumps(result))

@@ -1,0 +1,302 @@
+"""The keys of a recipe: their names, types, defaults and limits."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for the end of a sentence: its first line, or its type where it says nothing.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.config.schema import first_line
+    >>> first_line(ValueError("no such layer\\nmore lines")), first_line(TimeoutError())
+    ('no such layer', 'TimeoutError')
+    """
+    return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
+
+
+# Of sizes that are handed to code which counts in 32 bits with a sign.
+INT32_MAX = 2**31 - 1
+
+# Adam's first step is ten times as long, which must be a number in fp32.
+LARGEST_RATE = 1e37
+
+# What NumPy takes, whose random numbers the trainer seeds as well.
+LARGEST_SEED = 2**32 - 1
+
+
+def key(
+    default: Any = MISSING, *, minimum: float | None = None, maximum: float | None = None, path: bool = False
+) -> Any:
+    """A recipe key with a default, the smallest and the largest value that make sense, and whether ``~`` is a home."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "path": path})
+
+
+@dataclass(frozen=True)
+class BuildSection:
+    """A small ModernBERT with random weights, and a BPE tokenizer trained on the recipe's own text.
+
+    The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
+    """
+
+    vocab_size: int = key(8192, minimum=512, maximum=INT32_MAX)
+    hidden_size: int = key(128, minimum=2)
+    num_hidden_layers: int = key(4, minimum=1)
+    num_attention_heads: int = key(2, minimum=1)
+    intermediate_size: int = key(256, minimum=1)
+    local_attention: int = key(128, minimum=2, maximum=INT32_MAX)
+    global_attn_every_n_layers: int = key(3, minimum=1)
+    dropout: float = key(0.0, minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Low-rank adapters; the names are those of ``peft.LoraConfig``. ``target_modules`` is a regular expression."""
+
+    target_modules: str
+    r: int = key(32, minimum=1)
+    lora_alpha: int = key(32, minimum=1)
+    lora_dropout: float = key(0.1, minimum=0, maximum=1)
+    init_lora_weights: Literal["gaussian", "default"] = "gaussian"
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The model: ``name_or_path`` on the Hub or on disk, or ``build`` for one made from scratch.
+
+    ``kind: colbert`` is a text encoder trained with PyLate. ``config_kwargs`` goes to its configuration (for
+    example its dropouts), the other keys are arguments of ``pylate.models.ColBERT``; null keeps what the
+    checkpoint says. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
+    only if ``trust_remote_code`` is true.
+
+    ``kind: colpali`` and ``colqwen2`` retrieve images of pages and are trained with colpali-engine (the extra
+    [colpali]). Of them ``lora`` trains adapters and nothing else, null trains all weights; ``dtype`` is that of the
+    weights, where auto is bfloat16 for adapters on a GPU that has it and else float32; ``attn_implementation`` is
+    that of transformers; ``max_visual_tokens`` is the most that a page may have (colqwen2 only).
+    """
+
+    kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
+    name_or_path: str | None = key(None, path=True)
+    build: BuildSection | None = None
+    embedding_size: int | None = key(None, minimum=1, maximum=INT32_MAX)
+    query_length: int | None = key(None, minimum=3, maximum=INT32_MAX)
+    document_length: int | None = key(None, minimum=3, maximum=INT32_MAX)
+    do_query_expansion: bool | None = None
+    attend_to_expansion_tokens: bool | None = None
+    config_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attn_implementation: str | None = None
+    max_visual_tokens: int | None = key(None, minimum=1)
+    lora: LoraSection | None = None
+
+    @property
+    def visual(self) -> bool:
+        """Whether its documents are images."""
+        return self.kind != "colbert"
+
+
+# Of files, with what ``datasets`` calls them.
+FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """Rows to train on.
+
+    ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
+    ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
+    .parquet ``files``.
+
+    ``columns`` says which columns are used and in which order, the query first. Without it all are used, except those
+    that PyLate's collator leaves out: ``dataset_name`` and those with ``_id`` in their name. No column but the query
+    may have query or anchor in its name, because the collator knows queries by it. For distillation the columns are the
+    query, a list of documents and a list of teacher scores. For retrieval of pages they are the query, the image of its
+    page and, for losses with negatives, a list of images of other pages.
+
+    ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
+    ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
+    (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
+    as .jsonl or .parquet files. An id stands for one text. Texts are read from disk as they are needed.
+    ``n_ways`` is how many documents of each row are used, the first ones; null uses as many as the
+    shortest row has.
+
+    ``max_rows`` keeps a random part, drawn with ``seed``.
+    """
+
+    source: Literal["docstrings", "hub", "files", "distillation"]
+    packages: list[str] | None = None
+    name: str | None = key(None, path=True)
+    config: str | None = None
+    split: str | None = None
+    files: list[str] | None = key(None, path=True)
+    columns: list[str] | None = None
+    n_ways: int | None = key(None, minimum=2)
+    max_rows: int | None = key(None, minimum=2)
+    seed: int = key(0, minimum=0)
+
+
+@dataclass(frozen=True)
+class MiningSection:
+    """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
+
+    ``pairs`` are rows of a query and its positive (``source: hub`` or ``files``). Negatives are found among all
+    positives and, where given, the texts of ``corpus``, likewise with one column. Equal texts are one document, so that
+    no positive of a query is taken for its negative. Texts are read from disk as they are needed. The model of the
+    recipe searches them, and negatives are chosen as ``sentence_transformers.util.mine_hard_negatives`` does. It takes
+    each query's best documents (``range_max`` plus the largest number of positives of a query), drops its positives and
+    those that the margins and limits rule out as likely false negatives, and keeps the first ``range_max`` that are
+    left. Of these it skips the first ``range_min`` and takes the next ``num_negatives``. A pair that has fewer is left
+    out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
+    ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
+
+    ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
+    the processes of a distributed launcher share, so that there should be more of them than processes.
+    """
+
+    pairs: DataSection
+    teacher: str = key(path=True)
+    corpus: DataSection | None = None
+    teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
+    num_negatives: int = key(15, minimum=1)
+    range_min: int = key(0, minimum=0)
+    range_max: int = key(100, minimum=1)
+    absolute_margin: float | None = None
+    relative_margin: float | None = None
+    max_score: float | None = None
+    min_score: float | None = None
+    batch_size: int = key(64, minimum=1)
+    documents_per_part: int = key(50_000, minimum=1)
+    rows_per_part: int = key(2_000, minimum=1)
+
+
+@dataclass(frozen=True)
+class LossSection:
+    """A loss and its options: of colpali-engine if its name begins with ``colbert``, else of PyLate. null: its default.
+
+    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``use_smooth_max`` needs every
+    similarity, so that it runs as colpali-engine has it.
+    """
+
+    name: Literal[
+        "contrastive",
+        "cached_contrastive",
+        "distillation",
+        "colbert",
+        "colbert_pairwise_ce",
+        "colbert_sigmoid",
+        "colbert_negative_ce",
+        "colbert_pairwise_negative_ce",
+    ] = "contrastive"
+    temperature: float | None = key(None, minimum=0)
+    size_average: bool | None = None
+    mini_batch_size: int | None = key(None, minimum=1)
+    score_mini_batch_size: int | None = key(None, minimum=1)
+    gather_across_devices: bool | None = None
+    normalize_scores: bool | None = None
+    use_smooth_max: bool | None = None
+    tau: float | None = key(None, minimum=0)
+    pos_aware_negative_filtering: bool | None = None
+    filter_threshold: float | None = None
+    filter_factor: float | None = None
+    in_batch_term_weight: float | None = key(None, minimum=0, maximum=1)
+    norm_tol: float | None = key(None, minimum=0)
+    max_batch_size: int | None = key(None, minimum=1)
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """Arguments of ``SentenceTransformerTrainingArguments``, under their own names.
+
+    ``precision: auto`` means bf16 where the GPU has it, else fp16, and fp32 on a CPU. ``max_steps``,
+    where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
+    cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
+    """
+
+    per_device_train_batch_size: int = key(32, minimum=1)
+    gradient_accumulation_steps: int = key(1, minimum=1, maximum=INT32_MAX)
+    num_train_epochs: float = key(1.0, minimum=0)
+    max_steps: int | None = key(None, minimum=1)
+    learning_rate: float = key(3e-6, minimum=0, maximum=LARGEST_RATE)
+    lr_scheduler_type: str = "linear"
+    warmup_steps: int = key(0, minimum=0)
+    weight_decay: float = key(0.0, minimum=0)
+    adam_epsilon: float = key(1e-8, minimum=0)
+    max_grad_norm: float = key(1.0, minimum=0)
+    optim: str = "adamw_torch"
+    seed: int = key(42, minimum=0, maximum=LARGEST_SEED)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    gradient_checkpointing: bool = False
+    batch_sampler: Literal["batch_sampler", "no_duplicates"] = "batch_sampler"
+    dataloader_drop_last: bool = False
+    dataloader_num_workers: int = key(0, minimum=0)
+    logging_steps: int = key(10, minimum=1)
+    save_steps: int | None = key(500, minimum=1)
+    save_total_limit: int | None = key(2, minimum=1)
+    report_to: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
+    use_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class FastSection:
+    """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
+
+    All but ``enabled`` and ``grad_filter`` concern ``model.kind`` colbert only.
+    """
+
+    enabled: bool = True
+    padding_free: bool = True
+    compile: bool = False
+    stock_masking: bool = False
+    grad_filter: Literal["auto"] | None = None
+    ring: bool = False
+    fused_head: bool = True
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """Retrieval, once at the end, of one of three kinds or of none.
+
+    ``rows`` are held out of training: nDCG@10 over their documents, by PyLate's own evaluator, or over their pages,
+    scored by the processor of the model. All rows of a query are held out together, so that no query is both trained
+    on and evaluated. Where queries stand in several rows, somewhat more rows than asked for are held out. PyLate's
+    evaluators add, for rows with a column of negatives, the accuracy of triplets (how often the positive scores higher
+    than the first negative) and, for distillation, the KL divergence from the teacher's scores.
+
+    ``beir`` names a collection in BEIR's layout: nDCG@10, MRR@10 and Recall@100 by exact search over its whole corpus.
+    It is on the Hub (``BeIR/scifact``, ``mteb/scifact``), or a folder with corpus and queries as .jsonl or .parquet
+    files and ``qrels/SPLIT.tsv`` or ``qrels.tsv``; ``split`` is that of the judgements.
+
+    ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
+    same three metrics by that evaluator, each the mean over the sets.
+
+    ``batch_size`` texts are encoded at once.
+    """
+
+    rows: int = key(0, minimum=0)
+    beir: str | None = key(None, path=True)
+    split: str = "test"
+    nano_beir: list[str] | None = None
+    batch_size: int = key(32, minimum=1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run. Relative paths are relative to the working directory, and ``~`` is the home directory."""
+
+    name: str
+    output_dir: str = key(path=True)
+    model: ModelSection
+    data: DataSection
+    loss: LossSection = field(default_factory=LossSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    fast: FastSection = field(default_factory=FastSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    mining: MiningSection | None = None

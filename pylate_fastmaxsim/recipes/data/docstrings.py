@@ -1,0 +1,142 @@
+"""(query, positive) pairs of real English text that every machine with PyLate already holds.
+
+A docstring opens with one sentence that says what the object is for; the rest explains it. The
+sentence is the query, the rest the document. Documents range from a dozen words to several pages,
+as passages of a search collection do.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+QUERY_WORDS = (4, 40)
+POSITIVE_WORDS = (12, 2000)
+
+# Tests and vendored copies repeat the documented text of other modules.
+SKIPPED_DIRECTORIES = {"tests", "testing", "test", "_vendor", "externals", "extern"}
+
+_DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_SIGNATURE = re.compile(r"^[\w.]+\([^\n]*\)(?:\s*->\s*[^\n]+)?\s*$")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*:\[(\"'>\-\d])|\n\s*\n")
+
+
+def docstring_pairs(packages: Sequence[str], limit: int | None, seed: int = 0) -> list[dict[str, str]]:
+    """Pairs from the docstrings of installed packages, read from their sources without importing them.
+
+    Files are visited in an order drawn from ``seed`` until ``limit`` pairs are found, so the result
+    depends on nothing but the arguments and the installed versions. No two pairs share a query or a
+    positive, and no query occurs in its positive.
+
+    Parameters
+    ----------
+    packages
+        Import names of installed packages.
+    limit
+        Number of pairs to return; fewer if the packages hold fewer. ``None``: all.
+    seed
+        Seed of the order in which files are visited.
+
+    Returns
+    -------
+    Rows with the text columns ``query`` and ``positive``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        A package is not installed.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
+    >>> pairs = docstring_pairs(["numpy"], limit=3)
+    >>> len(pairs), sorted(pairs[0])
+    (3, ['positive', 'query'])
+    """
+    files = [file for package in packages for file in source_files(package)]
+    random.Random(seed).shuffle(files)
+    pairs: list[dict[str, str]] = []
+    seen: set[str] = set()
+    with tqdm(total=limit, desc="Reading docstrings", unit=" pairs", disable=None) as progress:
+        for file in files:
+            for docstring in docstrings(file):
+                pair = split_docstring(docstring)
+                if pair is None:
+                    continue
+                query, positive = pair
+                keys = {_normalized(query), _normalized(positive)}
+                if seen.isdisjoint(keys):
+                    seen |= keys
+                    pairs.append({"query": query, "positive": positive})
+                    progress.update()
+                    if len(pairs) == limit:
+                        return pairs
+    return pairs
+
+
+def source_files(package: str) -> list[Path]:
+    """Python files of an installed package in a fixed order, without those of its tests."""
+    root = package_directory(package)
+    return [
+        file for file in sorted(root.rglob("*.py")) if SKIPPED_DIRECTORIES.isdisjoint(file.relative_to(root).parts[:-1])
+    ]
+
+
+def package_directory(package: str) -> Path:
+    """Where a top-level package is installed; it is not imported."""
+    spec = importlib.util.find_spec(package) if "." not in package else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"No package named {package!r} is installed.", name=package)
+    return Path(spec.submodule_search_locations[0])
+
+
+def docstrings(file: Path) -> Iterator[str]:
+    """Docstrings of one file: of the module, its classes and its functions, in the order of the text."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # templates and files for other Python versions
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINITIONS) and (text := ast.get_docstring(node, clean=False)):
+            yield text
+
+
+def split_docstring(docstring: str) -> tuple[str, str] | None:
+    """First sentence and the rest of a docstring, or None if either is too short, too long or gives the other away.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.docstrings import split_docstring
+    >>> rest = "Elements beyond the last position are introduced again at the first one, so none is lost."
+    >>> split_docstring(f"Roll array elements along an axis.\\n\\n    {rest}")[0]
+    'Roll array elements along an axis.'
+    >>> split_docstring("Too short.") is None
+    True
+    """
+    text = inspect.cleandoc(docstring).strip()
+    while text and _SIGNATURE.match(text.split("\n", 1)[0]):
+        text = text.partition("\n")[2].strip()
+    head, *rest = _SENTENCE_END.split(text, maxsplit=1)
+    if not rest:
+        return None
+    query, positive = " ".join(head.split()), rest[0].strip()
+    if not _within(query, QUERY_WORDS) or not _within(positive, POSITIVE_WORDS):
+        return None
+    if _normalized(query) in _normalized(positive):
+        return None
+    return query, positive
+
+
+def _within(text: str, bounds: tuple[int, int]) -> bool:
+    return bounds[0] <= len(text.split()) <= bounds[1]
+
+
+def _normalized(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text.lower()))

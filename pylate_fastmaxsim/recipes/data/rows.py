@@ -1,0 +1,273 @@
+"""The rows of a recipe, and what its model is evaluated on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Image, Sequence, Value
+from pylate.evaluation import NanoBEIREvaluator
+
+from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.data.distillation import list_lengths, load_distillation
+from pylate_fastmaxsim.recipes.data.mined import is_to_be_mined
+from pylate_fastmaxsim.recipes.data.tables import load_table, require_texts, require_utf8
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
+from pylate_fastmaxsim.recipes.validate import LOSSES_WITH_NEGATIVES
+
+ROWS_AT_ONCE = 100_000
+
+LABEL_COLUMNS = ("label", "scores")  # what PyLate's collator reads as teacher scores, whatever the loss
+RESERVED_COLUMN = "return_loss"  # of the trainer, as is dataset_name, which is an id here
+
+
+@dataclass(frozen=True)
+class RecipeData:
+    """Rows to train on, and what to evaluate on.
+
+    That is rows held out of them, a collection in BEIR's layout, sets of NanoBEIR, or nothing.
+    """
+
+    train: Dataset
+    held_out: Dataset | None = None
+    collection: Collection | None = None
+    nano_beir: NanoBEIREvaluator | None = None
+
+
+def load_data(recipe: Recipe) -> RecipeData:
+    """Load the rows that a recipe names, keep its columns, hold some out, and load what else it evaluates on.
+
+    Docstring pairs must have been written to a file first, which is what ``prepare`` does.
+    """
+    dataset = _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
+    dataset = dataset.shuffle(seed=recipe.data.seed)
+    if recipe.data.max_rows is not None:
+        dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
+    train, held_out = _split(dataset, recipe.evaluation.rows)
+    _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
+    if recipe.evaluation.beir is not None:
+        return RecipeData(train, collection=load_collection(recipe.evaluation))
+    if recipe.evaluation.nano_beir is not None:
+        return RecipeData(train, nano_beir=load_nano_beir(recipe.evaluation))
+    return RecipeData(train, held_out)
+
+
+def _split(dataset: Dataset, rows: int) -> tuple[Dataset, Dataset | None]:
+    """Rows to train on, and the rows of as many whole queries, the first ones, as it takes to hold out ``rows``."""
+    if not rows:
+        return dataset, None
+    query = dataset.column_names[0]
+    queries = dataset.select_columns([query])[:][query]
+    rows_of = Counter(queries)  # in the order of the rows
+    taken, held_out = 0, set()
+    for text, count in rows_of.items():
+        if taken >= rows:
+            break
+        held_out.add(text)
+        taken += count
+    parts: tuple[list[int], list[int]] = ([], [])
+    for row, text in enumerate(queries):
+        parts[text in held_out].append(row)
+    return dataset.select(parts[0]), dataset.select(parts[1])
+
+
+def _require_a_batch(recipe: Recipe, rows: int, held_out: int) -> None:
+    """Refuse data of which the trainer would make no batch; one that is not full is one where it is not dropped."""
+    size = recipe.training.per_device_train_batch_size
+    least = size if recipe.training.dataloader_drop_last else 1
+    if rows >= least:
+        return
+    if held_out:
+        raise RecipeError(
+            f"evaluation.rows must leave at least one training batch, but the data has {rows + held_out} rows, "
+            f"{held_out} are held out and a batch takes {least}."
+        )
+    raise RecipeError(
+        f"training.per_device_train_batch_size must be at most {rows}, as many rows as the data has, got {size}; lower it "
+        "or set training.dataloader_drop_last to false."
+    )
+
+
+def _load_mined(recipe: Recipe) -> Dataset:
+    try:
+        return load_distillation(recipe.data)
+    except RecipeError as error:
+        if is_to_be_mined(recipe):  # and was not found on the Hub either
+            raise RecipeError(
+                f"data.name: {recipe.data.name} is not there yet; run `fastmaxsim mine` with this recipe first, which writes it."
+            ) from error
+        raise
+
+
+def _load_checked(recipe: Recipe) -> Dataset:
+    dataset = load_columns(recipe.data, "data")
+    check = _check_pages if recipe.model.visual else _check_columns
+    check(recipe, dataset, dataset.column_names)
+    return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+
+
+def _scores_as_floats(dataset: Dataset) -> Dataset:
+    """PyLate's loss and its evaluator take no integers."""
+    scores = dataset.column_names[-1]
+    if "int" not in dataset.features[scores].feature.dtype:
+        return dataset
+    return dataset.cast_column(scores, Sequence(Value("float32")))
+
+
+def load_columns(data: DataSection, section: str) -> Dataset:
+    """The columns that a section of the recipe names, of rows in files or on the Hub; all but ids if it names none."""
+    dataset = _load_rows(data, section)
+    # Where there is nothing but ids, what checks the columns refuses them.
+    columns = data.columns or [name for name in dataset.column_names if not _is_id(name)] or dataset.column_names
+    for column in columns:
+        if column not in dataset.column_names:
+            raise RecipeError(
+                f"{section}.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
+            )
+    return dataset.select_columns(columns)
+
+
+def _load_rows(data: DataSection, section: str) -> Dataset:
+    if data.source == "files":
+        kind = FILE_TYPES[Path(data.files[0]).suffix]
+        return load_table(f"{section}.files", kind, data_files=data.files, split="train")
+    return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")
+
+
+def _is_id(column: str) -> bool:
+    """Whether PyLate's collator leaves a column out of the texts."""
+    return "_id" in column or column == "dataset_name"
+
+
+def is_query(column: str) -> bool:
+    """Whether PyLate's collator encodes the texts of a column as queries."""
+    return "query" in column or "anchor" in column
+
+
+def _check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+    """PyLate's collator tells queries, documents and scores apart by the names of the columns."""
+    for column in filter(_is_id, columns):
+        raise RecipeError(
+            f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
+            "in its name; leave it out as well, or rename it if it holds texts."
+        )
+    query, *others = columns
+    if not is_query(query):
+        raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
+    for column in filter(is_query, others):
+        raise RecipeError(
+            f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
+            "in its name; rename it, or leave it out."
+        )
+    if RESERVED_COLUMN in others:
+        raise RecipeError(
+            f"data.columns: Sentence Transformers keeps the name {RESERVED_COLUMN!r} for itself; rename the column, or leave "
+            "it out."
+        )
+    labels = [column for column in columns if column in LABEL_COLUMNS]
+    if recipe.loss.name == "distillation":
+        if len(others) != 2 or labels != others[1:]:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+            )
+        require_text(dataset, [query], "data")
+        _require_a_score_each(dataset, *others)
+        return
+    if labels:
+        raise RecipeError(
+            f"data.columns: PyLate's collator reads {labels[0]!r} as scores, which the {recipe.loss.name} loss does not "
+            "take; name only the query, its positive and any negatives, and rename the column if it holds texts."
+        )
+    if not others:
+        raise RecipeError(
+            f"data.columns must be the query, its positive and any negatives, got [{query}]; "
+            "a column with _id in its name counts as an id."
+        )
+    if recipe.data.columns is None:
+        _require_positive_first(others, query)
+    require_text(dataset, columns, "data")
+
+
+def _require_positive_first(documents: list[str], query: str) -> None:
+    """Refuse columns in the order of the data by which a negative would be trained as the positive."""
+    positives = [column for column in documents if "positive" in column]
+    if positives and "negative" in documents[0]:
+        ordered = [query, positives[0], *(column for column in documents if column != positives[0])]
+        raise RecipeError(
+            f"data.columns must be given where the data has {documents[0]!r} before {positives[0]!r}, because the first "
+            f"column after the query is its positive; for example [{', '.join(ordered)}]."
+        )
+
+
+def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
+    """Refuse rows that do not have equally many documents and teacher scores, in each row and from row to row.
+
+    Every document must be a text and every score a finite number.
+    """
+    ways, before = None, 0
+    for table in dataset.select_columns([documents, scores]).with_format("arrow").iter(ROWS_AT_ONCE):
+        lengths = [list_lengths(table, name, f"data.columns: {name!r}") for name in (documents, scores)]
+        ways = ways or max(2, lengths[0][0].as_py())
+        wrong = pc.index(pc.or_(*(pc.not_equal(length, ways) for length in lengths)), True).as_py()
+        if wrong >= 0:
+            row = before + wrong
+            found = [length[wrong].as_py() for length in lengths]
+            raise RecipeError(
+                f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score "
+                f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
+            )
+        _require_values(
+            table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        )
+        _require_values(
+            table, scores, "finite numbers", lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        )
+        before += table.num_rows
+
+
+def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable[[pa.DataType], bool]) -> None:
+    """Refuse lists of other values than ``wanted``, and those in which a value is missing, nan or infinite."""
+    values = pc.list_flatten(table[column])
+    if not allowed(values.type):
+        raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
+    if values.null_count:
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
+    if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are nan or infinite.")
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
+
+
+def _check_pages(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+    """The columns of colpali-engine's dataset: text and images, and as many negatives in each row."""
+    negatives = recipe.loss.name in LOSSES_WITH_NEGATIVES
+    if len(columns) != 2 + negatives:
+        wanted = "[query, image, negatives]" if negatives else "[query, image]"
+        raise RecipeError(f"data.columns must be {wanted} for the loss {recipe.loss.name}, got [{', '.join(columns)}].")
+    query, *images = columns
+    require_text(dataset, [query], "data")
+    for column in images:
+        feature = dataset.features[column]
+        if not isinstance(getattr(feature, "feature", feature), Image):
+            raise RecipeError(f"data.columns: {column!r} must hold images, but it holds {feature}.")
+    if negatives and not isinstance(dataset.features[columns[2]], Image):
+        counts = pc.list_value_length(dataset.data.column(columns[2])).unique().to_pylist()
+        if len(counts) > 1:
+            raise RecipeError(
+                f"data.columns: every row of {columns[2]!r} must hold the same number of images, "
+                f"but rows hold {min(counts)} to {max(counts)}."
+            )
+
+
+def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
+    """Refuse columns that do not hold text in every row."""
+    for column in columns:
+        require_texts(f"{section}.columns: {column!r}", dataset, column)
+        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))

@@ -1,0 +1,111 @@
+"""Held-out rows of texts, evaluated with PyLate's own evaluators."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from datasets import Dataset
+from pylate.evaluation import (
+    ColBERTDistillationEvaluator,
+    ColBERTTripletEvaluator,
+    PyLateInformationRetrievalEvaluator,
+)
+from pylate.models import ColBERT
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+
+NAME = "held-out"
+
+# Stock MaxSim holds the similarity of every query token and document token that it scores; evaluators are
+# given so many documents or rows at once that this stays below 2**27 fp32 values (512 MiB).
+EVALUATION_SIMILARITIES = 2**27
+
+
+def evaluate_held_out(recipe: Recipe, model: ColBERT, held_out: Dataset) -> dict[str, float]:
+    """nDCG@10 and, of rows that have what it takes, ``kl_divergence`` from the teacher or ``accuracy`` of triplets."""
+    retrieval = retrieval_evaluator(recipe, held_out, model)
+    metrics = {"ndcg@10": retrieval(model)[retrieval.primary_metric]}
+    names = names_of_metrics(recipe, held_out)
+    if "kl_divergence" in names:
+        metrics["kl_divergence"] = kl_divergence(recipe, held_out, model)
+    if "accuracy" in names:
+        metrics["accuracy"] = triplet_evaluator(recipe, held_out)(model)["accuracy"]
+    return metrics
+
+
+def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
+    """What :func:`evaluate_held_out` finds out about a model."""
+    if recipe.loss.name == "distillation":
+        return ["ndcg@10", "kl_divergence"]
+    return ["ndcg@10", "accuracy"] if len(held_out.column_names) > 2 else ["ndcg@10"]
+
+
+def retrieval_evaluator(recipe: Recipe, held_out: Dataset, model: ColBERT) -> PyLateInformationRetrievalEvaluator:
+    """nDCG@10 of the held-out queries over all held-out documents.
+
+    The relevant document of a query is its first one, or for distillation the teacher's best. Equal texts are one query
+    or one document, so that a query that stands in several rows has the relevant documents of all of them.
+    """
+    query_column, *document_columns = held_out.column_names
+    queries: dict[str, str] = {}
+    corpus: dict[str, str] = {}
+    relevant: dict[str, set[str]] = {}
+    for number, row in enumerate(held_out):
+        if recipe.loss.name == "distillation":
+            documents, scores = (row[column] for column in document_columns)
+            best = scores.index(max(scores))
+        else:
+            documents, best = [row[column] for column in document_columns], 0
+        query = queries.setdefault(row[query_column], f"q{number}")
+        ids = [corpus.setdefault(document, f"d{number}-{place}") for place, document in enumerate(documents)]
+        relevant.setdefault(query, set()).add(ids[best])
+    return PyLateInformationRetrievalEvaluator(
+        {query: text for text, query in queries.items()},
+        {document: text for text, document in corpus.items()},
+        relevant,
+        corpus_chunk_size=at_once(len(queries), model),
+        **_options(recipe),
+    )
+
+
+def triplet_evaluator(recipe: Recipe, held_out: Dataset) -> ColBERTTripletEvaluator:
+    """How often a query scores its positive higher than its first negative."""
+    rows = held_out[:]
+    anchors, positives, negatives = (rows[column] for column in held_out.column_names[:3])
+    return ColBERTTripletEvaluator(anchors, positives, negatives, **_options(recipe))
+
+
+def kl_divergence(recipe: Recipe, held_out: Dataset, model: ColBERT) -> float:
+    """KL divergence of the model's distribution over the documents of a row from the teacher's, mean over the rows."""
+    query_column, document_column, score_column = held_out.column_names
+    options = {} if recipe.loss.normalize_scores is None else {"normalize_scores": recipe.loss.normalize_scores}
+    evaluator = ColBERTDistillationEvaluator([], [], [], **_options(recipe), **options)
+    # PyLate says of no metric that it is the primary one, and then fails where the evaluator has a name.
+    evaluator.primary_metric = "kl_divergence"
+    # PyLate pads and scores all of its rows at once, so that it is given some at a time.
+    rows_at_once, total = at_once(len(held_out[0][document_column]), model), 0.0
+    for begin in range(0, len(held_out), rows_at_once):
+        rows = held_out[begin : begin + rows_at_once]
+        evaluator.queries = rows[query_column]
+        evaluator.documents = list(chain.from_iterable(rows[document_column]))
+        evaluator.scores = rows[score_column]
+        (part,) = evaluator(model).values()
+        total += part * len(evaluator.queries)
+    mean = total / len(held_out)
+    evaluator.store_metrics_in_model_card_data(model, {f"{NAME}_kl_divergence": mean})
+    return mean
+
+
+def at_once(others: int, model: ColBERT) -> int:
+    """How many texts to score at a time, each with ``others`` of the other kind."""
+    return max(1, EVALUATION_SIMILARITIES // (others * model.query_length * model.document_length))
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "batch_size": recipe.evaluation.batch_size,
+        "show_progress_bar": True,
+        "name": NAME,
+        "write_csv": False,
+    }

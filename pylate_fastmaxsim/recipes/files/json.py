@@ -1,0 +1,31 @@
+"""Results as JSON that every reader takes: the format has no NaN and no infinity."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pylate_fastmaxsim.recipes.files.write import write_whole_text
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None for each number that is NaN or infinite.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.files.json import without_nan
+    >>> without_nan({"losses": [0.5, float("nan"), float("inf")], "steps": 3})
+    {'losses': [0.5, None, None], 'steps': 3}
+    """
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value that holds no NaN and no infinity; the file is there when it is whole."""
+    write_whole_text(file, json.dumps(value, indent=2, allow_nan=False) + "\n")

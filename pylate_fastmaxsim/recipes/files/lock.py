@@ -1,0 +1,57 @@
+"""A folder that one command at a time may write."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.files.write import make_directory
+
+logger = logging.getLogger(__name__)
+
+# What file systems say that know no locks.
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+@contextmanager
+def only_command(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
+    """Hold the file ``name`` in ``directory``, which is made if need be.
+
+    The lock file, and the folders that were made for it and are still empty, are removed at the end.
+
+    Raises
+    ------
+    RecipeError
+        With ``sentence`` where another command holds it, or the folder of the recipe's ``key`` cannot be made.
+    """
+    made = make_directory(key, directory)
+    lock = FileLock(directory / name)
+    try:
+        _take(lock, sentence)
+        yield
+    finally:
+        if lock.is_locked:
+            # While it is held, so that whoever holds it holds the file that others find.
+            Path(lock.lock_file).unlink(missing_ok=True)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        lock.release()
+
+
+def _take(lock: FileLock, sentence: str) -> None:
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RecipeError(sentence) from None
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in NO_LOCKS:
+            raise
+        Path(lock.lock_file).unlink(missing_ok=True)
+        logger.warning("%s cannot be locked, so start no second command that writes it.", Path(lock.lock_file).parent)

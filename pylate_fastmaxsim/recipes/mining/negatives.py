@@ -1,0 +1,113 @@
+"""Hard negatives: the best documents of each query by exact search that are not likely to be relevant."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from pylate.models import ColBERT
+from tqdm import tqdm
+
+from pylate_fastmaxsim.recipes.config.schema import MiningSection
+from pylate_fastmaxsim.recipes.mining.pairs import Pairs
+from pylate_fastmaxsim.recipes.mining.resumable import Work
+from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, scored
+from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.tokens import TokenBatch
+
+
+def search_documents(
+    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and numbers of the best documents of each query, ``[Nq, K]``, found part by part of the documents."""
+    # So many that all positives of a query can be taken out and range_max are left.
+    k = section.range_max + max(map(len, pairs.positives()))
+
+    @functools.cache
+    def queries() -> TokenBatch:
+        main = work.processes.is_main_process
+        return encode(model, pairs.queries[:]["text"], section.batch_size, is_query=True, show_progress=main)
+
+    def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+        documents = pairs.documents.select(range(part.start, part.stop))
+        scores, found = search(queries(), _encoded(model, documents, section.batch_size, bar), k)
+        scores = scores.cpu().numpy()
+        require_finite_scores(_named(common), scores)  # NaN is in any case among the best
+        return {"scores": scores, "found": found.cpu().numpy() + part.start}
+
+    best = None
+    step = section.documents_per_part
+    settings = common | {"mining.range_max": section.range_max, "mining.documents_per_part": step}
+    for file in work.parts("search", settings, "Searching", " documents", len(pairs.documents), step, compute):
+        with np.load(file) as arrays:
+            scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
+        if best is not None:
+            scores, found = (torch.cat(columns, dim=1) for columns in zip(best, (scores, found), strict=True))
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        best = scores[:, :k], found.gather(1, order[:, :k])
+    return best
+
+
+def _named(common: dict[str, Any]) -> str:
+    """The model that searches, as the recipe names it."""
+    return f"model.name_or_path {common['model']['name_or_path']}"
+
+
+def _encoded(model: ColBERT, documents: Dataset, batch_size: int, bar: tqdm) -> Iterator[TokenBatch]:
+    for rows in documents.iter(BATCHES_AT_ONCE * batch_size):
+        yield encode(model, rows["text"], batch_size, is_query=False)
+        bar.update(len(rows["text"]))
+
+
+def hard_negatives(
+    pairs: Pairs, section: MiningSection, scores: torch.Tensor, found: torch.Tensor, lowest: list[float]
+) -> dict[int, list[int]]:
+    """The negatives of each query that has enough of them, hardest first; ``lowest`` is each one's worst positive."""
+    positives = pairs.positives()
+    chosen = {}
+    # Row by row: as Python's numbers all of them would take several times the memory.
+    for query, (ranked, documents) in enumerate(zip(scores.numpy(), found.numpy(), strict=True)):
+        ranked, documents = ranked.tolist(), documents.tolist()
+        others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
+        allowed = [d for s, d in others if is_negative(section, s, lowest[query])][: section.range_max]
+        negatives = allowed[section.range_min : section.range_min + section.num_negatives]
+        if len(negatives) == section.num_negatives:
+            chosen[query] = negatives
+    return chosen
+
+
+def is_negative(section: MiningSection, score: float, positive: float) -> bool:
+    """Whether a document may be a negative by its score and that of the query's lowest positive.
+
+    The rules are those of ``sentence_transformers.util.mine_hard_negatives``.
+    """
+    return not (
+        (section.absolute_margin is not None and score + section.absolute_margin > positive)
+        or (section.relative_margin is not None and score > positive * (1 - section.relative_margin))
+        or (section.max_score is not None and score > section.max_score)
+        or (section.min_score is not None and score < section.min_score)
+    )
+
+
+def lowest_positive_scores(
+    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+) -> list[float]:
+    """Of each query the score of its worst positive."""
+
+    def score(pairs: Pairs, candidates: Candidates) -> np.ndarray:
+        return colbert_scores(model, pairs, candidates, section.batch_size)
+
+    candidates = [(query, [document]) for query, document in pairs.rows]
+    compute = functools.partial(scored, _named(common), score, pairs, candidates, BATCHES_AT_ONCE * section.batch_size)
+    lowest = [float("inf")] * len(pairs.queries)
+    step = section.rows_per_part
+    settings = common | {"mining.rows_per_part": step}
+    files = work.parts("positives", settings, "Scoring positives", " pairs", len(candidates), step, compute)
+    for (query, _), score in zip(pairs.rows, np.concatenate(list(map(np.load, files)))[:, 0], strict=True):
+        lowest[query] = min(lowest[query], score.item())
+    return lowest

@@ -1,0 +1,103 @@
+"""The distinct texts of (query, positive) pairs and of a corpus, left on disk, and which of them belong together."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from datasets import Dataset, Value, concatenate_datasets
+
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import is_query, load_columns, require_text
+
+TEXTS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Distinct texts, and for each row of the data where its query and its positive are among them.
+
+    Parameters
+    ----------
+    queries
+        The column ``text``, read from memory-mapped files.
+    documents
+        Likewise: the positives, then what else is in the corpus.
+    rows
+        Query and positive of each distinct pair, by their numbers.
+    digest
+        Of all of this: the same for the same texts in the same order, wherever they were loaded from.
+    """
+
+    queries: Dataset
+    documents: Dataset
+    rows: list[tuple[int, int]]
+    digest: str
+
+    def positives(self) -> list[set[int]]:
+        """The documents that are relevant to each query."""
+        positives: list[set[int]] = [set() for _ in range(len(self.queries))]
+        for query, document in self.rows:
+            positives[query].add(document)
+        return positives
+
+
+def load_pairs(section: MiningSection) -> Pairs:
+    """Load ``mining.pairs``, and the documents of ``mining.corpus`` if there are any.
+
+    Equal texts are one query or one document, also where one is a positive and the other in the corpus.
+
+    Raises
+    ------
+    RecipeError
+        Data cannot be loaded, or its columns are not a query and a positive, or not one text.
+    """
+    queries, positives = _load_texts(section.pairs, "mining.pairs", "the query and its positive")
+    documents = [positives]
+    if section.corpus is not None:
+        documents += _load_texts(section.corpus, "mining.corpus", "the text of a document")
+    queries, of_query, query_digest = _distinct(queries)
+    documents, of_document, document_digest = _distinct(concatenate_datasets(documents))
+    rows = list(dict.fromkeys(zip(of_query.tolist(), of_document[: len(positives)].tolist(), strict=True)))
+    digest = hashlib.blake2b(query_digest + document_digest + np.array(rows).tobytes(), digest_size=16)
+    return Pairs(queries, documents, rows, digest.hexdigest())
+
+
+def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
+    """Each column that a section names, as one named ``text``."""
+    table = load_columns(data, section)
+    names = table.column_names
+    require_text(table, names, section)
+    if len(names) != (2 if section == "mining.pairs" else 1):
+        raise RecipeError(f"{section}.columns must be {wanted}, got {', '.join(names)}.")
+    # Columns stand as in the file where none are named, and positives that are searched with give no error.
+    if is_query(names[-1]) and not is_query(names[0]):
+        raise RecipeError(f"{section}.columns must be {wanted}, in this order, got {', '.join(names)}.")
+    if data.max_rows is not None:
+        table = table.shuffle(seed=data.seed).select(range(min(data.max_rows, len(table))))
+    columns = []
+    for name in names:
+        column = table.select_columns([name])
+        if name != "text":
+            column = column.rename_column(name, "text")
+        # As others have it, since only columns of one type can stand one below the other.
+        columns.append(
+            column if column.features["text"] == Value("string") else column.cast_column("text", Value("string"))
+        )
+    return columns
+
+
+def _distinct(texts: Dataset) -> tuple[Dataset, np.ndarray, bytes]:
+    """Each text once, in the order of first occurrence, for each row which of these it has, and their digest."""
+    # Of 16 bytes each: no two texts in the world have the same, and those of millions fit into memory.
+    digests = b"".join(
+        hashlib.blake2b(text.encode(), digest_size=16).digest()
+        for batch in texts.iter(TEXTS_AT_ONCE)
+        for text in batch["text"]
+    )
+    unique, first, inverse = np.unique(np.frombuffer(digests, dtype="S16"), return_index=True, return_inverse=True)
+    order = first.argsort()
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return texts.select(first[order]), number[inverse], hashlib.blake2b(unique[order].tobytes()).digest()

@@ -1,0 +1,99 @@
+"""What mining computes part by part: each part a file, so that an interrupted run goes on from there."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import PartialState
+from tqdm import tqdm
+
+from pylate_fastmaxsim.recipes.files.write import write_whole, write_whole_text
+
+logger = logging.getLogger(__name__)
+
+# What is kept of each stage, part by part.
+PART_TYPES = {"search": ".npz", "positives": ".npy", "teacher": ".npy"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed part by part, each part a file in ``folder``, shared among ``processes``."""
+
+    folder: Path
+    processes: PartialState
+
+    def parts(
+        self,
+        stage: str,
+        settings: dict[str, Any],
+        title: str,
+        unit: str,
+        total: int,
+        step: int,
+        compute: Callable[[slice, tqdm], np.ndarray | dict[str, np.ndarray]],
+    ) -> list[Path]:
+        """The files of a stage for ``total`` items, ``step`` in each, once all are there.
+
+        ``settings`` are what they depend on; files of others are removed. ``compute`` makes what a file holds from its
+        items, and says to the bar how many are done.
+        """
+        if self.processes.is_main_process:
+            # As JSON, where a tuple is a list.
+            self._keep_only(stage, json.loads(json.dumps(settings)))
+        self.processes.wait_for_everyone()
+        parts = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+        files = [self.folder / f"{stage}-{part.start:010d}{PART_TYPES[stage]}" for part in parts]
+        missing = [number for number, file in enumerate(files) if not file.exists()]
+        # All processes must find the same parts missing, so none may write before the others have looked.
+        self.processes.wait_for_everyone()
+        count, main = self.processes.num_processes, self.processes.is_main_process
+        own = missing[self.processes.process_index :: count]
+        others = sum(parts[number].stop - parts[number].start for number in set(missing).difference(own))
+        left = sum(parts[number].stop - parts[number].start for number in own)
+        bar = tqdm(
+            total=total - others,
+            initial=total - others - left,
+            desc=f"{title} (process 1 of {count})" if count > 1 else title,
+            unit=unit,
+            unit_scale=True,
+            disable=not main,
+        )
+        with bar:
+            for number in own:
+                result = compute(parts[number], bar)
+                write_whole(files[number], functools.partial(_save, result))
+        self.processes.wait_for_everyone()
+        return files
+
+    def _keep_only(self, stage: str, settings: dict[str, Any]) -> None:
+        """Remove the files of a stage that are of other settings."""
+        record = self.folder / f"settings-{stage}.json"
+        earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        if earlier == settings:
+            return
+        stale = list(self.folder.glob(f"{stage}-*{PART_TYPES[stage]}"))
+        for file in stale:
+            file.unlink()
+        if stale:
+            changed = [name for name in settings if earlier.get(name) != settings[name]]
+            logger.warning(
+                "mining: %d finished parts of the stage %s are removed and computed anew, since these have changed: %s.",
+                len(stale),
+                stage,
+                ", ".join(changed),
+            )
+        write_whole_text(record, json.dumps(settings))
+
+
+def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:
+    if isinstance(arrays, dict):
+        np.savez(file, **arrays)
+    else:
+        np.save(file, arrays)

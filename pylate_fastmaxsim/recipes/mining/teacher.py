@@ -1,0 +1,162 @@
+"""Scores of chosen documents for mining: by the model that searches and by the teacher."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from pylate.models import ColBERT
+from sentence_transformers import CrossEncoder
+from sentence_transformers.models import Dense
+from sentence_transformers.util import import_from_string, load_file_path
+from tqdm import tqdm
+from transformers import PretrainedConfig
+
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.files.digest import content_digest, model_files
+from pylate_fastmaxsim.recipes.mining.pairs import Pairs
+from pylate_fastmaxsim.recipes.mining.resumable import Work
+from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
+from pylate_fastmaxsim.recipes.models.text import NO_TOKENIZER, is_empty, load_model, model_failure
+
+# A query and documents for it, by their numbers, in each row.
+Candidates = list[tuple[int, list[int]]]
+Scorer = Callable[[Pairs, Candidates], np.ndarray]
+
+
+def scored(
+    source: str, score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm
+) -> np.ndarray:
+    """The scores of a part of the candidates, ``at_once`` rows of which are scored together; ``source`` gives them."""
+    scores = []
+    for first in range(part.start, part.stop, at_once):
+        rows = candidates[first : min(first + at_once, part.stop)]
+        scores.append(score(pairs, rows).astype(np.float32))
+        require_finite_scores(source, scores[-1])
+        bar.update(len(rows))
+    return np.concatenate(scores)
+
+
+def require_finite_scores(source: str, scores: np.ndarray) -> None:
+    """Refuse scores of which no comparison says anything, before they decide about negatives or are written."""
+    if not np.isfinite(scores).all():
+        raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
+
+
+def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
+    """MaxSim of the candidates of each query, ``[N, K]``."""
+    used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
+    queries = encode(model, pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
+    documents = encode(model, pairs.documents[list(used)]["text"], batch_size, is_query=False)
+    places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
+    with torch.no_grad():
+        return maxsim(queries, documents, places).cpu().numpy()
+
+
+def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
+    """Loaded, in main memory until it is asked: until then the device is for the search."""
+    name = section.teacher
+    if section.teacher_type == "colbert":
+        model = load_model(ModelSection(name_or_path=name), "cpu", seed=0, key="mining.teacher")
+        _require_projection(name, model[0].auto_model.config)
+
+        def by_colbert(pairs: Pairs, candidates: Candidates) -> np.ndarray:
+            scores = colbert_scores(model.to(device), pairs, candidates, section.batch_size)
+            lowest, highest = scores.min(1, keepdims=True), scores.max(1, keepdims=True)
+            return (scores - lowest) / (highest - lowest + 1e-8)  # as PyLate's Distillation scales the student's
+
+        return by_colbert
+    try:
+        encoder = CrossEncoder(name, device="cpu")
+        drawn = _drawn_at_random(encoder, name)
+    except Exception as error:  # as in load_model
+        raise model_failure("mining.teacher", ModelSection(name_or_path=name), error) from error
+    if is_empty(encoder.tokenizer):
+        raise RecipeError(NO_TOKENIZER.format("mining.teacher", name))
+    if drawn:
+        other = (
+            "set mining.teacher_type to colbert" if _has_projection(name, encoder.config) else "name a cross-encoder"
+        )
+        raise RecipeError(
+            f"mining.teacher {name} must have a scoring head, as a cross-encoder has, but its checkpoint holds no "
+            f"{drawn[0]}, so that its scores would be random; {other}."
+        )
+    if encoder.config.num_labels != 1:
+        raise RecipeError(
+            f"mining.teacher {name} must give one score a pair, but it gives {encoder.config.num_labels}."
+        )
+
+    def by_cross_encoder(pairs: Pairs, candidates: Candidates) -> np.ndarray:
+        queries = pairs.queries[[query for query, row in candidates for _ in row]]["text"]
+        documents = pairs.documents[[document for _, row in candidates for document in row]]["text"]
+        texts = list(zip(queries, documents, strict=True))
+        scores = encoder.to(device).predict(texts, batch_size=section.batch_size, show_progress_bar=False)
+        return scores.reshape(len(candidates), -1)
+
+    return by_cross_encoder
+
+
+def _drawn_at_random(encoder: CrossEncoder, name: str) -> list[str]:
+    """The weights of the head that the checkpoint lacks: transformers makes them up, and says so in its log at most."""
+    model = encoder.model
+    # On no device: which weights there are is all that is asked, so that they are not read once more.
+    _, loading = type(model).from_pretrained(name, config=model.config, output_loading_info=True, device_map="meta")
+    inside = f"{model.base_model_prefix}."  # the encoder, of which a pooler may be missing that no head uses
+    return sorted(key for key in loading["missing_keys"] if not key.startswith(inside))
+
+
+def _require_projection(name: str, config: PretrainedConfig) -> None:
+    """Refuse what PyLate would give a projection with random weights, as it does to begin a training."""
+    if _has_projection(name, config):
+        return
+    is_classifier = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    other = "set mining.teacher_type to cross_encoder" if is_classifier else "name a trained ColBERT"
+    raise RecipeError(
+        f"mining.teacher {name} must have a projection, as a ColBERT has, but its checkpoint holds none, so that its "
+        f"scores would be random; {other}."
+    )
+
+
+def _has_projection(name: str, config: PretrainedConfig) -> bool:
+    """Whether a checkpoint holds the projection of a ColBERT, by the test by which PyLate adds a new one."""
+    if (config.architectures or [None])[0] == "HF_ColBERT":  # of Stanford, whose linear.weight PyLate reads
+        return True
+    file = load_file_path(name, "modules.json")
+    modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else []
+    return any(issubclass(import_from_string(module["type"]), Dense) for module in modules)
+
+
+def grade(
+    teacher: Scorer, digest: str | None, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work
+) -> np.ndarray:
+    """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``; ``digest`` is of its files."""
+    at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
+    compute = functools.partial(scored, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
+    settings = {
+        "mining.teacher": [section.teacher, digest],
+        "mining.teacher_type": section.teacher_type,
+        "mining.rows_per_part": section.rows_per_part,
+        "the negatives": digest_of(pairs, candidates),
+    }
+    step = section.rows_per_part
+    files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
+    return np.concatenate(list(map(np.load, files)))
+
+
+def files_digest(key: str, model: str) -> str | None:
+    """Of a model in a folder, which may have been trained again since; None of one on the Hub. ``key`` names it."""
+    if not Path(model).is_dir():
+        return None
+    return content_digest(key, model_files(Path(model)))
+
+
+def digest_of(pairs: Pairs, candidates: Candidates) -> str:
+    """The same for the same texts in the same rows."""
+    rows = np.array([[query, *documents] for query, documents in candidates])
+    return hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest()

@@ -1,0 +1,113 @@
+"""The trainer's arguments for a recipe, and whether it can train with them on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers import Trainer, get_scheduler
+from transformers.integrations import is_tensorboard_available, is_wandb_available
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError, first_line
+from pylate_fastmaxsim.recipes.models.text import gpu_has_bf16
+
+REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
+
+
+def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerTrainingArguments:
+    """The trainer's arguments for a recipe; ``overrides`` are arguments under the trainer's own names.
+
+    Raises
+    ------
+    RecipeError
+        The trainer does not take them, or the GPU has no bf16.
+    """
+    options = asdict(recipe.training)
+    if options["lr_scheduler_type"] == "reduce_lr_on_plateau":
+        raise RecipeError(
+            "training.lr_scheduler_type must not be reduce_lr_on_plateau, which needs evaluations during the training; a "
+            "recipe has one at its end."
+        )
+    del options["precision"]
+    save_steps = options.pop("save_steps")
+    on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
+    precision = _precision(recipe, on_gpu)
+    if options["report_to"] == "auto":
+        options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
+    if recipe.model.visual:
+        # Images are turned into inputs by the collator; with adapters the inputs of a layer need no gradient.
+        options["remove_unused_columns"] = False
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    try:
+        arguments = SentenceTransformerTrainingArguments(
+            **{
+                **options,
+                "output_dir": recipe.output_dir,
+                "run_name": recipe.name,
+                "max_steps": recipe.training.max_steps or -1,
+                "bf16": precision == "bf16",
+                "fp16": precision == "fp16",
+                "save_strategy": "no" if save_steps is None else "steps",
+                "save_steps": save_steps or 500,
+                "logging_first_step": True,
+                # A diverged run must show; the filter would also wait for the device in every step.
+                "logging_nan_inf_filter": False,
+                "dataloader_pin_memory": on_gpu,
+                "disable_tqdm": False,
+                **overrides,
+            }
+        )
+    except ValueError as error:  # a scheduler or an optimizer that it does not know, a device that cannot do this
+        raise RecipeError(f"training: {first_line(error)}") from error
+    if arguments.n_gpu > 1:
+        # More GPUs are for `accelerate launch`, one process each, not for threads of one process.
+        arguments._n_gpu = 1
+    if arguments.device.type == "cpu" and arguments.device.index is not None:
+        # accelerate numbers the CPU for several processes, and torch.load, which resuming needs, knows no such device.
+        arguments._setup_devices = torch.device("cpu")
+    return arguments
+
+
+def require_trainable(arguments: SentenceTransformerTrainingArguments) -> None:
+    """Refuse what the trainer itself refuses only when it has the model and begins to train.
+
+    Raises
+    ------
+    RecipeError
+        An optimizer, a schedule or a reporting tool needs a package that is not installed, or a value that a recipe
+        does not have.
+    """
+    for name in arguments.report_to:
+        if not REPORTERS[name]():
+            raise RecipeError(f"training.report_to must be auto or none here, because {name} is not installed.")
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Identity())
+    except (ImportError, ValueError) as error:
+        raise RecipeError(f"training.optim {arguments.optim.value} cannot be used here: {first_line(error)}") from error
+    weights = torch.optim.SGD([torch.zeros(1)], lr=arguments.learning_rate)
+    try:
+        get_scheduler(arguments.lr_scheduler_type, weights, arguments.warmup_steps, num_training_steps=1)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"training.lr_scheduler_type {arguments.lr_scheduler_type.value} cannot be used here: {first_line(error)}"
+        ) from error
+
+
+def _precision(recipe: Recipe, on_gpu: bool) -> str:
+    """What ``training.precision`` means on this machine."""
+    has_bf16 = on_gpu and gpu_has_bf16()
+    if recipe.model.dtype == "bfloat16" and on_gpu and not has_bf16:
+        raise RecipeError(
+            f"model.dtype must be auto or float32 here, because the GPU ({torch.cuda.get_device_name()}) has no bf16."
+        )
+    wanted = recipe.training.precision
+    if wanted == "auto":
+        return ("bf16" if has_bf16 else "fp16") if on_gpu else "fp32"
+    if wanted == "bf16" and on_gpu and not has_bf16:
+        raise RecipeError(
+            f"training.precision must be auto, fp16 or fp32 here, because the GPU ({torch.cuda.get_device_name()}) "
+            "has no bf16."
+        )
+    return wanted

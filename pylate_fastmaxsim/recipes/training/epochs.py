@@ -1,0 +1,78 @@
+"""Epochs with fewer batches than their rows would fill, as without duplicates: where they go on, and when they end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from sentence_transformers.training_args import BatchSamplers
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.files.write import write_whole
+from pylate_fastmaxsim.recipes.training.checkpoints import CHECKPOINT_LAST_FILE
+
+# Whether RecipeTrainer can tell the trainer where to go on.
+COUNTS_BATCHES = hasattr(Trainer, "_init_training_state")
+
+
+class RefuseUnevenEpochs(TrainerCallback):
+    """Refuses a checkpoint from which a trainer without :func:`batches_done` would go on elsewhere."""
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if COUNTS_BATCHES or args.batch_sampler != BatchSamplers.NO_DUPLICATES:
+            return
+        batches, each = len(train_dataloader), args.gradient_accumulation_steps
+        epochs, steps = divmod(state.global_step, -(-batches // each))
+        if (epochs, steps * each) != batches_done(state, batches):
+            raise RecipeError(
+                "training.batch_sampler no_duplicates left fewer batches in an epoch than transformers "
+                f"{transformers.__version__} counts when it goes on; install 5.3 or later, or start over with --no-resume."
+            )
+
+
+class FinishByEpochs(TrainerCallback):
+    """Saves a run that has gone through its epochs in fewer steps than counted, and as one with no step left to do.
+
+    Without duplicates an epoch may have fewer batches than its rows would fill, and the trainer saves at the step at
+    which it expects the end.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.epochs = int(state.epoch or 0)
+        self.saved = state.global_step
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.saved = state.global_step
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        self.epochs += 1
+        if self.epochs >= state.num_train_epochs and not control.should_training_stop:
+            state.max_steps = state.global_step
+            if self.saved != state.global_step:
+                control.should_save = args.save_strategy != "no"
+            elif args.should_save and state.global_step:
+                # Saving this step once more would take the last complete checkpoint apart before another is there.
+                checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+                write_whole(checkpoint / CHECKPOINT_LAST_FILE, state.save_to_json)
+        return control
+
+
+def batches_done(state: TrainerState, batches: int) -> tuple[int, int]:
+    """Epochs that are done, and batches of the one begun, where the trainer counts ``batches`` in each.
+
+    The trainer itself divides the steps by those of a full epoch, and without duplicates an epoch may have fewer.
+    """
+    return divmod(round((state.epoch or 0) * batches), batches)

@@ -1,0 +1,95 @@
+"""What must exist before a run starts, made once and kept: docstring pairs and a model from scratch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from datasets import Dataset
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
+from pylate_fastmaxsim.recipes.data.mined import mined_digest
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.models.text import build_model, load_model
+from pylate_fastmaxsim.recipes.training.fingerprint import data_contents
+
+PAIRS = "pairs.parquet"
+MODEL = "model"
+
+
+def prepare(recipe: Recipe) -> Recipe:
+    """The recipe with docstring pairs and a built model replaced by files under ``output_dir/prepared``.
+
+    Runs that share them start from exactly the same rows, tokenizer and weights. They are made anew
+    only if the keys or the rows they depend on have changed, and appear under their name only when complete.
+
+    Raises
+    ------
+    RecipeError
+        The rows do not fit the recipe, or its model cannot be loaded.
+    """
+    if recipe.data.source != "docstrings" and recipe.model.build is None:
+        return recipe
+    root = Path(recipe.output_dir, "prepared")
+    directory = root / _fingerprint(recipe)
+    if not directory.is_dir():
+        _make(recipe, root, directory)
+    return _prepared(recipe, directory)
+
+
+def _prepared(recipe: Recipe, directory: Path) -> Recipe:
+    data, model = recipe.data, recipe.model
+    if data.source == "docstrings":
+        data = replace(data, source="files", packages=None, files=[str(directory / PAIRS)])
+    if model.build is not None:
+        model = replace(model, build=None, name_or_path=str(directory / MODEL))
+    return replace(recipe, data=data, model=model)
+
+
+def _fingerprint(recipe: Recipe) -> str:
+    parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
+    # Rows may change under the same names.
+    parts += [{name: content["digest"] for name, content in data_contents(recipe).items()}, mined_digest(recipe.data)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _make(recipe: Recipe, root: Path, directory: Path) -> None:
+    if recipe.model.build is None:
+        load_model(recipe.model, "cpu", recipe.training.seed)  # fails here, before anything is written
+    made = make_directory("output_dir", root)
+    scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
+    try:
+        if recipe.data.source == "docstrings":
+            pairs = docstring_pairs(recipe.data.packages, recipe.data.max_rows, recipe.data.seed)
+            Dataset.from_list(pairs).to_parquet(scratch / PAIRS)
+        if recipe.model.build is not None:
+            rows = load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train
+            build_model(recipe.model, _texts(rows), recipe.training.seed, scratch / MODEL)
+        try:
+            os.replace(scratch, directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+            shutil.rmtree(scratch)  # another process of this machine was first, and made the same
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        for path in made:  # a recipe that cannot be run leaves nothing behind
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _texts(rows: Dataset) -> Iterator[str]:
+    """Every text of every column, those in lists of documents included."""
+    for row in rows:
+        for value in row.values():
+            yield from (text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str))

@@ -1,0 +1,216 @@
+"""Train the model of a recipe with the Sentence Transformers trainer."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils import gather_object
+from pylate import models
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerState
+
+from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import RecipeData, load_data
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
+from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.files.write import write_whole_folder
+from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+from pylate_fastmaxsim.recipes.models.text import load_model, load_trained
+from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
+from pylate_fastmaxsim.recipes.training.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
+from pylate_fastmaxsim.recipes.training.checkpoints import trained_state
+from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
+from pylate_fastmaxsim.recipes.training.fingerprint import MODEL_DIRECTORY
+from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, retell_training
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.run_directory import open_output
+from pylate_fastmaxsim.recipes.training.sharded import loaded_whole, require_reduced_once
+from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
+
+if TYPE_CHECKING:
+    from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
+
+logger = logging.getLogger(__name__)
+
+RESULT_FILE = "train.json"
+LOCK_FILE = "train.lock"
+
+
+def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
+    """Train, evaluate and save the model of a recipe.
+
+    Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``; the model is there before it is
+    evaluated, and replaces that of an earlier run when it is complete. Under a distributed launcher every process calls
+    this; only the main process writes.
+
+    Parameters
+    ----------
+    recipe
+        What to train.
+    resume
+        Go on from the last complete checkpoint in ``output_dir``; otherwise the checkpoints there
+        are removed and the run starts over.
+
+    Returns
+    -------
+    The content of ``train.json``, which has null for a number that is NaN or infinite: steps, losses, metrics of the
+    evaluation, where the model is. Its ``fast`` says what was in force in the training, and ``why_off`` in it why
+    the plugin was not.
+
+    Raises
+    ------
+    RecipeError
+        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or of none,
+        of other content of its data or model or of another number of processes, or is written by another command at
+        this moment, or its last checkpoint is another one on another machine, no batch could be made, or the evaluation
+        ran out of memory.
+    KeyboardInterrupt
+        The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
+    """
+    why_off = plugin_off(recipe.fast)
+    arguments = training_arguments(recipe)
+    require_trainable(arguments)
+    require_reduced_once(recipe, arguments)
+    directory = Path(recipe.output_dir)
+    taken = (
+        f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
+    )
+    only = only_command("output_dir", directory, LOCK_FILE, taken)
+    with only if arguments.should_save else nullcontext():
+        return _train(recipe, resume, arguments, why_off)
+
+
+def _train(
+    recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
+) -> dict[str, Any]:
+    with arguments.main_process_first(local=False), loaded_whole(arguments):
+        prepared = prepare(recipe)
+        data = load_data(prepared)
+        model = load_model(prepared.model, arguments.device, recipe.training.seed)
+        # What is in force, which the environment may have a say in.
+        in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
+        checkpoint, trained_with = open_output(in_force, resume, arguments.should_save, arguments.world_size)
+    require_same_checkpoint(recipe, checkpoint)
+    with switched(recipe.fast):
+        state = trained_state(checkpoint)
+        if state is None:
+            trainer = build_trainer(recipe, model, data.train, arguments)
+            state = _run_trainer(trained_with, trainer, checkpoint)
+            model = trainer.whole_model()
+        else:
+            with loaded_whole(arguments):
+                begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
+            if not recipe.model.visual:  # whose cards say nothing of the training but the recipe
+                trainer = build_trainer(trained_with, model, data.train, arguments, SentenceTransformerTrainer)
+                retell_training(trainer, state, begun)
+            del begun
+        result = {
+            "recipe": recipe.name,
+            "fast": asdict(trained_with.fast) | {"why_off": _why_off_in_training(trained_with.fast, why_off)},
+            "resumed_from": checkpoint and checkpoint.name,
+            "steps": state.global_step,
+            "losses": [[entry["step"], entry["loss"]] for entry in state.log_history if "loss" in entry],
+            "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
+        }
+        if arguments.should_save:
+            # Before the evaluation, which may take hours, fail or be interrupted: without checkpoints this is all there
+            # is.
+            _save(trained_with, model, result)
+            result |= _evaluate_saved(recipe, prepared, model, data)
+            _save_metrics(trained_with, model, result)
+    return result
+
+
+def _why_off_in_training(trained_with: FastSection, why_off: str | None) -> str | None:
+    """Why the plugin was off in the training, of which an earlier run may have taken the last step."""
+    if trained_with.enabled:
+        return None
+    return why_off or "the model was trained without it before"
+
+
+def require_same_checkpoint(recipe: Recipe, checkpoint: Path | None) -> None:
+    """Refuse processes that would go on from different steps, and then wait for each other for ever.
+
+    Raises
+    ------
+    RecipeError
+        The processes of a launcher see different checkpoints in ``output_dir``.
+    """
+    seen = gather_object([checkpoint and checkpoint.name])
+    if len(set(seen)) > 1:
+        raise RecipeError(
+            f"output_dir: {recipe.output_dir} must be on a disk that all machines share, but the last checkpoint there is "
+            f"{' or '.join(sorted({name or 'none' for name in seen}))}; share it, or start over with --no-resume."
+        )
+
+
+def _evaluate_saved(
+    recipe: Recipe, prepared: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData
+) -> dict[str, float | None]:
+    """Evaluate, and say where the model is if that does not come to its end."""
+    directory = Path(recipe.output_dir)
+    saved = f"the trained model is in {directory / MODEL_DIRECTORY}, and {directory / RESULT_FILE} has no metrics"
+    try:
+        return evaluate(prepared, model, data)
+    except BaseException as error:
+        if is_out_of_memory(error):
+            raise RecipeError(
+                f"evaluation.batch_size of {recipe.evaluation.batch_size} is more than fits into memory; {saved}."
+            ) from error
+        logger.warning("The evaluation did not come to its end: %s.", saved)
+        raise
+
+
+def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
+    interrupt = StopOnInterrupt()
+    own = (StepsAsAsked(), RefuseUnevenEpochs(), ShuffleByEpoch(), FinishByEpochs(), NameRecipe(recipe))
+    for callback in (interrupt, *own):
+        trainer.add_callback(callback)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    finally:
+        interrupt.restore()
+        _close_bar(trainer)
+    if interrupt.requested:
+        raise KeyboardInterrupt
+    require_steps(recipe, trainer.state)
+    return trainer.state
+
+
+def _close_bar(trainer: Trainer) -> None:
+    """The trainer leaves its bar open after an error, to be drawn once more below whatever is said about that."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+            callback.training_bar.close()
+
+
+def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
+    directory = Path(recipe.output_dir)
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(str(folder))
+        name_recipe(folder, recipe)
+        # Its metrics would be those of another model.
+        (directory / RESULT_FILE).unlink(missing_ok=True)
+
+    write_whole_folder(directory / MODEL_DIRECTORY, write)
+    _write_result(recipe, result)
+
+
+def _save_metrics(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
+    """Bring what the evaluation adds into the card and ``train.json``; the weights on disk stay untouched."""
+    if not recipe.model.visual:  # evaluators of pages write nothing into a card
+        directory = Path(recipe.output_dir, MODEL_DIRECTORY)
+        model._create_model_card(str(directory))
+        name_recipe(directory, recipe)
+    _write_result(recipe, result)
+
+
+def _write_result(recipe: Recipe, result: dict[str, Any]) -> None:
+    write_json(Path(recipe.output_dir, RESULT_FILE), without_nan(result))

@@ -1,0 +1,112 @@
+"""Compile what the training steps of a recipe need, so that the first step of a run finds it in Triton's cache."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+
+import torch
+from transformers import TrainerCallback
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.trainer import build_trainer
+
+
+@dataclass(frozen=True)
+class WarmStep:
+    """A batch of ``rows`` rows, and how many seconds a training step on it took, first and again."""
+
+    rows: int
+    first: float
+    again: float
+
+
+def nothing_to_compile(recipe: Recipe) -> str | None:
+    """Why training this recipe compiles no kernel, in one sentence, or None if it does.
+
+    Raises
+    ------
+    RecipeError
+        This is one of several processes of a launcher, or ``PYLATE_FASTMAXSIM`` says neither on nor off.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError("warmup needs one process, whose cache all of them share; start it without a launcher.")
+    if (reason := plugin_off(recipe.fast)) is not None:
+        return f"{reason}, so there is nothing to compile."
+    if not torch.cuda.is_available() or recipe.training.use_cpu:
+        return f"{recipe.name} trains on a CPU here, where there is nothing to compile."
+    return None
+
+
+def warm_up(recipe: Recipe) -> list[WarmStep]:
+    """Train two steps on each size of batch that the recipe has, and throw the result away.
+
+    The batches are the recipe's own, of full size: tiles depend on how many queries and documents there are.
+    Steps are the trainer's, so precision, masks and layout are those of the loss in training. A second size
+    is the rest of the rows at the end of an epoch. Nothing but what ``prepare`` keeps is written.
+
+    Returns
+    -------
+    One entry per size of batch. What the first step took longer than the second is what training saves.
+
+    Raises
+    ------
+    RecipeError
+        The recipe does not fit its data, or its model cannot be loaded.
+    """
+    prepared = prepare(recipe)
+    rows = load_data(prepared).train
+    steps = []
+    # One at a time to the end: an optimizer has changed the model, but what is compiled stays the same.
+    with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
+        arguments = training_arguments(
+            recipe,
+            output_dir=scratch,
+            max_steps=2,
+            gradient_accumulation_steps=1,
+            batch_sampler="batch_sampler",  # each epoch is a single batch, whatever is in it
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        require_trainable(arguments)
+        model = load_model(prepared.model, arguments.device, recipe.training.seed)
+        for size in batch_sizes(len(rows), recipe):
+            arguments.per_device_train_batch_size = size
+            trainer = build_trainer(recipe, model, rows.select(range(size)), arguments)
+            times = _StepTimes()
+            trainer.add_callback(times)
+            trainer.train()
+            steps.append(WarmStep(size, *times.seconds))
+    return steps
+
+
+def batch_sizes(rows: int, recipe: Recipe) -> list[int]:
+    """Rows of a full batch, where there is one, and of an epoch's last one where that is smaller and not dropped."""
+    size = recipe.training.per_device_train_batch_size
+    rest = 0 if recipe.training.dataloader_drop_last else rows % size
+    return [*([size] if rows >= size else []), *([rest] if rest else [])]
+
+
+class _StepTimes(TrainerCallback):
+    """Seconds of each step, from when its batch is there."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if args.device.type == "cuda":
+            torch.cuda.synchronize(args.device)
+        self.seconds.append(time.perf_counter() - self._begun)

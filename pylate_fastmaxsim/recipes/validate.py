@@ -1,0 +1,233 @@
+"""What must hold between the keys of a recipe, and of what is on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from pylate_fastmaxsim.recipes.config.schema import (
+    FILE_TYPES,
+    DataSection,
+    EvaluationSection,
+    FastSection,
+    MiningSection,
+    ModelSection,
+    Recipe,
+    RecipeError,
+)
+from pylate_fastmaxsim.recipes.data.docstrings import package_directory
+
+VISUAL_LOSS_OPTIONS = {
+    "temperature",
+    "normalize_scores",
+    "use_smooth_max",
+    "tau",
+    "pos_aware_negative_filtering",
+    "filter_threshold",
+    "filter_factor",
+    "norm_tol",
+    "max_batch_size",
+}
+LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
+VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
+VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
+VISUAL_FAST_KEYS = ("enabled", "grad_filter")
+LOSS_OPTIONS = {
+    "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices"},
+    "cached_contrastive": {
+        "temperature",
+        "size_average",
+        "mini_batch_size",
+        "score_mini_batch_size",
+        "gather_across_devices",
+    },
+    "distillation": {"size_average", "normalize_scores"},
+    **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
+    **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
+}
+# The first of each must be given.
+SOURCE_KEYS = {
+    "docstrings": ("packages",),
+    "hub": ("name", "config", "split"),
+    "files": ("files",),
+    "distillation": ("name", "split", "n_ways"),
+}
+# Values of a configuration of which a model has at least 1.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+
+
+def check(recipe: Recipe) -> None:
+    """Everything that concerns more than one key, or what is on this machine."""
+    _check_model(recipe)
+    _check_kind(recipe)
+    _check_data(recipe.data, "data")
+    if recipe.mining is not None:
+        _check_data(recipe.mining.pairs, "mining.pairs")
+        if recipe.mining.corpus is not None:
+            _check_data(recipe.mining.corpus, "mining.corpus")
+        _check_mining(recipe.mining)
+    if recipe.data.source == "docstrings" and recipe.loss.name == "distillation":
+        raise RecipeError("loss.name must be contrastive or cached_contrastive with data.source docstrings.")
+    if recipe.data.source == "distillation" and recipe.loss.name != "distillation":
+        raise RecipeError(f"loss.name must be distillation with data.source distillation, got {recipe.loss.name!r}.")
+    if recipe.data.source == "distillation" and recipe.data.columns is not None:
+        raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
+    for option in dataclasses.fields(recipe.loss):
+        if option.name == "name" or getattr(recipe.loss, option.name) is None:
+            continue
+        if option.name not in LOSS_OPTIONS[recipe.loss.name]:
+            allowed = ", ".join(sorted(LOSS_OPTIONS[recipe.loss.name]))
+            raise RecipeError(
+                f"loss.{option.name} does not apply to the {recipe.loss.name} loss, which takes {allowed}."
+            )
+    for option in ("temperature", "tau"):
+        if getattr(recipe.loss, option) == 0:
+            raise RecipeError(f"loss.{option} must be greater than 0, got 0.0.")
+    if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
+        raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
+    _check_evaluation(recipe.evaluation)
+    output = Path(recipe.output_dir)
+    there = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise RecipeError(f"output_dir must be a directory or a path yet to be made, but {there} is a file.")
+
+
+def _require_no_file(key: str, what: str, path: str | None) -> None:
+    """Refuse a file where the Hub or a folder is meant: it would be looked for on the Hub, or read as weights."""
+    if path is not None and Path(path).is_file():
+        raise RecipeError(f"{key} must be {what} on the Hub or a directory, but {path} is a file.")
+
+
+def _check_model(recipe: Recipe) -> None:
+    model = recipe.model
+    if (model.name_or_path is None) == (model.build is None):
+        raise RecipeError("model must have exactly one of name_or_path and build.")
+    _require_no_file("model.name_or_path", "a model", model.name_or_path)
+    if model.name_or_path is not None:
+        path = model.name_or_path
+        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+            raise RecipeError(f"model.name_or_path must be a model on the Hub or a directory, but {path} is not there.")
+    try:
+        json.dumps(model.config_kwargs, allow_nan=False)
+    except (TypeError, ValueError):
+        raise RecipeError(
+            "model.config_kwargs must hold what the JSON of a model's configuration can: strings, finite numbers, true, "
+            f"false, null, lists and mappings, got {model.config_kwargs!r}."
+        ) from None
+    for name, value in model.config_kwargs.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        # The first forward would fail on the one, and weights be drawn by dividing by the other.
+        if "dropout" in name and not 0 <= value <= 1:
+            raise RecipeError(
+                f"model.config_kwargs.{name} must be a number of at least 0 and at most 1, got {value!r}."
+            )
+        if name in SIZES and value < 1:
+            raise RecipeError(f"model.config_kwargs.{name} must be an integer of at least 1, got {value!r}.")
+    if model.build is not None and model.build.hidden_size % (2 * model.build.num_attention_heads):
+        raise RecipeError(
+            "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "
+            f"got {model.build.hidden_size} and {model.build.num_attention_heads}."
+        )
+
+
+def _check_kind(recipe: Recipe) -> None:
+    """What only text encoders or only models of pages have."""
+    model = recipe.model
+    for field in dataclasses.fields(model):
+        visual_only = field.name in VISUAL_MODEL_KEYS and field.name not in ("kind", "name_or_path")
+        applies = field.name in VISUAL_MODEL_KEYS if model.visual else not visual_only
+        if not applies and getattr(model, field.name) != getattr(ModelSection(), field.name):
+            raise RecipeError(f"model.{field.name} does not apply to model.kind {model.kind}.")
+    if model.visual != (recipe.loss.name in VISUAL_LOSSES):
+        allowed = VISUAL_LOSSES if model.visual else [name for name in LOSS_OPTIONS if name not in VISUAL_LOSSES]
+        raise RecipeError(
+            f"loss.name must be one of {', '.join(allowed)} with model.kind {model.kind}, got {recipe.loss.name!r}."
+        )
+    if model.visual:
+        _check_visual(recipe)
+
+
+def _check_visual(recipe: Recipe) -> None:
+    kind = recipe.model.kind
+    if recipe.model.max_visual_tokens is not None and kind != "colqwen2":
+        raise RecipeError(
+            f"model.max_visual_tokens does not apply to model.kind {kind}, whose pages all have one size."
+        )
+    if recipe.data.source not in ("hub", "files"):
+        raise RecipeError(f"data.source must be hub or files with model.kind {kind}, got {recipe.data.source!r}.")
+    for key, given in {
+        "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
+        "evaluation.beir": recipe.evaluation.beir is not None,
+        "evaluation.nano_beir": recipe.evaluation.nano_beir is not None,
+        "mining": recipe.mining is not None,
+        **{
+            f"fast.{field.name}": getattr(recipe.fast, field.name) != field.default
+            for field in dataclasses.fields(FastSection)
+            if field.name not in VISUAL_FAST_KEYS
+        },
+    }.items():
+        if given:
+            raise RecipeError(f"{key} does not apply to model.kind {kind}.")
+
+
+def _check_evaluation(evaluation: EvaluationSection) -> None:
+    if (evaluation.rows > 0) + (evaluation.beir is not None) + (evaluation.nano_beir is not None) > 1:
+        raise RecipeError("evaluation must have at most one of rows, beir and nano_beir.")
+    _require_no_file("evaluation.beir", "a collection", evaluation.beir)
+    if evaluation.nano_beir is not None:
+        # Imported where it is used: it brings all of PyLate, which other recipes need only later.
+        from pylate_fastmaxsim.recipes.evaluation.nano_beir import check_names
+
+        check_names(evaluation.nano_beir)
+
+
+def _check_mining(mining: MiningSection) -> None:
+    _require_no_file("mining.teacher", "a model", mining.teacher)
+    for section, data in {"mining.pairs": mining.pairs, "mining.corpus": mining.corpus}.items():
+        if data is not None and data.source not in ("hub", "files"):
+            raise RecipeError(f"{section}.source must be hub or files, got {data.source!r}.")
+    if mining.range_min + mining.num_negatives > mining.range_max:
+        raise RecipeError(
+            "mining.range_max must be at least range_min + num_negatives, "
+            f"got {mining.range_max}, {mining.range_min} and {mining.num_negatives}."
+        )
+
+
+def _check_data(data: DataSection, section: str) -> None:
+    own = SOURCE_KEYS[data.source]
+    for name in sorted(set().union(*SOURCE_KEYS.values()).difference(own)):
+        if getattr(data, name) is not None:
+            raise RecipeError(
+                f"{section}.{name} does not apply to {section}.source {data.source}, which takes {', '.join(own)}."
+            )
+    required = own[0]
+    if getattr(data, required) is None:
+        raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
+    _require_no_file(f"{section}.name", "data", data.name)
+    for file in data.files or []:
+        if Path(file).suffix not in FILE_TYPES:
+            raise RecipeError(f"{section}.files must end in {' or '.join(FILE_TYPES)}, got {file}.")
+        if not Path(file).is_file():
+            raise RecipeError(f"{section}.files: {file} is not a file.")
+        try:
+            with open(file, "rb"):
+                pass
+        except OSError as error:
+            raise RecipeError(f"{section}.files: {file} cannot be read: {os.strerror(error.errno)}.") from None
+    if len({Path(file).suffix for file in data.files or []}) > 1:
+        raise RecipeError(f"{section}.files must all be of one type, .jsonl or .parquet.")
+    for package in data.packages or []:
+        try:
+            package_directory(package)
+        except ModuleNotFoundError as error:
+            raise RecipeError(f"{section}.packages: {error}") from None
+    if len(set(data.columns or ())) < len(data.columns or ()):
+        raise RecipeError(f"{section}.columns must name each column once, got {', '.join(data.columns)}.")
+    if section == "mining.corpus":
+        if data.columns is not None and len(data.columns) != 1:
+            raise RecipeError(f"{section}.columns must name one column, got {', '.join(data.columns)}.")
+    elif data.columns is not None and len(data.columns) < 2:
+        raise RecipeError(f"{section}.columns must name the query column and at least one document column.")
