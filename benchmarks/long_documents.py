@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pylate_fastmaxsim.recipes.commands import _progress
+from pylate_fastmaxsim.cli.commands import _progress
 from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, compare
 from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
 from pylate_fastmaxsim.recipes.comparison.html import write_html

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.mining import resumable, teacher
 
 RANK = int(os.environ["RANK"])

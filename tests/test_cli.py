@@ -17,8 +17,8 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.recipes import commands
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli import commands
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.training import train as training
 
 SCRIPT = """

@@ -29,8 +29,8 @@ from test_shipped_recipes import kd_subsets
 from tiny_recipe import few_steps, hub_dataset, tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes import commands
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli import commands
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison import figures
 from pylate_fastmaxsim.recipes.comparison.compare import (

@@ -26,7 +26,7 @@ from tiny_recipe import few_steps, hub_dataset, text
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine

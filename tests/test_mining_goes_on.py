@@ -25,7 +25,7 @@ from test_mining import RECIPE, mine_but_stop, recipe_for, teacher  # noqa: F401
 from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.config.schema import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import dataset as mining_dataset

@@ -22,7 +22,7 @@ from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 from tiny_recipe import hub_dataset, text, tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.config.schema import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import arguments

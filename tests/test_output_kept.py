@@ -24,7 +24,7 @@ from test_misuse import command
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim.recipes.commands import app
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.comparison.report import mining_table, training_table

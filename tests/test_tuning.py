@@ -12,8 +12,8 @@ pytest.importorskip("pylate")
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.tuning import gpu
 from pylate_fastmaxsim.tuning.report import measured_table, row_text
 from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
 from pylate_fastmaxsim import recipes
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.config.schema import RecipeError
 from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate

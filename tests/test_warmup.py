@@ -12,9 +12,9 @@ pytest.importorskip("pylate")
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
+from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
-from pylate_fastmaxsim.recipes.commands import app
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.warmup import batch_sizes, nothing_to_compile, warm_up
 

@@ -21,7 +21,7 @@ def main() -> None:
         doctor()
         return
     try:
-        from pylate_fastmaxsim.recipes.commands import app
+        from pylate_fastmaxsim.cli.commands import app
     except ModuleNotFoundError as error:
         _stop_without(error)
     except KeyboardInterrupt:  # in the seconds that imports take
@@ -58,7 +58,3 @@ def doctor() -> None:
     from pylate_fastmaxsim.integrations.doctor import render
 
     print(render())
-
-
-if __name__ == "__main__":
-    main()
