@@ -24,7 +24,7 @@ LONG = (
     "test_full_disk.py",
     "test_ring.py",
     "test_xtr_interpreted.py",
-    "test_kernels_interpreted.py",
+    "test_maxsim_interpreted.py",
     "test_training_cell.py",
     "test_losses_benchmark.py",
     "test_misuse.py",

@@ -7,15 +7,14 @@ import json
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.enable import available_patches
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -1,0 +1,202 @@
+"""The command line: what it prints, what it returns, and that it works without its extra where it can."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from paths import RECIPES
+
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+from tiny_recipe import tiny, write
+from typer.testing import CliRunner
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.cli import commands
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.recipes.training import train as training
+
+SCRIPT = """
+import sys
+from pylate.scores import colbert_scores
+print(sys.argv[1:], hasattr(colbert_scores, "__wrapped__"))
+"""
+
+
+def fastmaxsim(*arguments, code="", **options):
+    """Run the command in a process of its own, after ``code``."""
+    program = (
+        f"import sys\nsys.argv = ['fastmaxsim', *sys.argv[1:]]\n{code}\nfrom pylate_fastmaxsim.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
+def test_version_and_help():
+    assert CliRunner().invoke(app, ["--version"]).output == f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}\n"
+    listed = fastmaxsim("--help").stdout
+    assert all(command in listed for command in ("train", "compare", "warmup", "tune", "run", "doctor"))
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_bad_recipe_is_one_line_with_exit_code_2_and_no_output_directory(command, tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    for override in ("training.max_step=3", "data.columns=[query, document]"):
+        done = CliRunner().invoke(app, [command, str(file), "--set", override])
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"fastmaxsim: {override.partition('=')[0]}") and done.stderr.count("\n") == 1
+        assert not done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_prints_a_summary(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2}))
+    done = CliRunner().invoke(app, ["train", str(file), "--set", "name=my-run", "--no-resume"])
+    assert done.exit_code == 0, done.output
+    assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
+    assert "off (fast.enabled is false)" in done.stdout
+
+
+def test_train_says_what_was_in_force_and_why(tmp_path):
+    recipe = tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True})
+    for value, enabled, why_off, shown in (
+        ("0", False, "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
+        ("1", True, None, "on"),
+    ):
+        done = CliRunner().invoke(
+            app, ["train", str(write(tmp_path, recipe)), "--no-resume"], env={"PYLATE_FASTMAXSIM": value}
+        )
+        assert done.exit_code == 0, done.output
+        (row,) = [line for line in done.stdout.splitlines() if "pylate-fastmaxsim" in line]
+        assert row.strip("│ ").split("│")[1].strip() == shown
+        fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
+        assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
+
+
+def test_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands.plain, "_width", 300)
+    recipe = tiny(tmp_path, "a:x:b", training={"max_steps": 1, "save_steps": None}) | {"name": ":smiley:"}
+    file = write(tmp_path, recipe)
+    done = CliRunner().invoke(app, ["train", str(file)])
+    assert ":smiley:: trained" in done.stdout and str(tmp_path / "a:x:b" / "model") in done.stdout
+    done = CliRunner().invoke(app, ["train", str(file), "--set", "data.columns=[':x:', b]"])
+    assert "no column ':x:'" in done.stderr
+
+
+def test_brackets_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands.plain, "_width", 300)
+    folder = tmp_path / "rows[1]"
+    folder.mkdir()
+    recipe = tiny(folder, "lr[=1e-3]", training={"max_steps": 2, "save_steps": None})
+    # What the name would match as a pattern.
+    (tmp_path / "rows1").mkdir()
+    (tmp_path / "rows1" / "pairs.jsonl").write_text('{"query": "other", "positive": "rows"}\n')
+    done = CliRunner().invoke(app, ["train", str(write(folder, recipe | {"name": "[/x]"}))])
+    assert done.exit_code == 0, done.output
+    assert "[/x]: trained" in done.stdout and str(folder / "lr[=1e-3]" / "model") in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "warmup"])
+def test_a_nonsense_switch_is_one_sentence_before_anything_is_written(command, tmp_path):
+    file = write(tmp_path, tiny(tmp_path, fast={"enabled": True}))
+    done = CliRunner().invoke(app, [command, str(file)], env={"PYLATE_FASTMAXSIM": "maybe"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == (
+        "fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, on, yes, 0, false, off or no, got 'maybe'.\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 100_000, "save_steps": 20}))
+    command = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(f"Interrupted: {tmp_path}/out/checkpoint-") and "goes on from there" in last
+    assert "Traceback" not in errors
+
+
+def test_an_interrupt_with_no_resume_does_not_name_the_command_that_removes_what_is_kept(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    file, checkpoint = write(tmp_path, tiny(tmp_path)), tmp_path / "out" / "checkpoint-4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    monkeypatch.setattr(training, "train", interrupted)
+    done = CliRunner().invoke(app, ["train", str(file), "--no-resume"])
+    assert done.exit_code == 130
+    assert done.stderr.strip() == (
+        f"Interrupted: {checkpoint} is kept, and the same command without --no-resume goes on from there."
+    )
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    # As if it came while the named module was imported: by the command line, then by a command.
+    for module in ("yaml", "pylate_fastmaxsim.recipes.comparison.report"):
+        code = f"""
+import builtins
+load = builtins.__import__
+def interrupted(name, *rest, **more):
+    if name == {module!r}:
+        raise KeyboardInterrupt
+    return load(name, *rest, **more)
+builtins.__import__ = interrupted
+"""
+        done = fastmaxsim("train", write(tmp_path, tiny(tmp_path)), code=code)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nInterrupted.\n")
+
+
+def test_names_that_the_terminal_has_no_letters_for_are_shown_with_others(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1, "save_steps": None}))
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = fastmaxsim("train", file, "--set", "name=modèle", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "mod?le: trained" in done.stdout
+
+
+def test_run_hands_all_arguments_to_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "PYLATE_FASTMAXSIM"}
+    done = fastmaxsim("run", script, "--help", "--set", "a=b", "-v", "--", "--version", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['--help', '--set', 'a=b', '-v', '--', '--version'] True"
+
+
+@pytest.mark.parametrize("missing", ["typer", "yaml", "pylate"])
+def test_without_the_recipes_extra_it_says_what_to_install(missing):
+    code = f"sys.modules['{missing}'] = None"
+    done = fastmaxsim("train", RECIPES / "quickstart.yaml", code=code)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"fastmaxsim: {missing} is missing, which every command but run and doctor needs: "
+        'pip install "pylate-fastmaxsim[recipes]".\n'
+    )
+
+
+def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
+    code = "for name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = fastmaxsim("run", script, "--help", code=code)
+    assert done.stdout.strip() == "['--help'] True", done.stderr
+    done = fastmaxsim("doctor", code=code)
+    assert done.returncode == 0 and "pylate" in done.stdout.lower(), done.stderr
+
+
+def test_doctor_prints_the_report():
+    done = fastmaxsim("doctor")
+    assert done.returncode == 0, done.stderr
+    assert pylate_fastmaxsim.__version__ in done.stdout

@@ -1,0 +1,345 @@
+"""What the trial on the first batch finds out about an encoder."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, looking, sentences
+from pylate import losses
+from test_encode import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
+from test_pylate_losses import assert_equal, run
+from torch.nn.utils import parametrizations, parametrize
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+
+
+def test_a_cpu_is_no_reason_to_warn(model, caplog):
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        encode(model, batch_of(model))
+    (record,) = [record for record in caplog.records if "not packed" in record.message]
+    assert record.levelno == logging.INFO and "needs a CUDA device" in record.message
+
+
+def _ignore_positions(model):
+    forward = model[0].auto_model.forward
+    model[0].auto_model.forward = lambda position_ids=None, **kwargs: forward(**kwargs)
+
+
+def _take_no_positions(model):
+    model[0].model_forward_params = model[0].model_forward_params - {"position_ids"}
+
+
+def _raise_for_four_dimensional_masks(model):
+    def check(_module, _args, kwargs):
+        if kwargs["attention_mask"].dim() == 4:
+            raise ValueError("no such mask\nand a long explanation")
+
+    model[0].auto_model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _attend_to_other_documents(_model):
+    def everything(query, key, value, cu_seqlens, max_length, **options):
+        whole = torch.tensor([0, len(query)])
+        return attend_to_own_document(query, key, value, whole, len(query), **options)
+
+    encoding_attention.variable_length_attention = everything  # the fixture puts it back
+
+
+def _forget_the_window(_model):
+    def wide(*args, window, **options):
+        return attend_to_own_document(*args, window=(-1, -1), **options)
+
+    encoding_attention.variable_length_attention = wide
+
+
+@pytest.mark.parametrize(
+    "family, spoil, said",
+    [
+        ("bert", _ignore_positions, "BertModel cannot take packed documents (RuntimeError: The size"),
+        ("modernbert", _take_no_positions, "takes no position_ids"),
+        ("modernbert", _raise_for_four_dimensional_masks, "cannot take packed documents (ValueError: no such mask)."),
+        ("modernbert", _attend_to_other_documents, "other token embeddings"),
+        ("modernbert", _forget_the_window, "other token embeddings"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_first_batch_shows_an_encoder_that_cannot_be_packed(encoder, packed, caplog, family, spoil, said, dtype):
+    model = load_model(encoder(family, max_position_embeddings=128)).to(dtype)
+    spoil(model)
+    pylate_fastmaxsim.enable(padding_free="always")  # some spoil it by a hook
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        for seed in range(2):
+            assert_encodes_as_stock(model, batch_of(model, seed), 1e-10 if dtype == torch.float64 else 1e-4)
+    assert mode_of(model) == {"grouped"}
+    (record,) = [record for record in caplog.records if "not packed" in record.message]
+    assert said in record.message
+
+
+def test_long_documents_are_looked_at_before_there_are_any(encoder, packed):
+    model = load_model(encoder("modernbert")).double()
+    _forget_the_window(model)
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, features(model, ["sea", "sand"], ["a", "the sea"]))
+    assert mode_of(model) == {"grouped"}
+
+
+def test_a_document_length_beyond_the_positions_of_an_encoder(encoder, packed):
+    # RoBERTa counts from behind its padding token: 62 of the 64 positions are for tokens.
+    model = load_model(encoder("xlm-roberta"), document_length=64).double()
+    pylate_fastmaxsim.enable()
+    batch = features(model, sentences(4, longest=4), sentences(4, longest=8), sentences(4, longest=40, seed=1))
+    for column in batch[1:]:
+        assert column["input_ids"].shape[1] == 64
+        # PyLate pads with the mask token, which has a position.
+        column["input_ids"][column["attention_mask"] == 0] = model[0].auto_model.config.pad_token_id
+    assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"packed"}
+
+
+@pytest.mark.parametrize("gap", [slice(1, 2), slice(0, 3)], ids=["inside", "in front"])
+@pytest.mark.parametrize("collate", [collated, features])
+def test_documents_with_gaps_are_not_packed(model, packed, monkeypatch, gap, collate):
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, batch_of(model, collate=collate))
+    assert mode_of(model) == {"packed"}
+    tokenize = type(model).tokenize
+
+    def with_a_gap(self, *args, **kwargs):
+        tokens = tokenize(self, *args, **kwargs)
+        longest = tokens["attention_mask"].sum(dim=1).argmax()
+        tokens["attention_mask"][longest, gap] = 0
+        return tokens
+
+    monkeypatch.setattr(type(model), "tokenize", with_a_gap)
+    batch = batch_of(model, collate=collate)
+    assert_encodes_as_stock(model, batch)
+    assert all(call["attention_mask"].dim() == 2 for call in calls_of(model, lambda: encode(model, batch)))
+
+
+class _LengthAware(Behind):
+    """An encoder that looks at the padded length."""
+
+    def change(self, features):
+        features["token_embeddings"] = features["token_embeddings"].roll(features["input_ids"].shape[1] % 3, dims=-1)
+        return features
+
+
+def test_an_encoder_that_looks_at_the_padded_length_keeps_its_padding(model, packed, caplog):
+    model[1] = _LengthAware(model[1])
+    pylate_fastmaxsim.enable()
+    assert_encodes_as_stock(model, batch_of(model))
+    assert mode_of(model) == {"padded"}
+    assert "with padding, as stock PyLate does" in caplog.text
+
+
+def texts_of(words: int, count: int = 4) -> list[str]:
+    return [" ".join(TEXT.split()[begin : begin + words]) for begin in range(count)]
+
+
+@pytest.mark.parametrize("family", ["convbert", "fnet"])
+def test_what_an_encoder_makes_of_padding_is_looked_at_before_there_is_any(encoder, mode, family):
+    model = load_model(encoder(family)).double()
+    pylate_fastmaxsim.enable()
+    full = features(model, texts_of(2), texts_of(60))
+    assert full[1]["attention_mask"].all()
+    for batch in (full, batch_of(model)):
+        assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"padded"}
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic rope"])
+def test_rotary_positions_that_the_longest_text_of_a_call_scales(encoder, mode, family):
+    pylate_fastmaxsim.enable()
+    for length, modes in ((32, {"padded"}), (16, {mode})):
+        model = load_model(encoder(family), document_length=length).double()
+        for words in (13, 2):
+            assert_encodes_as_stock(model, features(model, texts_of(2), texts_of(words)))
+        assert mode_of(model) == modes
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
+def test_documents_that_leak_by_less_than_rounding_hides(encoder, packed, caplog, autocast):
+    model = load_model(encoder("lfm2", new_weights=True))
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    assert "Lfm2Model lets the documents of a call see each other" in caplog.text
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
+def test_attention_that_is_sharpened_far_into_a_row(encoder, packed, caplog, autocast):
+    model = load_model(encoder("ministral3"))
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    assert "Ministral3Model looks at the place of a token in its call, whatever its position" in caplog.text
+    batch = batch_of(model, documents=24)
+    assert sum(int(column["attention_mask"].sum()) for column in batch[1:]) > 256
+    assert_encodes_as_stock(model, batch, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_attention_that_takes_a_trace_of_the_neighbour(model, monkeypatch, caplog, dtype):
+    def leaking(query, key, value, *args, **options):
+        return attend_to_own_document(query, key, value, *args, **options) + 1e-7 * value.roll(1, 0)
+
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", leaking)
+    model.to(dtype)
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    assert "ModernBertModel lets the documents of a call see each other" in caplog.text
+
+
+def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch, caplog):
+    def inexact(query, key, value, *args, **options):
+        output = attend_to_own_document(query, key, value, *args, **options)
+        return output * torch.linspace(1, 1.001, output.shape[-1])
+
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", inexact)
+    model.float()
+    pylate_fastmaxsim.enable()
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {"grouped"}
+    (distance,) = re.findall(r"other token embeddings .*distance (\S+) between unit vectors", caplog.text)
+    assert 1e-4 < float(distance) < 1e-3
+
+
+class _Widening(Behind):
+    """Turns vectors by an angle that grows with the width of a call, less than rounding to 16 bits does."""
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        features["token_embeddings"] = embeddings + 1e-4 * embeddings.shape[1] * embeddings.roll(1, -1)
+        return features
+
+
+class _In16Bits(Behind):
+    def change(self, features):
+        if features["token_embeddings"].dtype == torch.float32:
+            raise RuntimeError("16 bits only")
+        return features
+
+
+@pytest.mark.parametrize("kind, expected", [(_Widening, "padded"), (_In16Bits, "grouped")])
+def test_what_padding_does_is_looked_at_without_autocast_where_that_can_be(encoder, kind, expected):
+    model = load_model(encoder("modernbert"))
+    model[1] = kind(model[1])
+    pylate_fastmaxsim.enable(padding_free="always")
+    with torch.autocast("cpu", torch.bfloat16):
+        encode(model, batch_of(model))
+    assert mode_of(model) == {expected}
+
+
+def test_an_encoder_that_takes_no_row_longer_than_its_positions(encoder, packed, caplog):
+    model = load_model(encoder("clip", max_position_embeddings=77), document_length=30).double()
+    pylate_fastmaxsim.enable()
+    batches = [batch_of(model, seed, count) for seed, count in enumerate((1, 6))]
+    assert batches[1][1]["attention_mask"].sum() > 77
+    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
+        for batch in batches:
+            assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"grouped"}
+    assert "CLIPTextModel cannot take packed documents (ValueError: Sequence length must be less" in caplog.text
+
+
+def test_an_encoder_that_embeds_token_types_as_words(encoder, packed):
+    model = load_model(encoder("gpt2")).double()
+    pylate_fastmaxsim.enable()
+    for seed in range(2):
+        assert_encodes_as_stock(model, batch_of(model, seed))
+    assert mode_of(model) == {"packed"}
+
+
+def _refuse_beyond(limit, monkeypatch):
+    def refusing(query, key, value, cu_seqlens, *args, **options):
+        if cu_seqlens.diff().max() > limit:
+            raise RuntimeError(f"texts of more than {limit} tokens")
+        return attend_to_own_document(query, key, value, cu_seqlens, *args, **options)
+
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", refusing)
+
+
+def test_rotary_positions_scaled_between_the_first_batch_and_the_widest(encoder, mode):
+    model = load_model(encoder("dynamic rope", max_position_embeddings=24)).double()
+    pylate_fastmaxsim.enable()
+    for width in (20, 30):
+        model.document_length = width
+        batch = features(model, texts_of(2), [*texts_of(2), *texts_of(60)])
+        assert batch[1]["input_ids"].shape[1] == width
+        assert_encodes_as_stock(model, batch)
+    assert mode_of(model) == {"padded"}
+
+
+def test_a_limit_between_the_first_batch_and_the_widest(model, monkeypatch):
+    _refuse_beyond(24, monkeypatch)
+    pylate_fastmaxsim.enable()
+    for width in (20, 30):
+        model.document_length = width
+        assert_encodes_as_stock(model, features(model, texts_of(2), texts_of(60)))
+    assert mode_of(model) == {"grouped"}
+
+
+def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
+    _refuse_beyond(16, monkeypatch)
+    pylate_fastmaxsim.enable()
+    modes = []
+    for width in (16, 64, 16):
+        model.document_length = width
+        batch = features(model, texts_of(2), texts_of(60))
+        assert_encodes_as_stock(model, batch)
+        modes.append(encoding_encode.mode_for(model, batch[1:], None))
+    assert modes == ["packed", "grouped", "packed"]
+
+
+def test_a_backward_that_is_still_to_come(encoder, mode):
+    """BERT keeps its buffer of positions for it; the second batch is tried anew."""
+    model = load_model(encoder("bert"), document_length=40).double()
+    narrow = features(model, ["sea", "sand"], ["a", "the sea"])
+    narrow[1] = {key: value[:, :8] for key, value in narrow[1].items()}
+    wide = features(model, sentences(2, longest=8), sentences(2))
+    loss_function = losses.Contrastive(model)
+    pylate_fastmaxsim.enable()
+    (loss_function(narrow, None) + loss_function(wide, None)).backward()
+    assert model[0].auto_model.embeddings.position_embeddings.weight.grad.abs().sum() > 0
+
+
+def test_every_width_takes_as_many_calls(encoder, packed):
+    """Ranks of a sharded model whose batches differ in width have to make equally many."""
+
+    def calls(width):
+        model = load_model(encoder("bert"), document_length=width)
+        made = []
+        model[0].register_forward_pre_hook(looking(lambda _module, _args: made.append(None)))
+        encoding_encode.mode_for(model, batch_of(model)[1:], None)
+        return len(made)
+
+    pylate_fastmaxsim.enable()
+    assert calls(16) == calls(60)
+
+
+def test_parametrized_weights_that_are_cached_in_a_step_have_gradients(encoder, mode):
+    model = load_model(encoder("bert")).double()
+    for linear in (model[1].linear, model[0].auto_model.encoder.layer[-1].output.dense):
+        parametrizations.weight_norm(linear)
+    batch = batch_of(model, collate=features)
+
+    def step():
+        with parametrize.cached():
+            return run(losses.Contrastive(model), batch)
+
+    stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours = step()
+    assert ours[1].keys() == stock[1].keys()
+    assert_equal(ours, stock)

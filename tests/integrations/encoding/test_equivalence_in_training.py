@@ -1,0 +1,194 @@
+"""What the trial on the first batch finds out about models in training, and that it leaves them as they were."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from models import Behind, features, load_model
+from pylate import losses
+from test_encode import assert_encodes_as_stock, batch_of, mode_of
+from test_pylate_losses import assert_equal, run
+from torch import nn
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import mode_cache
+
+
+class _Normalised(Behind):
+    def __init__(self, dense):
+        super().__init__(dense)
+        self.norm = nn.BatchNorm1d(16)
+
+    def change(self, features):
+        embeddings = features["token_embeddings"]
+        features["token_embeddings"] = self.norm(embeddings.flatten(0, 1)).view_as(embeddings)
+        return features
+
+
+def _add_norm(model):
+    model[1] = _Normalised(model[1]).to(model.dtype)
+
+
+def _add_noise(model):
+    embeddings = model[0].auto_model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+
+
+def state_of(model):
+    """What a call may change beside gradients: parameters, buffers, and what modules keep in plain attributes."""
+    plain = {
+        (name, key): list(value) if isinstance(value, list) else value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, type(None), list))
+    }
+    return {name: value.clone() for name, value in model.state_dict().items()}, plain
+
+
+def assert_deciding_changes_nothing(model, columns):
+    buffers, plain = state_of(model)
+    mode = encoding_encode.mode_for(model, columns, None)
+    torch.testing.assert_close(state_of(model)[0], buffers, rtol=0, atol=0)
+    assert state_of(model)[1] == plain
+    return mode
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (_add_norm, "BatchNorm1d normalises by all tokens of a call"),
+        (_add_noise, "NEFTune scales its noise by the width of a call"),
+    ],
+)
+def test_what_depends_in_training_on_all_tokens_of_a_call(model, mode, caplog, change, said):
+    change(model)
+    pylate_fastmaxsim.enable(padding_free="always")
+    batch = batch_of(model)
+    assert assert_deciding_changes_nothing(model, batch[1:]) == "padded"
+    assert f"with padding, as stock PyLate does: {said}" in caplog.text
+    model.eval()
+    assert assert_deciding_changes_nothing(model, batch[1:]) == mode
+    assert_encodes_as_stock(model, batch)
+
+
+def test_statistics_behind_an_encoder_that_is_not_in_training(model, mode):
+    _add_norm(model)
+    model.eval()
+    model[1].train()
+    pylate_fastmaxsim.enable(padding_free="always")
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+
+
+def test_another_encoder_is_decided_about_anew_and_what_is_gone_is_forgotten(model, mode, encoder):
+    pylate_fastmaxsim.enable()
+    batch = batch_of(model)
+    assert encoding_encode.mode_for(model, batch[1:], None) == mode
+    model[0].auto_model = load_model(encoder("fnet")).to(model.dtype)[0].auto_model
+    assert encoding_encode.mode_for(model, batch[1:], None) == "padded"
+    for _ in range(3):
+        model[1] = Behind(model[1].dense if isinstance(model[1], Behind) else model[1])
+        encoding_encode.mode_for(model, batch[1:], None)
+        gc.collect()
+    assert len(encoding_encode._modes[model]) <= 3
+
+
+def test_a_module_at_the_address_of_one_that_is_gone_is_another(model):
+    dense, addresses, states = model[1], [], []
+    while len(set(addresses)) == len(addresses):
+        model[1] = Behind(dense)
+        addresses.append(id(model[1]))
+        states.append(mode_cache._state(model))
+        assert hash(states[-1]) and states.count(states[-1]) == 1
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the first batch", "after it"])
+@pytest.mark.parametrize("change", [_add_norm, _add_noise])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=2)])
+def test_the_losses_of_what_depends_on_all_tokens_of_a_call(model, mode, change, loss_class, first):
+    loss_function = loss_class(model)
+    if not first:
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            run(loss_function, batch_of(model, collate=features))
+            assert mode_of(model) == {mode}
+    change(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def trained():
+        torch.manual_seed(0)
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)
+        result = run(loss_function, batch_of(model, collate=features))
+        return result, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    stock, stock_buffers = trained()
+    pylate_fastmaxsim.enable(stock_masking=True)
+    ours, our_buffers = trained()
+    assert_equal(ours, stock)
+    torch.testing.assert_close(our_buffers, stock_buffers)
+
+
+def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog):
+    model = load_model(encoder("ibert", quant_mode=True)).double()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+    assert "with padding, as stock PyLate does: IBertModel remembers something of each call" in caplog.text
+    assert_encodes_as_stock(model.eval(), batch_of(model))
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic rope"])
+def test_rotary_positions_are_as_before_the_trial(encoder, mode, family):
+    model = load_model(encoder(family)).double()
+    pylate_fastmaxsim.enable()
+    assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_all_weights_have_gradients_under_autocast(encoder, mode, loss_class, inside):
+    """Up to PyTorch 2.10 autocast keeps weights cast without gradients, as a trial does, for who needs some."""
+    model = load_model(encoder("modernbert"))
+    options = {"mini_batch_size": 2} if loss_class is losses.CachedContrastive else {}
+    loss_function, batch = loss_class(model, **options), batch_of(model)
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_function([dict(column) for column in batch])
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+
+
+class _OfEarlierLayer(nn.Module):
+    """A head on the layer before the last."""
+
+    def __init__(self, dense) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, given):
+        given["token_embeddings"] = given["all_layer_embeddings"][-2]
+        return self.dense(given)
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
+def test_outputs_of_layers_come_once_each_after_the_trial(encoder, mode, loss_class):
+    def step():
+        model = load_model(encoder("bert")).double()
+        model[0].auto_model.config.output_hidden_states = True
+        model[1] = _OfEarlierLayer(model[1])
+        return model, run(loss_class(model), batch_of(model, collate=features))
+
+    _, stock = step()
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free="always")
+    model, ours = step()
+    assert_equal(ours, stock)
+    assert mode_of(model) == {mode}

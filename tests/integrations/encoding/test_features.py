@@ -1,0 +1,115 @@
+"""Features of a batch beside ids, mask and token types reach whoever reads them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from models import features, load_model, sentences
+from pylate import losses
+from pylate.utils import ColBERTCollator
+from test_encode import batch_of, mode_of
+from torch import nn
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import mode_cache
+
+
+class _PromptLeftOut(nn.Module):
+    """The tokens of a prompt get the vector of the first token."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, features):
+        if "prompt_length" in features:
+            embeddings = features["token_embeddings"]
+            position = torch.arange(embeddings.shape[1])
+            inside = (position > 1) & (position <= features["prompt_length"][:, None])
+            features["token_embeddings"] = torch.where(inside[..., None], embeddings[:, :1], embeddings)
+        return self.dense(features)
+
+
+def prompted(model, *columns: str):
+    """A batch of PyLate's collator, with prompts before the texts of some columns and their lengths."""
+    names = ("query", "positive", "negative")
+    texts = [sentences(6, longest=longest, seed=seed) for seed, longest in enumerate((8, 40, 40))]
+    prompts = dict.fromkeys(columns, "because the mountains ")
+    collate = ColBERTCollator(tokenize_fn=model.tokenize, prompts=prompts, include_prompt_lengths=True)
+    batch = collate([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)])
+    return [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)} for name in names
+    ]
+
+
+@pytest.mark.parametrize("columns", [("query", "positive", "negative"), ("negative",), ("query",)], ids=str)
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=4)])
+def test_features_that_a_module_behind_the_encoder_reads_reach_it(encoder, mode, caplog, columns, loss_class):
+    # Its local layers see all of a query, so that queries would be encoded with packed documents.
+    model = load_model(encoder("modernbert", local_attention=24)).double()
+    model[1] = _PromptLeftOut(model[1])
+    loss_function = loss_class(model)
+    stock = [loss_function(prompted(model, *names)).item() for names in ((), columns, ())]
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free="always")
+    # Such a batch may come after others, and others after it.
+    for expected, names in zip(stock, ((), columns, ()), strict=True):
+        assert loss_function(prompted(model, *names)).item() == pytest.approx(expected, rel=1e-10)
+    said = [record.message for record in caplog.records if "_PromptLeftOut may read prompt_length" in record.message]
+    of_documents = [line for line in said if "Documents are encoded with padding" in line]
+    assert len(of_documents) == (columns != ("query",))
+    assert mode_of(model) == ({mode, "padded"} if of_documents else {mode})
+
+
+def test_features_that_nothing_reads_cost_nothing(model, mode, caplog):
+    pylate_fastmaxsim.enable()
+    losses.Contrastive(model)(prompted(model, "query", "positive"))
+    assert mode_of(model) == {mode}
+    assert "prompt_length" not in caplog.text
+
+
+def test_features_that_only_some_batches_have_are_refused_in_step(model, packed, monkeypatch):
+    model[1] = _PromptLeftOut(model[1])
+    loss_function = losses.Contrastive(model)
+    pylate_fastmaxsim.enable(padding_free="always")
+    monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
+    monkeypatch.setattr(mode_cache, "_most_of_all_ranks", lambda numbers, *_: numbers)
+    loss_function(prompted(model))
+    with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
+        loss_function(prompted(model, "positive"))
+
+
+class _Looking(nn.Module):
+    """What it sees of a feature is kept."""
+
+    def __init__(self, dense):
+        super().__init__()
+        self.dense, self.seen = dense, []
+
+    def forward(self, features):
+        self.seen.append(features["extra"])
+        return self.dense(features)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("extra", [3, "a retrieval task", None, torch.tensor(2.0), ["title", "body"]], ids=repr)
+def test_features_that_are_not_one_value_for_each_text(model, extra, padding_free):
+    model[1] = _Looking(model[1])
+    batch = [{**column, "extra": extra} for column in batch_of(model, collate=features)]
+    loss_function = losses.Contrastive(model)
+    expected = loss_function([dict(column) for column in batch])
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
+    torch.testing.assert_close(loss_function(batch), expected)
+    losses.CachedContrastive(model, mini_batch_size=4)(batch).backward()
+    assert all(seen is extra for seen in model[1].seen)
+
+
+def test_a_list_of_one_value_for_each_text_is_cut_with_them(model):
+    model[1] = _Looking(model[1])
+    batch = [{**column, "extra": list("abcdef")} for column in batch_of(model, collate=features)]
+    pylate_fastmaxsim.enable()
+    losses.CachedContrastive(model, mini_batch_size=4)(batch)
+    assert model[1].seen[-4:] == [list("abcd"), list("ef")] * 2
+    assert sum(model[1].seen[:-4], []) == list("abcdef")

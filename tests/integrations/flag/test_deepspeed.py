@@ -1,0 +1,180 @@
+"""Losses and recipes under DeepSpeed, in two real processes on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from paths import RECIPES
+
+# Not imported here: it chooses its device when it is imported, and would do so for the other tests of this process.
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
+pytest.importorskip("datasets")
+
+import torch
+from models import attend_to_own_document, features, load_model, sentences
+from pylate import losses
+from safetensors.torch import load_file
+from test_launched import launch
+from tiny_recipe import fell_back
+from torch import nn
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.pylate import fused_head
+
+RANKS = 2
+RATE = 0.05
+
+# Which DeepSpeed would look for a GPU; the processes that tests start inherit it.
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def _config(stage: int) -> dict:
+    # No weight so small that ZeRO 3 would leave it whole.
+    whole = {"stage3_param_persistence_threshold": 0, "stage3_model_persistence_threshold": 0} if stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage, **whole},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def _batch(model, rank: int, of_each_query: int):
+    # Ranks that would divide their documents differently.
+    longest = (6, 40)[rank]
+    # Of distillation a column has all documents of a query, one after the other.
+    columns = [of_each_query * 6] if of_each_query > 1 else [6, 6]
+    texts = [sentences(count, longest=longest, seed=10 * column + rank) for column, count in enumerate(columns, 1)]
+    return features(model, sentences(6, longest=8, seed=rank), *texts)
+
+
+def _trained(
+    folder: str, stage: int, loss_class: type[nn.Module], checkpointing: bool, options: dict
+) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
+    """Losses and weights of two steps from the same weights, and the model."""
+    import deepspeed
+
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
+    core = load_model(f"{folder}/modernbert", document_length=32)
+    if checkpointing:
+        core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    sizes = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1, "train_batch_size": 6 * RANKS}
+    optimizer = torch.optim.SGD(core.parameters(), lr=RATE)
+    engine, *_ = deepspeed.initialize(model=core, optimizer=optimizer, config=_config(stage) | sizes)
+    loss_function = loss_class(engine, **options)
+    batch = _batch(core, torch.distributed.get_rank(), 3 if loss_class is losses.Distillation else 1)
+    labels, seen = torch.tensor([[2.0, -1.0, 0.5]] * 6), []
+    for _ in range(2):
+        loss = loss_function([dict(column) for column in batch], labels)
+        engine.backward(loss.sum())
+        engine.step()
+        seen.append(loss.item())
+    with deepspeed.zero.GatheredParameters(list(core.parameters())):
+        weights = {name: weight.detach().clone() for name, weight in core.named_parameters()}
+    return seen, weights, core
+
+
+def _compare(
+    stage: int, loss_class: type[nn.Module], packed: bool = True, checkpointing: bool = False, **options
+) -> Callable[[str], None]:
+    def run(folder: str) -> None:
+        losses_of_stock, stock, _ = _trained(folder, stage, loss_class, checkpointing, options)
+        begun = load_model(f"{folder}/modernbert", document_length=32).state_dict()
+        if packed:
+            encoding_attention.variable_length_attention = attend_to_own_document
+        said: list[str] = []
+        heard = patch.object(fused_head, "log_once", lambda message, *values, about: said.append(message % values))
+        with pylate_fastmaxsim.enabled(stock_masking=True), heard:
+            losses_of_ours, ours, core = _trained(folder, stage, loss_class, checkpointing, options)
+            assert set(encoding_encode._modes[core].values()) == {"packed" if packed else "grouped"}
+            if packed and loss_class is losses.Contrastive:
+                assert set(encoding_encode._joint[core].values()) == {True}
+        assert losses_of_ours == pytest.approx(losses_of_stock, rel=1e-5)
+        moved = max((stock[name] - begun[name]).abs().max() for name in stock)
+        assert moved > 1e-4
+        for name, weight in stock.items():
+            assert (ours[name] - weight).abs().max() <= 1e-4 * moved, name
+        assert bool(said) == (stage == 3)
+        assert all("DeepSpeed divides the weights of the model (ZeRO 3)" in line for line in said)
+
+    return run
+
+
+def _compile_is_left(folder: str) -> None:
+    """Hooks between the modules of a layer would end what is compiled, and every one of them be compiled for itself."""
+    encoding_attention.variable_length_attention = attend_to_own_document
+    with pylate_fastmaxsim.enabled(compile=True):
+        _, _, core = _trained(folder, 3, losses.Contrastive, False, {})
+    assert all(module._compiled_call_impl is None for module in core.modules())
+
+
+CASES = {f"zero{stage}": _compare(stage, losses.Contrastive) for stage in (0, 1, 2, 3)}
+CASES |= {f"zero{stage} kd": _compare(stage, losses.Distillation) for stage in (2, 3)}
+# With more, DeepSpeed refuses a weight that has gradients of several backwards, stock or fast.
+CASES |= {f"zero{stage} cached": _compare(stage, losses.CachedContrastive, mini_batch_size=2) for stage in (0, 1)}
+CASES["zero2 grouped"] = _compare(2, losses.Contrastive, packed=False)
+CASES["zero3 grouped"] = _compare(3, losses.Contrastive, packed=False)
+CASES["zero3 gathered"] = _compare(3, losses.Contrastive, gather_across_devices=True)
+CASES["zero2 checkpointing"] = _compare(2, losses.Contrastive, checkpointing=True)
+CASES["zero3 checkpointing"] = _compare(3, losses.Contrastive, checkpointing=True)
+CASES["zero3 compile"] = _compile_is_left
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes(outcomes, case):
+    for rank, outcome in enumerate(outcomes(case)):
+        assert outcome == "passed", f"rank {rank}: {outcome}"
+
+
+def _train(stage: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess:
+    config = folder / "deepspeed.json"
+    config.write_text(json.dumps(_config(stage)))
+    small = ["data.packages=[numpy]", "data.max_rows=60", "model.build.hidden_size=16", "evaluation.rows=6"]
+    small += ["training.per_device_train_batch_size=3", "training.max_steps=3", "training.save_steps=2"]
+    small += ["training.use_cpu=true", f"output_dir={folder / 'run'}", *overrides]
+    recipe = RECIPES / "quickstart.yaml"
+    command = ["--use_deepspeed", f"--deepspeed_config_file={config}", "-m", "pylate_fastmaxsim.cli", "train"]
+    return launch(*command, str(recipe), *(part for override in small for part in ("--set", override)))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_recipe_saves_whole_models_and_goes_on(stage, tmp_path):
+    output = tmp_path / "run"
+
+    def train() -> tuple[dict, dict]:
+        done = _train(stage, tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said[-3000:]
+        assert fell_back(said) == (["not fused"] if stage == 3 else [])
+        return json.loads((output / "train.json").read_text()), load_file(output / "model" / "model.safetensors")
+
+    whole, weights = train()
+    assert whole["steps"] == 3 and whole["ndcg@10"] is not None
+    for made in ("checkpoint-3", "model"):
+        shutil.rmtree(output / made)
+    (output / "train.json").unlink()
+    parts, again = train()
+    assert parts["resumed_from"] == "checkpoint-2"
+    assert parts["losses"] == whole["losses"] and parts["ndcg@10"] == whole["ndcg@10"]
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_a_recipe_whose_loss_has_several_backwards_is_refused(tmp_path):
+    done = _train(2, tmp_path, "loss.name=cached_contrastive")
+    assert done.returncode != 0
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "loss.name must not be cached_contrastive under DeepSpeed's ZeRO 2" in said
+    assert "has already been reduced" not in said

@@ -1,0 +1,86 @@
+"""Decoders that encode texts keep no keys and values for texts that go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import collated, load_model, sentences
+from pylate import losses
+from test_pylate_losses import assert_equal, batch_of, run
+from transformers import DynamicCache, Gemma3nTextConfig
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
+from pylate_fastmaxsim.integrations.models import encoders
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """For every layer that keeps its keys, True."""
+    seen, update = [], DynamicCache.update
+    monkeypatch.setattr(DynamicCache, "update", lambda self, *args: seen.append(True) or update(self, *args))
+    return seen
+
+
+def test_nothing_is_kept_and_nothing_else_changes(encoder, kept):
+    model = load_model(encoder("qwen3")).double()
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    expected = run(loss_function, batch)
+    assert kept
+    kept.clear()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(run(loss_function, batch), expected)
+        model.encode(sentences(2), is_query=False, show_progress_bar=False)
+        assert not kept
+    assert model[0].auto_model.config.use_cache
+    run(loss_function, batch)
+    assert kept
+
+
+@pytest.mark.parametrize("in_features", [False, True])
+def test_whoever_asks_for_the_cache_has_it(encoder, kept, in_features):
+    model = load_model(encoder("qwen3"))
+    asked = {"use_cache": True}
+    with pylate_fastmaxsim.enabled():
+        features, kwargs = (asked, {}) if in_features else ({}, asked)
+        model[0]({**model.tokenize(sentences(2), is_query=False), **features}, **kwargs)
+    assert kept
+
+
+def test_layers_that_share_keys_find_them(encoder, kept, caplog):
+    """Without what is kept, those of Gemma 3n would make keys and values of their own, by weights that nobody trained."""
+    layers = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ("full_attention",) * 4}
+    model = load_model(encoder("gemma3n", **layers))
+    assert isinstance(model[0].auto_model.config, Gemma3nTextConfig)
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    expected = loss_function([dict(column) for column in batch]).item()
+    kept.clear()
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert loss_function(batch).item() == pytest.approx(expected, rel=1e-4)
+        assert kept
+    with pylate_fastmaxsim.enabled(compile=True):
+        compilation_layers.compile_layers(model)
+    assert "compiles each layer of Gemma3nTextModel for itself" in caplog.text
+
+
+def test_configurations_of_older_transformers_have_no_text_of_their_own():
+    """As before 4.46."""
+    transformer = SimpleNamespace(auto_model=SimpleNamespace(config=SimpleNamespace()))
+    assert not encoders.layers_share_keys(transformer)
+
+
+def test_layers_share_what_is_compiled(encoder, packed, traced):
+    def graphs(layers):
+        model = load_model(encoder("qwen3", num_hidden_layers=layers))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with pylate_fastmaxsim.enabled(compile=True):
+            for seed, count in enumerate((6, 9, 5)):
+                batch = collated(model, *(sentences(count, seed=3 * seed + column) for column in range(3)))
+                losses.Contrastive(model)(batch).backward()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    # One of packed documents, one of queries.
+    assert graphs(2) == graphs(4) == 2

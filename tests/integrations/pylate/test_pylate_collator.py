@@ -1,0 +1,153 @@
+"""What the patched collator leaves with a batch is used where it fits the batch, and nowhere else."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+from models import load_model, sentences
+from pylate.utils import ColBERTCollator
+from test_encode import assert_encodes_as_stock, batch_of, encode, mode_of
+from torch import nn
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.plans import TOKEN_TOTAL
+
+
+def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
+    pylate_fastmaxsim.enable()
+    encoding_encode.mode_for(model, batch_of(model)[1:], None)
+    batch = batch_of(model)
+    assert_encodes_as_stock(model, batch)
+    no_search()
+    encode(model, batch)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 4), slice(2, 6), slice(2, 100), slice(1, 2)], ids=str)
+def test_what_the_collator_added_is_not_used_for_a_part_of_its_batch(model, packed, rows):
+    pylate_fastmaxsim.enable()
+    part = [{key: value[rows] for key, value in column.items()} for column in batch_of(model)]
+    assert_encodes_as_stock(model, part)
+
+
+def _documents_of(batch):
+    return [name for key in batch if (name := key.removesuffix("_input_ids")) != key and "query" not in name]
+
+
+def _trim_tokens(batch):
+    """Cut documents to the longest of their column."""
+    for name in _documents_of(batch):
+        longest = int(batch[f"{name}_attention_mask"].sum(dim=1).max())
+        for part in ("input_ids", "attention_mask", "token_type_ids"):
+            if f"{name}_{part}" in batch:
+                batch[f"{name}_{part}"] = batch[f"{name}_{part}"][:, :longest]
+
+
+def _trim_everything(batch):
+    for name in _documents_of(batch):
+        longest = int(batch[f"{name}_attention_mask"].sum(dim=1).max())
+        batch |= {key: value[:, :longest] for key, value in batch.items() if key.startswith(name)}
+
+
+def _pad_tokens(batch):
+    for name in _documents_of(batch):
+        for part in ("input_ids", "attention_mask"):
+            batch[f"{name}_{part}"] = nn.functional.pad(batch[f"{name}_{part}"], (0, 3))
+
+
+def _drop_tokens(batch):
+    generator = torch.Generator().manual_seed(0)
+    for name in _documents_of(batch):
+        mask = batch[f"{name}_attention_mask"]
+        batch[f"{name}_attention_mask"] = mask * (torch.rand(mask.shape, generator=generator) > 0.3)
+
+
+def _drop_tokens_in_place(batch):
+    for name in _documents_of(batch):
+        batch[f"{name}_attention_mask"][:, 5:] = 0
+
+
+@pytest.fixture
+def short(encoder):
+    """A model whose documents of 40 words are not as long as they are padded to."""
+    return load_model(encoder("modernbert"), document_length=60).double()
+
+
+def _collated_with(collator, model):
+    texts = [sentences(6, longest=longest, seed=longest) for longest in (8, 30, 20)]
+    names = ["query", "document_0", "document_1"]
+    batch = collator([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)])
+    return [
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)} for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_trim_tokens, _trim_everything, _pad_tokens, _drop_tokens, _drop_tokens_in_place],
+    ids=lambda f: f.__name__,
+)
+def test_a_collator_that_changes_columns_after_ours(short, mode, change):
+    class Changing(ColBERTCollator):
+        def __call__(self, features):
+            batch = super().__call__(features)
+            change(batch)
+            return batch
+
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        assert_encodes_as_stock(short, _collated_with(Changing(tokenize_fn=short.tokenize), short))
+    assert mode_of(short) == {mode}
+
+
+@pytest.mark.parametrize("change", [_trim_tokens, _trim_everything, _pad_tokens], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("count", [1, 6])
+def test_columns_of_another_width_than_the_collator_made(short, mode, change, count):
+    def collator(features):
+        batch = ColBERTCollator(tokenize_fn=short.tokenize)(features[:count])
+        assert f"document_0_{TOKEN_TOTAL}" in batch
+        change(batch)
+        return batch
+
+    pylate_fastmaxsim.enable()
+    for _ in range(2):
+        assert_encodes_as_stock(short, _collated_with(collator, short))
+    assert mode_of(short) == {mode}
+
+
+def test_a_collator_that_is_only_configured_spares_the_search_too(model):
+    class Configured(ColBERTCollator):
+        pass
+
+    pylate_fastmaxsim.enable()
+    assert all(TOKEN_TOTAL in column for column in _collated_with(Configured(tokenize_fn=model.tokenize), model))
+
+
+def test_the_collator_is_stock_where_padding_stays(model):
+    rows = [{"query": "a sea", "document": "sand"}]
+    stock = ColBERTCollator(tokenize_fn=model.tokenize)(rows)
+    with pylate_fastmaxsim.enabled(padding_free=False):
+        assert ColBERTCollator(tokenize_fn=model.tokenize)(rows).keys() == stock.keys()
+    with pylate_fastmaxsim.enabled():
+        added = ColBERTCollator(tokenize_fn=model.tokenize)(rows).keys() - stock.keys()
+    assert added == {f"{column}_{TOKEN_TOTAL}" for column in ("query", "document")}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_collator_in_workers(method, model):
+    pylate_fastmaxsim.enable()
+    encode(model, batch_of(model))
+    rows = [{"query": "a", "document": "b"}] * 4
+    loader = torch.utils.data.DataLoader(
+        rows,
+        batch_size=2,
+        num_workers=1,
+        collate_fn=ColBERTCollator(tokenize_fn=model.tokenize),
+        multiprocessing_context=multiprocessing.get_context(method),
+    )
+    keys = [set(batch) for batch in loader]
+    assert len(keys) == 2
+    # A spawned worker imports PyLate as it came; the encoder then searches for itself.
+    assert all((f"document_{TOKEN_TOTAL}" in batch) == (method == "fork") for batch in keys)

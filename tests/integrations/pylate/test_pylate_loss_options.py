@@ -1,0 +1,170 @@
+"""Every loss with every constructor option, in float32 against stock; and what a packed loss must not do on the way."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from models import features, load_model, sentences
+from pylate import losses, scores
+from test_pylate_losses import assert_equal, batch_of, run
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim import _winners
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from pylate_fastmaxsim.integrations.pylate import normalize
+from pylate_fastmaxsim.ops.maxsim import maxsim
+
+CONTRASTIVE = {
+    "score_metric": [None],
+    "size_average": [True, False],
+    "gather_across_devices": [False, True],
+    "temperature": [1.0, 0.05],
+}
+OPTIONS = {
+    losses.Contrastive: {**CONTRASTIVE, "score_mini_batch_size": [None, 4]},
+    losses.CachedContrastive: {
+        **CONTRASTIVE,
+        "mini_batch_size": [4],
+        "score_mini_batch_size": [None, 2],
+        "show_progress_bar": [False, True],
+    },
+    losses.Distillation: {
+        "score_metric": [scores.colbert_kd_scores],
+        "size_average": [True, False],
+        "normalize_scores": [True, False],
+    },
+}
+CASES = [
+    (loss_class, dict(zip(options, values, strict=True)))
+    for loss_class, options in OPTIONS.items()
+    for values in itertools.product(*options.values())
+]
+
+
+def batch_for(loss_class, model) -> tuple[list, torch.Tensor | None]:
+    if loss_class is losses.Distillation:
+        return features(model, sentences(4, longest=8), sentences(12, seed=1)), torch.rand(4, 3)
+    return batch_of(model), None
+
+
+@pytest.fixture
+def model(encoder):
+    # Its local layers see all of a query, so that queries are encoded with packed documents.
+    return load_model(encoder("modernbert", local_attention=24))
+
+
+@pytest.mark.parametrize("loss_class", OPTIONS)
+def test_the_matrix_knows_every_option(loss_class):
+    options = set(inspect.signature(loss_class).parameters) - {"model"}
+    # Options of later versions of PyLate are added here; those of earlier ones are a part.
+    assert options <= set(OPTIONS[loss_class])
+
+
+@pytest.mark.parametrize("loss_class, options", CASES)
+def test_float32_is_stock_to_a_hundred_thousandth(model, packed, loss_class, options):
+    batch, labels = batch_for(loss_class, model)
+    loss_function = loss_class(model, **options)
+    stock = run(loss_function, batch, labels)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(run(loss_function, batch, labels), stock, 1e-5)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5])
+def test_gradcache_without_a_size_of_mini_batches(model, size):
+    pylate_fastmaxsim.enable()
+    with pytest.raises(ValueError, match=f"mini_batch_size must be an integer of at least 1, got {size}"):
+        losses.CachedContrastive(model, mini_batch_size=size)(batch_of(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradcache_in_chunks_of_queries(model, monkeypatch, dtype):
+    model = model.to(dtype)
+    loss_function = losses.CachedContrastive(model, mini_batch_size=2)
+    batch = batch_of(model)
+    pylate_fastmaxsim.enable()
+    at_once = run(loss_function, batch)
+    monkeypatch.setattr(_winners, "_AT_ONCE_BYTES", 1)
+    with mock.patch.object(pylate_losses, "maxsim", wraps=maxsim) as scored:
+        in_chunks = run(loss_function, batch)
+    assert scored.call_count == 3
+    assert_equal(in_chunks, at_once, 1e-10 if dtype == torch.float64 else 0.02)
+
+
+@pytest.mark.parametrize("loss_class", OPTIONS)
+# Only on a GPU does autocast make a normalised copy float32.
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_all_documents_are_scored_by_one_launch_without_padding_in_the_autocast_dtype(
+    encoder, packed, loss_class, device
+):
+    model = load_model(encoder("modernbert"), device=device)
+    batch, labels = batch_for(loss_class, model)
+    labels = None if labels is None else labels.to(device)
+    loss_function = loss_class(model, **({"mini_batch_size": 4} if loss_class is losses.CachedContrastive else {}))
+    pylate_fastmaxsim.enable()
+    with (
+        torch.autocast(device, torch.bfloat16),
+        mock.patch.object(pylate_losses, "maxsim", wraps=maxsim) as scored,
+    ):
+        loss_function(batch, labels).backward()
+    assert scored.call_count == 1
+    queries, documents = scored.call_args.args[:2]
+    assert queries.values.dtype == documents.values.dtype == torch.bfloat16
+    assert len(documents.values) == sum(int(column["attention_mask"].sum()) for column in batch[1:])
+    assert len(documents) == sum(len(column["input_ids"]) for column in batch[1:])
+
+
+def test_gradcache_follows_a_loss_scaled_by_what_bfloat16_cannot_say(model):
+    # As of steps of accumulation: the factor is applied in float32 and not rounded first, here to 1, 0.3% less.
+    loss_function = losses.CachedContrastive(model, mini_batch_size=4)
+    batch = batch_of(model)
+    pylate_fastmaxsim.enable()
+    gradients = []
+    factors = [1.0, *(1 + excess / 1e4 for excess in range(30, 39))]
+    for factor in factors:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_function(batch)
+        (loss * factor).backward()
+        gradients.append(torch.cat([weight.grad.flatten() / factor for weight in model.parameters()]))
+    # Each is off by 0.1% at random, because the encoder's gradients are rounded otherwise.
+    along = torch.stack(gradients[1:]).mean(0).dot(gradients[0]) / gradients[0].square().sum()
+    assert abs(along - 1) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype, monkeypatch):
+    monkeypatch.setattr(normalize, "_ROWS", 4)
+    embeddings = torch.randn(2, 5, 16, dtype=torch.float64).to(dtype)
+    embeddings[0, 0] = 0
+    embeddings = embeddings.transpose(0, 1).requires_grad_()
+    gradient = torch.randn(5, 2, 16).bfloat16()
+    exact = embeddings.detach().double().requires_grad_()
+    expected = torch.nn.functional.normalize(exact, dim=-1)
+    expected.backward(gradient.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = normalize.unit(embeddings)
+    ours.backward(gradient)
+    assert ours.dtype == torch.bfloat16 and embeddings.grad.dtype == dtype
+    torch.testing.assert_close(ours.double(), expected.detach(), rtol=2**-8, atol=0)
+    live = exact.grad.abs() < 1e6  # what is left of a vector of zeros is its gradient over the bound
+    scale = exact.grad[live].abs().max().item()
+    torch.testing.assert_close(
+        embeddings.grad.double()[live],
+        exact.grad[live],
+        rtol=2**-7 if dtype == torch.bfloat16 else 1e-5,
+        atol=1e-6 * scale,
+    )
+    torch.testing.assert_close(embeddings.grad.double()[~live], exact.grad[~live], rtol=2**-7, atol=0)
+
+
+def test_packing_is_what_the_matrix_measures(model, packed):
+    pylate_fastmaxsim.enable()
+    losses.Contrastive(model)(batch_of(model))
+    assert set(encoding_encode._modes[model].values()) == {"packed"} and set(
+        encoding_encode._joint[model].values()
+    ) == {True}

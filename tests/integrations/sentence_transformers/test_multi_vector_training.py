@@ -1,0 +1,117 @@
+"""A MultiVectorEncoder trained by the trainer of Sentence Transformers, and scripts that do so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import sentences
+from paths import ROOT
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from datasets import Dataset
+from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorTripletEvaluator
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations import doctor
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+
+README = ROOT / "README.md"
+ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
+SCRIPT = """
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.util import maxsim
+from pylate_fastmaxsim.integrations import switch
+print("on" if switch.options() else "off", "forward" in vars(MultiVectorEncoder),
+      maxsim(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0)).item())
+"""
+
+
+def train(path: str, folder, **arguments: object) -> tuple[list[float], MultiVectorEncoder]:
+    torch.manual_seed(0)
+    model = MultiVectorEncoder(path, device="cpu")
+    trainer = MultiVectorEncoderTrainer(
+        model=model,
+        args=MultiVectorEncoderTrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=4,
+            max_steps=4,
+            logging_steps=1,
+            learning_rate=1e-3,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=Dataset.from_dict(ROWS),
+        eval_dataset=Dataset.from_dict(ROWS),
+        loss=losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=2),
+        evaluator=MultiVectorTripletEvaluator(ROWS["query"], ROWS["positive"], ROWS["negative"]),
+    )
+    trainer.train()
+    trainer.evaluate()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
+
+
+def test_training_is_that_of_stock(encoder, mode, tmp_path):
+    path = encoder("bert")
+    stock, _ = train(path, tmp_path / "stock")
+    pylate_fastmaxsim.enable()
+    ours, model = train(path, tmp_path / "fast")
+    assert ours == pytest.approx(stock, rel=1e-4)
+    assert set(encoding_encode._modes[model[0]].values()) == {mode}
+    model.save_pretrained(str(tmp_path / "saved"))
+    expected = model.encode_document(ROWS["positive"][:2])
+    pylate_fastmaxsim.disable()
+    reloaded = MultiVectorEncoder(str(tmp_path / "saved"), device="cpu")
+    for own, other in zip(reloaded.encode_document(ROWS["positive"][:2]), expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_mixed_precision(encoder, packed, tmp_path):
+    path = encoder("bert")
+    stock, _ = train(path, tmp_path / "stock", bf16=True)
+    pylate_fastmaxsim.enable()
+    ours, model = train(path, tmp_path / "fast", bf16=True)
+    assert ours == pytest.approx(stock, rel=0.02)
+    assert set(encoding_encode._modes[model[0]].values()) == {"packed"}
+
+
+def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
+    section = README.read_text(encoding="utf-8").partition("### MultiVectorEncoder of Sentence Transformers")[2]
+    script = section.partition("```python\n")[2].partition("```")[0]
+    for here, there in (
+        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
+        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
+    ):
+        assert here in script
+        script = script.replace(here, there)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(script, names)
+    assert names["trainer"].state.global_step == 1
+    assert set(encoding_encode._modes[names["model"][0]].values()) == {"packed"}
+
+
+def test_a_script_that_is_not_edited(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "pylate_fastmaxsim.run", "script.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["on", "True", "2.0"]
+    assert "Sentence Transformers" in said.stderr and "did not import" not in said.stderr
+
+
+def test_the_doctor_names_what_is_replaced():
+    patches = doctor.report().patches
+    assert {
+        "sentence_transformers.util.similarity.maxsim",
+        "sentence_transformers.base.modules.transformer.Transformer.forward",
+    } <= set(patches)

@@ -1,0 +1,167 @@
+"""Attention of short texts on a GPU: against the definition in float64 and FlashAttention, and in training steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import case, definition, distances, gradient_of
+from pylate import losses
+from test_encode_cuda import _assert_as_exact, _batch, _losses, stock  # noqa: F401
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
+from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
+from pylate_fastmaxsim.ops import attention as operator
+from pylate_fastmaxsim.ops.attention import is_faster, text_attention
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+BOUND = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def on_gpu(lengths, reach=-1, dtype=torch.bfloat16, heads=3, dim=64, **options):
+    return case(lengths, reach, dtype, "cuda", heads, dim, **options)
+
+
+def run(batch, gradient=None):
+    leaves = [values.detach().requires_grad_() for values in batch[:3]]
+    states = text_attention(*leaves, *batch[3:])
+    gradient = gradient_of(states) if gradient is None else gradient
+    return [states.detach(), *torch.autograd.grad(states, leaves, gradient)]
+
+
+def check(batch):
+    assert max(distances(run(batch), definition(batch))) < BOUND[batch.query.dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("reach", [-1, 0, 7, 64, 128])
+def test_lengths_and_windows(reach, by_head, dtype):
+    check(on_gpu([1, 5, 0, 63, 64, 65, 127, 128, 129, 300, 700, 16], reach, dtype, by_head=by_head))
+
+
+@pytest.mark.parametrize("reach", [-1, 64])
+def test_fewer_keys_than_rows(reach):
+    rows, keys = [32, 0, 32, 0, 200, 32, 3, 0, 0], [11, 21, 30, 2, 180, 0, 90, 0, 150]
+    check(on_gpu(rows, reach, key_lengths=keys))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_texts(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+    longest = pick(20, 64, 100, 300, 1500)
+    lengths = torch.randint(0, longest + 1, (pick(1, 7, 90),), generator=generator).tolist()
+    keys = torch.randint(0, longest + 1, (len(lengths),), generator=generator).tolist() if pick(False, True) else None
+    batch = on_gpu(lengths, pick(-1, 3, 64, 500), pick(*BOUND), pick(1, 2, 12), pick(16, 32, 64, 128), key_lengths=keys)
+    check(batch)
+
+
+@pytest.mark.parametrize("reach", [-1, 64])
+def test_as_exact_as_flash_attention(reach):
+    batch = on_gpu([11] * 64 + [30, 80, 90, 140, 290] * 12, reach, heads=12)
+    leaves = [values.detach().requires_grad_() for values in batch[:3]]
+    states = torch.ops.aten._flash_attention_forward(
+        *leaves, *batch[3:5], batch.max_length, batch.max_length, 0.0, False, False,
+        scale=batch.scale, window_size_left=reach, window_size_right=reach,
+    )[0]  # fmt: skip
+    flash = [states.detach(), *torch.autograd.grad(states, leaves, gradient_of(states))]
+    exact = definition(batch)
+    for ours, theirs in zip(distances(run(batch), exact), distances(flash, exact), strict=True):
+        assert ours <= 1.1 * theirs
+
+
+def test_runs_repeat_bit_by_bit():
+    batch = on_gpu([11] * 64 + [30, 80, 90, 140, 290] * 12, 64, heads=12)
+    first = run(batch)
+    for _ in range(20):
+        assert all(map(torch.equal, first, run(batch)))
+
+
+def test_slices_of_one_product():
+    together = torch.randn(40, 3, 2, 64, device="cuda", dtype=torch.bfloat16)
+    batch = on_gpu([8, 32], heads=2)._replace(query=together[:, 0], key=together[:, 1], value=together[:, 2])
+    check(batch)
+
+
+def test_registered_operator():
+    batch = on_gpu([5, 70, 130], 64)
+    leaves = [values.detach().requires_grad_() for values in batch[:3]]
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.text_attention, (*leaves, *batch[3:]), raise_exception=True)
+
+
+def test_nothing_waits_for_the_device():
+    batch = on_gpu([5, 70, 130], 64)
+    gradient = gradient_of(run(batch)[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(batch, gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_when_it_is_chosen():
+    def chosen(lengths, window=(-1, -1), dropout=0.0, heads=2, key_heads=2, dim=64):
+        query, key = (
+            torch.empty(sum(lengths), count, dim, device="cuda", dtype=torch.bfloat16) for count in (heads, key_heads)
+        )
+        return is_faster(query, key, torch.empty(len(lengths) + 1), max(lengths), window, dropout)
+
+    short, long = [80] * 240, [600] * 40
+    measured_here = torch.cuda.get_device_capability()[0] == 9
+    assert chosen(short) == chosen(short, (64, 64)) == chosen(long, (64, 64)) == measured_here
+    assert not chosen(long) and not chosen([*short, 1025])
+    assert not chosen(short[:200]), "a batch that waits for the host"
+    assert not chosen(short, (-1, 0)) and not chosen(short, (64, 0)), "causal"
+    assert not chosen(short, dropout=0.1) and not chosen(short, heads=4) and not chosen(short, dim=32)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """An entry for each call, which batches of any size make."""
+    made = []
+
+    def counted(*arguments):
+        made.append(None)
+        return text_attention(*arguments)
+
+    monkeypatch.setattr(operator, "FEWEST_TOKENS", 0)
+    monkeypatch.setattr(encoding_attention, "text_attention", counted)
+    return made
+
+
+def test_in_the_place_of_flash_attention(chosen):
+    batch = on_gpu([5, 70, 130], 20, heads=4)
+    states = variable_length_attention(
+        *batch[:4], batch.max_length, scale=None, window=(20, 20), dropout=0.0, key_cu_seqlens=batch.key_cu_seqlens
+    )
+    assert chosen and max(distances([states], definition(batch)[:1])) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "loss_class, options", [(losses.Contrastive, {}), (losses.CachedContrastive, {"mini_batch_size": 5})]
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_losses_and_gradients(encoder, chosen, stock, compiled, checkpointing, loss_class, options):  # noqa: F811
+    from models import load_model
+
+    model = load_model(
+        encoder("modernbert", hidden_size=128, num_attention_heads=2, intermediate_size=96, local_attention=24),
+        document_length=48,
+        device="cuda",
+    )
+    batches = [_batch(model, seed, count) for seed, count in ((0, 16), (5, 9))]
+    expected = stock(model, batches, loss_class, **options)
+    if checkpointing:
+        model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    pylate_fastmaxsim.enable(compile=compiled)
+    _assert_as_exact(_losses(model, batches, loss_class, **options), expected)
+    assert chosen

@@ -1,0 +1,130 @@
+"""A launcher starts the program that Triton would have started."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import pkgutil
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from pylate_fastmaxsim import kernels  # noqa: E402
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher  # noqa: E402
+
+SIZE = 32
+
+
+@Launcher
+@triton.jit(do_not_specialize=["number"])
+def sum_kernel(values, more, number, out, SIZE: tl.constexpr, SIGN: tl.constexpr, NAME: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    total = tl.load(values + place).to(tl.int64) + SIGN * number
+    if more is not None:
+        total += tl.load(more + place)
+    if NAME == "twice":
+        total *= 2
+    tl.store(out + tl.program_id(0) * SIZE + tl.program_id(1) * 2 * SIZE + place, total)
+
+
+def launched(case, grid=(1,)):
+    dtype, offset, with_more, number, size, sign, name, warps = case
+    values = torch.arange(SIZE + offset, device="cuda", dtype=dtype)[offset:]
+    more = torch.arange(SIZE, device="cuda") * 100 if with_more else None
+    out = torch.zeros(8 * SIZE, dtype=torch.int64, device="cuda")
+    sum_kernel[grid](values, more, number, out, SIZE=size, SIGN=sign, NAME=name, num_warps=warps)
+    total = values[:size].long() + sign * number + (more[:size] if with_more else 0)
+    return out, total * 2 if name == "twice" else total
+
+
+@pytest.mark.cuda
+def test_every_kind_of_argument_finds_its_program():
+    constants = [(16, 1, "once", 1), (SIZE, 1, "once", 1), (SIZE, -1, "once", 4), (SIZE, -1, "twice", 4)]
+    dtypes, numbers = (torch.int32, torch.float32), (1, 16, 2**31 - 1, 2**31)
+    cases = itertools.product(dtypes, (0, 1), (False, True), numbers, constants)
+    cases = [(*arguments, *chosen) for *arguments, chosen in cases]
+    random.Random(0).shuffle(cases)
+    for _ in range(2):  # compiled, then found
+        for case in cases:
+            out, expected = launched(case)
+            assert torch.equal(out[: len(expected)], expected), case
+            assert not out[len(expected) :].any(), case
+
+
+@pytest.mark.cuda
+def test_a_grid_of_two_dimensions():
+    case = (torch.int64, 0, False, 1, SIZE, 1, "once", 1)
+    for _ in range(2):
+        out, expected = launched(case, (2, 3))
+        assert torch.equal(out, torch.cat([expected.repeat(6), torch.zeros(2 * SIZE, device="cuda")]).long())
+
+
+@pytest.mark.cuda
+def test_profilers_hear_of_every_launch():
+    if not hasattr(triton, "knobs"):
+        pytest.skip("this release of Triton has no hooks to listen by")
+    case = (torch.int64, 0, False, 1, SIZE, 1, "once", 1)
+    launched(case)
+    heard = []
+    hook = heard.append
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        out, expected = launched(case)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert [metadata.get()["name"] for metadata in heard] == ["sum_kernel"]
+    assert torch.equal(out[:SIZE], expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_has_a_program_of_its_own():
+    case = (torch.int64, 0, True, 7, SIZE, 1, "once", 1)
+    for device in (0, 1, 0, 1):
+        with torch.cuda.device(device):
+            out, expected = launched(case)
+            assert out.device.index == device and torch.equal(out[:SIZE], expected)
+
+
+def launchers():
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, Launcher) and value.kernel.fn.__module__ == module.name:
+                yield pytest.param(value, id=name)
+
+
+@pytest.mark.parametrize("launcher", list(launchers()))
+def test_what_a_launcher_relies_on(launcher):
+    if not isinstance(launcher.kernel, triton.runtime.JITFunction):
+        pytest.skip("kernels are interpreted in this process")
+    constants = [parameter.is_constexpr for parameter in launcher.kernel.params]
+    assert constants == sorted(constants), "constants come last"
+    # The compile tests tell pointers from numbers by their names.
+    from test_maxsim_compile import SIZES
+
+    numbers = {parameter.name for parameter in launcher.kernel.params if parameter.name in SIZES}
+    assert numbers == {parameter.name for parameter in launcher.kernel.params if parameter.do_not_specialize}
+
+
+def constants_of_launches():
+    """Of each kernel, what its launches name after the positional arguments, in the order of each call."""
+    found = {}
+    for path in Path(kernels.__path__[0]).glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
+                names = tuple(keyword.arg or ast.unparse(keyword.value) for keyword in call.keywords)
+                found.setdefault(ast.unparse(call.func.value), set()).add(names)
+    return found
+
+
+def test_all_launches_of_a_kernel_name_its_constants_in_one_order():
+    # A program is found by their values alone.
+    launches = constants_of_launches()
+    assert {parameter.id for parameter in launchers()} <= set(launches)
+    assert {kernel: orders for kernel, orders in launches.items() if len(orders) > 1} == {}

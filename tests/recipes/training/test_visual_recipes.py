@@ -1,0 +1,370 @@
+"""The recipes for images of pages, end to end on tiny models, processors and pages made on the spot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
+pytest.importorskip("datasets")
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+import torch
+from datasets import Dataset, Features, Image, List, Value
+from safetensors.torch import load_file
+from test_launched import KINDS, LAUNCHED, launch
+from tiny_recipe import text
+from typer.testing import CliRunner
+from visual_models import build_visual_model, page
+
+from pylate_fastmaxsim import recipes
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.text import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.visual import CLASSES, evaluate_pages
+from pylate_fastmaxsim.recipes.training.train import train
+
+RECIPES = {"colqwen2": "colqwen_vidore", "colpali": "colpali_vidore"}
+RECIPE_FOLDER = ROOT / "recipes"
+ROWS = 22
+STEPS = 4
+
+
+@pytest.fixture(scope="session")
+def visual_model(tmp_path_factory):
+    """``visual_model(kind)``: the folder of a tiny model, built once per session."""
+    built: dict[str, str] = {}
+
+    def folder(kind: str) -> str:
+        if kind not in built:
+            built[kind] = build_visual_model(tmp_path_factory.mktemp(kind), kind)
+        return built[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory) -> Path:
+    """A folder laid out as a ViDoRe data set on the Hub: queries, and images in Parquet."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = {
+        "query": [text(number, 2 + number % 6) for number in range(ROWS)],
+        "image": [page(number) for number in range(ROWS)],
+        "negatives": [[page(number + 50), page(number + 90)] for number in range(ROWS)],
+        "source": ["made"] * ROWS,
+    }
+    features = {"query": Value("string"), "image": Image(), "negatives": List(Image()), "source": Value("string")}
+    (folder / "data").mkdir()
+    Dataset.from_dict(rows, features=Features(features)).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
+    return folder
+
+
+def few_steps(kind: str, model: str, pages: Path, output: Path, *overrides: str) -> list[str]:
+    """Overrides under which a shipped recipe trains for some steps on a CPU."""
+    settings = [
+        f"output_dir={output}",
+        f"model.name_or_path={model}",
+        "model.lora.r=4",
+        f"data.name={pages}",
+        "training.per_device_train_batch_size=4",
+        f"training.max_steps={STEPS}",
+        "training.learning_rate=0.005",
+        "training.warmup_steps=0",
+        "training.use_cpu=true",
+        "training.dataloader_num_workers=0",
+        "training.logging_steps=1",
+        "training.save_steps=2",
+        "training.report_to=none",
+        "evaluation.rows=6",
+    ]
+    if kind == "colqwen2":
+        settings.append("model.max_visual_tokens=9")
+    return [*settings, *overrides]
+
+
+@pytest.fixture
+def recipe(visual_model, pages, tmp_path):
+    def load(kind: str, *overrides: str, output: str = "out"):
+        options = few_steps(kind, visual_model(kind), pages, tmp_path / output, *overrides)
+        return load_recipe(f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", options)
+
+    return load
+
+
+def losses(result: dict) -> list[float]:
+    return [loss for _, loss in result["losses"]]
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_shipped_recipe_trains_alike_both_ways(kind, recipe, tmp_path, monkeypatch):
+    from pylate_fastmaxsim.integrations.colpali import losses as colpali_losses
+
+    scored = []
+    monkeypatch.setattr(
+        colpali_losses, "maxsim", lambda *args, **kwargs: scored.append(args) or maxsim(*args, **kwargs)
+    )
+    stock = train(recipe(kind, "fast.enabled=false", output="stock"))
+    assert not scored
+    fast = train(recipe(kind, output="fast"))
+    assert len(scored) == STEPS + 1  # and the evaluation
+    assert len(losses(stock)) == STEPS and losses(stock)[0] != losses(stock)[-1]
+    assert losses(fast) == pytest.approx(losses(stock), rel=1e-4)
+    assert fast["ndcg@10"] == pytest.approx(stock["ndcg@10"]) and 0 < fast["ndcg@10"] <= 1
+    card = (tmp_path / "fast" / "model" / "README.md").read_text()
+    assert "(colpali-engine 0.3." in card and RECIPES[kind] in card
+
+
+LOAD_WITHOUT_US = """
+import sys
+sys.modules["pylate_fastmaxsim"] = None  # importing it fails
+import torch
+from colpali_engine import models
+kind, base, folder, pages, encoded = sys.argv[1:]
+if base == folder:
+    model = getattr(models, kind).from_pretrained(folder)
+else:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(getattr(models, kind).from_pretrained(base), folder)
+processor = getattr(models, kind + "Processor").from_pretrained(folder)
+images, queries = torch.load(pages, weights_only=False)
+model.eval()
+with torch.no_grad():
+    batches = (processor.process_images(images), processor.process_queries(queries))
+    torch.save([model(**batch) for batch in batches], encoded)
+"""
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_saved_model_loads_without_this_package(kind, lora, recipe, tmp_path):
+    loaded = recipe(kind, *([] if lora else ["model.lora=null"]))
+    result = train(loaded)
+    folder = result["model"]
+    base = loaded.model.name_or_path if lora else folder
+    images, queries = [page(0), page(1)], [text(1, 3), text(2, 5)]
+    torch.save((images, queries), tmp_path / "pages")
+    files = [base, folder, str(tmp_path / "pages"), str(tmp_path / "encoded")]
+    command = [sys.executable, "-c", LOAD_WITHOUT_US, CLASSES[kind][0].__name__, *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    trained = load_trained(loaded.model, Path(folder), "cpu")
+    assert evaluate(loaded, trained, load_data(loaded))["ndcg@10"] == result["ndcg@10"]
+    untrained = load_model(loaded.model, "cpu", loaded.training.seed)
+    processor = trained.processor
+    batches = (processor.process_images(images), processor.process_queries(queries))
+    for batch, got in zip(batches, torch.load(tmp_path / "encoded"), strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(got, trained.model.eval()(**batch), rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(got, untrained.model.eval()(**batch), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_model_without_a_tokenizer(kind, visual_model, pages, tmp_path):
+    model = shutil.copytree(visual_model(kind), tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    overrides = few_steps(kind, str(model), pages, tmp_path / "out")
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    for name in ("train", "compare"):
+        done = CliRunner().invoke(app, [name, f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", *arguments])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.endswith(
+            f"fastmaxsim: model.name_or_path {model} has no tokenizer that can be loaded; it must be saved beside the model.\n"
+        )
+        assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_each_loss_with_negatives(recipe):
+    for loss in ("colbert_negative_ce", "colbert_pairwise_negative_ce"):
+        overrides = [f"loss={{name: {loss}, temperature: 0.5, in_batch_term_weight: 0.3}}", "training.max_steps=2"]
+        overrides.append("data.columns=[query, image, negatives]")
+        stock = train(recipe("colqwen2", "fast.enabled=false", *overrides, output=f"{loss}-stock"))
+        fast = train(recipe("colqwen2", *overrides, output=f"{loss}-fast"))
+        assert losses(fast) == pytest.approx(losses(stock), rel=1e-4)
+
+
+def test_in_bfloat16_and_without_gradient_checkpointing(recipe):
+    overrides = ["training.precision=bf16", "training.gradient_checkpointing=false", "model.dtype=bfloat16"]
+    stock = train(recipe("colqwen2", "fast.enabled=false", *overrides, output="stock"))
+    fast = train(recipe("colqwen2", *overrides, output="fast"))
+    assert losses(fast) == pytest.approx(losses(stock), rel=0.1)
+    exact = train(recipe("colqwen2", output="exact"))
+    assert losses(fast)[0] == pytest.approx(losses(exact)[0], rel=0.1) and losses(fast) != losses(exact)
+
+
+def test_gradient_checkpointing_changes_nothing(recipe):
+    kept = train(recipe("colpali", "training.gradient_checkpointing=false", output="kept"))
+    assert losses(train(recipe("colpali"))) == pytest.approx(losses(kept), rel=1e-5)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
+def test_a_run_goes_on_where_it_stopped(lora, recipe, tmp_path):
+    overrides = ["training.save_total_limit=2", *([] if lora else ["model.lora=null"])]
+    whole = train(recipe("colqwen2", *overrides))
+    assert [entry.name for entry in sorted((tmp_path / "out").glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-4"]
+    finished = train(recipe("colqwen2", *overrides))
+    assert finished["resumed_from"] == "checkpoint-4" and finished["ndcg@10"] == pytest.approx(whole["ndcg@10"])
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    resumed = train(recipe("colqwen2", *overrides))
+    assert resumed["resumed_from"] == "checkpoint-2"
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+    assert resumed["ndcg@10"] == pytest.approx(whole["ndcg@10"])
+
+
+def test_all_weights_leave_nothing_of_adapters_trained_before(recipe, tmp_path):
+    adapted = recipe("colqwen2", "training.max_steps=1", "evaluation.rows=0")
+    train(adapted)
+    assert (tmp_path / "out" / "model" / "adapter_config.json").exists()
+    train(recipe("colqwen2", "training.max_steps=1", "evaluation.rows=0", "model.lora=null"), resume=False)
+    assert not list((tmp_path / "out" / "model").glob("adapter*"))
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_compare(kind, visual_model, pages, tmp_path):
+    overrides = few_steps(kind, visual_model(kind), pages, tmp_path / "out")
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    done = CliRunner().invoke(app, ["compare", f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", *arguments])
+    assert done.exit_code == 0, done.output
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
+    for run in (stock, fast):
+        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == STEPS
+        assert run["step_seconds"] > 0 and 0 <= run["padding"] < 0.5
+        assert run["environment"]["colpali-engine"] == version("colpali-engine")
+        assert run["warnings"] == []
+    assert comparison["summary"]["largest_loss_difference"] < 1e-3
+    assert comparison["summary"]["ndcg@10_difference"] == pytest.approx(0)
+
+
+def test_what_falls_back_is_said(recipe, caplog):
+    overrides = ["loss.use_smooth_max=true", "training.max_steps=2"]
+    stock = train(recipe("colqwen2", "fast.enabled=false", *overrides, output="stock"))
+    assert "use_smooth_max" not in caplog.text
+    fast = train(recipe("colqwen2", *overrides, output="fast"))
+    assert losses(fast) == losses(stock)
+    assert "use_smooth_max needs every similarity" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("loss.name=contrastive", "loss.name must be one of colbert, colbert_pairwise_ce, .* got 'contrastive'"),
+        ("loss.tau=0", "loss.tau must be greater than 0, got 0.0."),
+        ("loss.in_batch_term_weight=0.5", "loss.in_batch_term_weight does not apply to the colbert loss"),
+        (
+            "loss={name: colbert_negative_ce, in_batch_term_weight: 2}",
+            "in_batch_term_weight must be a number of at least 0 and at most 1 or null, got 2",
+        ),
+        ("model.query_length=32", "model.query_length does not apply to model.kind colqwen2"),
+        ("model.kind=colbert", "model.attn_implementation does not apply to model.kind colbert"),
+        ("model.kind=colpali", "model.max_visual_tokens does not apply to model.kind colpali"),
+        ("model.lora={r: 8}", "model.lora.target_modules is missing"),
+        ("model.lora.target_modules=nothing", "model.name_or_path .* cannot be loaded: .*nothing.* not found"),
+        ("data.source=docstrings", "data.source must be hub or files with model.kind colqwen2"),
+        ("data.columns=[query, source]", "'source' must hold images, but it holds Value"),
+        ("data.columns=[image, query]", "'image' must hold text"),
+        ("data.columns=[query, image, negatives]", r"data.columns must be \[query, image\] for the loss colbert"),
+        ("loss.name=colbert_negative_ce", r"data.columns must be \[query, image, negatives\] for the loss colbert_neg"),
+        ("training.batch_sampler=no_duplicates", "training.batch_sampler does not apply to model.kind colqwen2"),
+        ("evaluation.beir=BeIR/scifact", "evaluation.beir does not apply to model.kind colqwen2"),
+        ("evaluation.nano_beir=[nq]", "evaluation.nano_beir does not apply to model.kind colqwen2"),
+        ("fast.compile=true", "fast.compile does not apply to model.kind colqwen2"),
+        ("fast.ring=true", "fast.ring does not apply to model.kind colqwen2"),
+        ("fast.stock_masking=true", "fast.stock_masking does not apply to model.kind colqwen2"),
+        ("model.name_or_path=/", "model.name_or_path / cannot be loaded"),
+    ],
+)
+def test_misuse_is_one_sentence(override, sentence, recipe, tmp_path):
+    with pytest.raises(RecipeError, match=sentence) as error:
+        train(recipe("colqwen2", override))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_with_more_negatives_than_others_are_refused(recipe, tmp_path):
+    folder = tmp_path / "uneven"
+    folder.mkdir()
+    rows = {"query": [text(n, 3) for n in range(12)], "image": [page(n) for n in range(12)]}
+    rows["negatives"] = [[page(n)] * (1 + n % 2) for n in range(12)]
+    features = Features({"query": Value("string"), "image": Image(), "negatives": List(Image())})
+    Dataset.from_dict(rows, features=features).to_parquet(folder / "train.parquet")
+    overrides = ["loss.name=colbert_negative_ce", "data.columns=[query, image, negatives]", f"data.name={folder}"]
+    with pytest.raises(RecipeError, match="'negatives' must hold the same number of images, but rows hold 1 to 2"):
+        train(recipe("colqwen2", *overrides))
+
+
+def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeypatch):
+    loaded = recipe("colqwen2")
+    monkeypatch.setitem(sys.modules, "colpali_engine", None)
+    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.models.visual")
+    monkeypatch.delattr(recipes, "visual")
+    with pytest.raises(RecipeError, match=r'pip install "pylate-fastmaxsim\[recipes,colpali\]"'):
+        train(loaded)
+
+
+@pytest.mark.parametrize(
+    ("queries", "images"),
+    [([text(1, 3), text(2, 4), text(3, 5)], [page(1)] * 3), ([text(1, 3)] * 3, [page(1), page(2), page(3)])],
+    ids=["pages", "queries"],
+)
+def test_equal_pages_and_equal_queries_count_as_one(recipe, visual_model, queries, images):
+    loaded = recipe("colqwen2")
+    retriever = load_model(loaded.model, "cpu", 0)
+    held_out = Dataset.from_dict(
+        {"query": queries, "image": images},
+        features=Features({"query": Value("string"), "image": Image()}),
+    )
+    assert evaluate_pages(retriever, held_out, 2) == {"ndcg@10": 1.0}
+
+
+def test_a_model_of_nan_has_no_metrics(recipe, caplog):
+    loaded = recipe("colqwen2")
+    retriever = load_model(loaded.model, "cpu", 0)
+    with torch.no_grad():
+        retriever.model.custom_text_proj.weight.fill_(torch.nan)
+    assert evaluate(loaded, retriever, load_data(loaded)) == {"ndcg@10": None}
+    assert "embeddings of the model are NaN or infinite" in caplog.messages[-1]
+
+
+LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
+
+
+@pytest.mark.parametrize(("kind", "divided"), [("colqwen2", False), ("colpali", True)], ids=["ddp", "fsdp"])
+def test_two_processes_go_on_where_they_stopped(kind, divided, visual_model, pages, tmp_path):
+    jobs = {}
+    for name, overrides in {"adapters": [], "all": ["model.lora=null"]}.items():
+        overrides += ["training.per_device_train_batch_size=3", "training.max_steps=5"]
+        options = few_steps(kind, visual_model(kind), pages, tmp_path, "training.save_total_limit=3", *overrides)
+        jobs[name] = {"recipe": f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", "overrides": options}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    how = KINDS["fsdp" if divided else "ddp"]
+    done = launch(
+        *(option.replace("ModernBertEncoderLayer", LAYERS[kind]) for option in how), str(LAUNCHED), str(tmp_path)
+    )
+    for name in jobs:
+        file = tmp_path / f"{name}-0.json"
+        assert file.exists(), done.stderr[-3000:]
+        whole, parts = (json.loads(file.read_text())[key] for key in ("whole", "parts"))
+        assert parts["resumed_from"] == "checkpoint-2" and parts["losses"] == whole["losses"]
+        assert parts["ndcg@10"] == whole["ndcg@10"]
+    trained, base = (
+        load_file(Path(folder, "model.safetensors"))
+        for folder in (tmp_path / "all-whole" / "model", visual_model(kind))
+    )
+    embeddings = [name for name in trained if name.endswith("embed_tokens.weight")]
+    assert len(embeddings) == 1 and not torch.equal(trained[embeddings[0]], base[embeddings[0]])
+    first, second = (set(json.loads((tmp_path / f"written-{rank}.json").read_text())) for rank in (0, 1))
+    assert not {path for path in first & second if not path.endswith(".lock") and not path.startswith("/dev/")}

@@ -1,0 +1,18 @@
+"""The commands in benchmarks/, run as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from paths import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run_benchmark(name: str, *arguments: str) -> str:
+    """What a command prints; AssertionError with its errors where it fails."""
+    command = [sys.executable, str(BENCHMARKS / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

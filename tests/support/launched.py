@@ -1,0 +1,152 @@
+"""What tests/recipes/training/test_launched.py starts in two processes: recipes trained whole, interrupted, and to the end.
+
+Both processes note each file that they write, and the second makes its files readable for their owner only, so that
+what native code writes can be told apart as well. safetensors does that by itself, so it is asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+RANK = int(os.environ["RANK"])
+written: set[str] = set()
+
+
+def note_writing(event: str, arguments: tuple) -> None:
+    path = None
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        path = arguments[0]
+    elif event in ("os.rename", "shutil.move", "shutil.copyfile"):
+        path = arguments[1]
+    elif event == "shutil.rmtree" or (event == "os.remove" and arguments[1] == -1):  # else of a folder being removed
+        path = arguments[0]
+    # Both may be the first to import a module.
+    if isinstance(path, (str, os.PathLike)) and "__pycache__" not in str(path):
+        written.add(os.path.abspath(path))
+
+
+sys.addaudithook(note_writing)
+if RANK == 1:
+    os.umask(0o077)
+
+import accelerate.state  # noqa: E402  (all that is written counts)
+import safetensors.torch  # noqa: E402
+import torch  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
+
+from pylate_fastmaxsim.recipes.config.schema import RecipeError  # noqa: E402
+from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
+from pylate_fastmaxsim.recipes.training import train as training  # noqa: E402
+
+INTERRUPTED_AT = 3
+
+serialize = safetensors.torch.serialize_file
+
+
+def serialize_file(tensors, path, *args, **kwargs):
+    written.add(os.path.abspath(path))
+    return serialize(tensors, path, *args, **kwargs)
+
+
+safetensors.torch.serialize_file = serialize_file
+
+
+FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+if FSDP:
+    initialize = accelerate.state.AcceleratorState.__init__
+    plugins = []
+
+    def initialize_divided(self, *args, fsdp_plugin=None, **kwargs):
+        """On a CPU accelerate would run DistributedDataParallel instead, without a word."""
+        initialize(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            plugins.append(fsdp_plugin)
+        if plugins:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[-1]
+            self.device = torch.device("cpu")
+
+    accelerate.state.AcceleratorState.__init__ = initialize_divided
+
+
+save_rng_state, save_to_json = Trainer._save_rng_state, TrainerState.save_to_json
+late: list[str] = []
+
+
+def save_rng_state_late(self, folder: str) -> None:
+    """The first time in the second process: what it writes of a checkpoint comes last."""
+    if RANK == 1 and not late:
+        late.append(folder)
+        time.sleep(1)
+    save_rng_state(self, folder)
+
+
+def save_to_json_of_whole(self, path: str) -> None:
+    assert Path(path).with_name("rng_state_1.pth").exists(), f"{path} is written before the checkpoint is complete"
+    save_to_json(self, path)
+
+
+Trainer._save_rng_state, TrainerState.save_to_json = save_rng_state_late, save_to_json_of_whole
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C, which reaches all processes of a launcher."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        assert isinstance(model, FSDPModule) == FSDP
+        if state.global_step == INTERRUPTED_AT:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def train(job: dict, output: str, interrupt: bool = False) -> dict:
+    MAPPING_DATASET_NAME_TO_ID.update(job.get("nano_beir", {}))
+    recipe = load_recipe(job["recipe"], [*job["overrides"], f"output_dir={output}"])
+    build = training.build_trainer
+
+    def build_interrupted(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        if interrupt:
+            trainer.add_callback(Interrupt())
+        return trainer
+
+    training.build_trainer = build_interrupted
+    try:
+        return training.train(recipe)
+    finally:
+        training.build_trainer = build
+
+
+def main() -> None:
+    gc.freeze()  # as in conftest.py
+    folder = Path(sys.argv[1])
+    for name, job in json.loads((folder / "jobs.json").read_text()).items():
+        whole = train(job, f"{folder}/{name}-whole")
+        try:
+            train(job, f"{folder}/{name}-parts", interrupt=True)
+            raise AssertionError(f"{name} was not interrupted")
+        except KeyboardInterrupt:
+            pass
+        parts = train(job, f"{folder}/{name}-parts")
+        (folder / f"{name}-{RANK}.json").write_text(json.dumps({"whole": whole, "parts": parts}))
+    try:
+        # The second process is on a machine that does not share the disk of the first, and holds its own part of a
+        # checkpoint.
+        if RANK == 1:
+            part = folder / "apart" / "checkpoint-5"
+            part.mkdir(parents=True)
+            (part / "rng_state_1.pth").touch()
+        train(job, f"{folder}/{name}-parts" if RANK == 0 else f"{folder}/apart")
+    except RecipeError as error:
+        (folder / f"apart-{RANK}").write_text(str(error))
+    (folder / f"written-{RANK}.json").write_text(json.dumps(sorted(written)))
+
+
+main()

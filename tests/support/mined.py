@@ -1,0 +1,43 @@
+"""What tests/recipes/mining/test_mining_launched.py starts in two processes: mining.
+
+The second fails at a given file, reads late, or is on a machine that does not share the disk of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.recipes.mining import resumable, teacher
+
+RANK = int(os.environ["RANK"])
+folder, failing = Path(sys.argv[1]), sys.argv[2]
+written = []
+write = resumable.write_whole
+
+
+def noting(file: Path, writer) -> None:
+    if RANK == 1 and file.name.startswith(failing) and any(name.startswith(failing) for name in written):
+        raise RuntimeError("the second process is broken")
+    write(file, writer)
+    written.append(file.name)
+    (folder / f"written-{RANK}.json").write_text(json.dumps(written))
+
+
+def load_late(file: Path) -> np.ndarray:
+    time.sleep(0.5)
+    return np.load(file)
+
+
+resumable.write_whole = noting
+if RANK == 1 and failing == "late":
+    teacher.np = SimpleNamespace(**vars(np) | {"load": load_late})
+apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []
+app(["mine", str(folder / "mine.yaml"), *apart])

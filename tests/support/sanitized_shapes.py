@@ -1,0 +1,51 @@
+"""Small shapes of the operators' kernels, forward and backward, for compute-sanitizer on a CUDA GPU.
+
+    compute-sanitizer --tool racecheck python tests/support/sanitized_shapes.py
+    compute-sanitizer --tool memcheck python tests/support/sanitized_shapes.py
+
+Run it once without the sanitizer first, which compiles the kernels into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import normalize
+
+from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
+from pylate_fastmaxsim.ops.attention import text_attention
+
+
+def ragged(count: int, longest: int, d: int, dtype: torch.dtype) -> TokenBatch:
+    lengths = torch.randint(1, longest, (count,)).tolist()
+    batch = TokenBatch.from_list(
+        [normalize(torch.randn(length, d, device="cuda"), dim=-1).to(dtype) for length in lengths]
+    )
+    return batch.with_values(batch.values.requires_grad_())
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for d in (128, 48):
+            for candidates in (None, torch.randint(0, 9, (5, 3), device="cuda")):
+                queries, documents = ragged(5, 33, d, dtype), ragged(9, 150, d, dtype)
+                maxsim(queries, documents, candidates).sum().backward()
+            queries, documents = ragged(5, 32, d, dtype), ragged(10, 150, d, dtype)
+            for own in (torch.arange(10, device="cuda"), torch.tensor([0, 0, 2, 2, 2, 5, 6, 7, 8, 0], device="cuda")):
+                maxsim(queries, documents, own.view(5, 2)).sum().backward()
+    queries, hidden = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 256, torch.bfloat16)
+    weight = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    maxsim_from_hidden(queries, hidden, weight).sum().backward()
+    documents = ragged(9, 150, 128, torch.bfloat16)
+    for normalizer in ("positive", "retrieved"):
+        xtr_scores(queries, documents, 20, normalizer=normalizer).sum().backward()
+    states = torch.randn(3, 343, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    borders = torch.tensor([0, 20, 20, 70, 170, 343], device="cuda", dtype=torch.int32)
+    for reach in (-1, 40):
+        text_attention(*states, borders, borders, 173, 0.125, reach).sum().backward()
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
