@@ -13,9 +13,9 @@ from operators_shapes import SIGMA
 from pylate import losses
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.plans import total_to_leave
+from pylate_fastmaxsim.integrations.options import current_options
 
 QUERY_LENGTH = 32
 MEAN_TOKENS = 80.0  # as in training_cell.py
@@ -147,7 +147,7 @@ class Step:
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.loss_function([dict(column) for column in self.features], self.labels)
         loss.backward()
-        if integrations_enable.options() is not None and "padded" in encoding_encode._modes[self.model].values():
+        if current_options() is not None and "padded" in encoding_encode._modes[self.model].values():
             raise RuntimeError("The documents were padded, and so is what would be measured.")
         # Here and not before, so that gradients count to the memory of the step that made them.
         self.model.zero_grad()

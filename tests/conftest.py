@@ -91,13 +91,13 @@ def _nothing_left_behind():
     """Whatever a test enabled is off again for the next one."""
     yield
     if "pylate_fastmaxsim.integrations.enable" in sys.modules:
-        from pylate_fastmaxsim import integrations
-        from pylate_fastmaxsim.integrations import enable as integrations_enable
+        from pylate_fastmaxsim.integrations import log
+        from pylate_fastmaxsim.integrations.enable import disable
         from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 
-        integrations_enable.disable()
+        disable()
         encoding_encode.release()
-        integrations._said.clear()
+        log._said.clear()
 
 
 @pytest.fixture

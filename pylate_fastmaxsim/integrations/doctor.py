@@ -11,7 +11,9 @@ from importlib import metadata, util
 
 import torch
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.enable import available_patches
+from pylate_fastmaxsim.integrations.hosts import left_alone
+from pylate_fastmaxsim.integrations.options import forbidden
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 
 _PACKAGES = (
@@ -71,8 +73,8 @@ def report() -> Report:
     """
     fallbacks = _fallbacks()
     try:
-        patches = [patch.target for patch in integrations_enable.available_patches()]
-        fallbacks[:0] = integrations_enable.left_alone()
+        patches = [patch.target for patch in available_patches()]
+        fallbacks[:0] = left_alone()
     except ImportError as error:
         patches = []
         fallbacks.insert(0, f"Nothing is patched: {error}")
@@ -164,7 +166,7 @@ def _driver_version() -> str:
 def _fallbacks() -> list[str]:
     lines = []
     try:
-        if integrations_enable.forbidden():
+        if forbidden():
             lines.append(f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}: enable() does nothing.")
     except ValueError as error:
         lines.append(f"enable() raises: {error}")

@@ -6,15 +6,21 @@ import importlib
 import inspect
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata, util
-from typing import Literal
 
-from pylate_fastmaxsim.integrations import forget_what_was_said, log_once
+from pylate_fastmaxsim.integrations.hosts import Host, left_alone, usable_hosts
+from pylate_fastmaxsim.integrations.log import forget_what_was_said, log_once
+from pylate_fastmaxsim.integrations.options import (
+    Options,
+    PaddingFree,
+    current_options,
+    forbidden,
+    on_or_off,
+    set_options,
+)
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
@@ -22,94 +28,9 @@ from pylate_fastmaxsim.ops.grad_filter import GradFilter
 _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()
 _patches = PatchSet()
-_options: Options | None = None
 _blocks: list[_Block] = []
 # The libraries that are patched now, or were last.
-_patched: list[_Host] = []
-
-# "always": also where a model has code of somebody's own.
-PaddingFree = bool | Literal["always"]
-
-_ON = ("", "1", "true", "on", "yes")
-_OFF = ("0", "false", "off", "no")
-
-
-@dataclass(frozen=True)
-class _Host:
-    """A library that is accelerated.
-
-    Parameters
-    ----------
-    name
-        Of its distribution, as it is printed; ``extra`` installs it.
-    module
-        What to import.
-    first, below
-        The versions whose names and rules the patches know: from the one up to but not including the other.
-    providers
-        Modules of this package whose ``patches()`` say what to replace in it.
-    """
-
-    name: str
-    extra: str
-    module: str
-    first: str
-    below: str
-    providers: tuple[str, ...]
-
-    @property
-    def package(self) -> str:
-        return self.module.partition(".")[0]
-
-    @property
-    def version(self) -> str:
-        return getattr(sys.modules[self.package], "__version__", None) or metadata.version(self.name)
-
-
-_HOSTS = (
-    _Host(
-        "PyLate",
-        "pylate",
-        "pylate",
-        "1.5.1",
-        "2",
-        (
-            *("pylate.scores", "pylate.xtr", "pylate.losses", "pylate.collator"),
-            *("encoding.mask_sync", "pylate.kv_cache", "pylate.fused_head"),
-        ),
-    ),
-    _Host("colpali-engine", "colpali", "colpali_engine", "0.3.18", "0.4", ("colpali.losses",)),
-    # Of Sentence Transformers, which PyLate stands on, its own MultiVectorEncoder.
-    _Host(
-        "Sentence Transformers",
-        "multi-vector",
-        "sentence_transformers.multi_vector_encoder",
-        "6",
-        "7",
-        (
-            *(
-                "sentence_transformers.scores",
-                "sentence_transformers.xtr",
-                "sentence_transformers.encoder",
-                "sentence_transformers.joint",
-            ),
-            *("sentence_transformers.gradcache", "encoding.mask_sync"),
-        ),
-    ),
-)
-HOST_PACKAGES = frozenset(host.package for host in _HOSTS)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What :func:`enable` switched on; see there."""
-
-    padding_free: PaddingFree = True
-    compile: bool = False
-    stock_masking: bool = False
-    grad_filter: GradFilter = None
-    ring: bool = False
-    fused_head: bool = True
+_patched: list[Host] = []
 
 
 @dataclass(eq=False)
@@ -117,11 +38,6 @@ class _Block:
     """An :func:`enabled` block that runs, and the options that are in force again when it ends."""
 
     before: Options | None
-
-
-def options() -> Options | None:
-    """The options in force, or None while the host libraries run as they came."""
-    return _options
 
 
 def enable(
@@ -217,7 +133,7 @@ def enable(
     _logger.info(
         "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.",
         " and ".join(f"{host.name} {host.version}" for host in _patched) + (" is" if len(_patched) == 1 else " are"),
-        ", ".join(f"{name} {_said(value)}" for name, value in asdict(new).items()),
+        ", ".join(f"{name} {on_or_off(value)}" for name, value in asdict(new).items()),
     )
     asked = [f"{name}=True" for name in ("stock_masking", "ring") if getattr(new, name)]
     if asked and all(host.name != "PyLate" for host in _patched):
@@ -265,7 +181,7 @@ def enabled(
     tensor([[0.]])
     """
     with _lock:
-        block = _Block(options())
+        block = _Block(current_options())
         enable(
             padding_free=padding_free,
             compile=compile,
@@ -288,24 +204,6 @@ def enabled(
                 _switch_to(block.before)
 
 
-def _said(value: bool | str | None) -> str:
-    return value if isinstance(value, str) else "on" if value else "off"
-
-
-def forbidden() -> bool:
-    """Whether the environment variable ``PYLATE_FASTMAXSIM`` forbids to switch on.
-
-    Raises
-    ------
-    ValueError
-        It says neither on nor off.
-    """
-    value = os.environ.get("PYLATE_FASTMAXSIM", "").strip().lower()
-    if value not in _ON + _OFF:
-        raise ValueError(f"PYLATE_FASTMAXSIM must be 1, true, on, yes, 0, false, off or no, got {value!r}.")
-    return value in _OFF
-
-
 def available_patches() -> list[Patch]:
     """What :func:`enable` replaces in the host libraries. Imports those that are installed.
 
@@ -318,12 +216,12 @@ def available_patches() -> list[Patch]:
     return patches
 
 
-def _available() -> tuple[list[_Host], list[Patch]]:
+def _available() -> tuple[list[Host], list[Patch]]:
     """The host libraries that can be patched, and what :func:`available_patches` returns."""
-    hosts, reasons = _hosts()
+    hosts, reasons = usable_hosts()
     if not hosts:
         raise ImportError(" ".join(reasons.values()))
-    for line in _left_alone(reasons):
+    for line in left_alone(reasons):
         log_once("%s", line)
     providers = [
         importlib.import_module(f"pylate_fastmaxsim.integrations.{name}") for host in hosts for name in host.providers
@@ -340,7 +238,7 @@ def _is_hosts(patch: Patch) -> bool:
 
     That is what stood there when the patch was made, which somebody may have put back since.
     """
-    from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, SCORING, written_in
+    from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, SCORING, defined_in
 
     now = inspect.getattr_static(patch.owner, patch.name, None)
     if now is None:
@@ -348,68 +246,15 @@ def _is_hosts(patch: Patch) -> bool:
     replacement = getattr(patch.replacement, "__func__", patch.replacement)
     # A class may inherit what it has from torch.
     authors = HOSTS + SCORING if patch.name in vars(patch.owner) else (*HOSTS, "torch")
-    return all(written_in(function, authors) for function in (now, getattr(replacement, "__wrapped__", now)))
-
-
-def brings_host(package: str) -> bool:
-    """Whether a package that is imported is a library to accelerate, or has it in it: Sentence Transformers may not."""
-    return any(host.package == package and _is_there(host) for host in _HOSTS)
-
-
-def _is_there(host: _Host) -> bool:
-    """Whether a library is installed; of one that is a part of a package, also whether that can be imported."""
-    can_be_there = host.module == host.package or sys.modules.get(host.package) is not None
-    return can_be_there and util.find_spec(host.module) is not None
-
-
-def left_alone() -> list[str]:
-    """A sentence for each host library that is installed and cannot be patched."""
-    _, reasons = _hosts()
-    return _left_alone(reasons)
-
-
-def _left_alone(reasons: dict[_Host, str]) -> list[str]:
-    return [f"{host.name} runs as it came: {reason}" for host, reason in reasons.items() if _is_there(host)]
-
-
-def _hosts() -> tuple[list[_Host], dict[_Host, str]]:
-    """The host libraries that can be patched, and why the others cannot."""
-    usable, reasons = [], {}
-    for host in _HOSTS:
-        reason = _reason_to_leave(host)
-        if reason is None:
-            usable.append(host)
-        else:
-            reasons[host] = reason
-    return usable, reasons
-
-
-def _reason_to_leave(host: _Host) -> str | None:
-    try:
-        importlib.import_module(host.package)
-        version = host.version
-    except ModuleNotFoundError as error:
-        if error.name != host.package:
-            return f"{host.name} cannot be imported: {error}."
-        return f'{host.name} is not installed: pip install "pylate-fastmaxsim[{host.extra}]".'
-    except Exception as error:  # a broken installation of what it needs raises anything
-        return f"{host.name} cannot be imported: {type(error).__name__}: {error}."
-    from packaging.version import Version
-
-    if not Version(host.first).release <= Version(version).release < Version(host.below).release:
-        return (
-            f"pylate-fastmaxsim accelerates {host.name} from {host.first} up to but not including {host.below}; "
-            f"installed is {version}."
-        )
-    return None
+    return all(defined_in(function, authors) for function in (now, getattr(replacement, "__wrapped__", now)))
 
 
 def _switch_to(new: Options | None) -> None:
-    global _options, _patched
+    global _patched
     with _lock:
-        if new == _options:
+        if new == current_options():
             return
-        if _options is None:
+        if current_options() is None:
             hosts, patches = _available()
             _patches.apply(patches)
             _patched = hosts
@@ -425,4 +270,4 @@ def _switch_to(new: Options | None) -> None:
             from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
 
             compilation_checkpointing.prepare()
-        _options = new
+        set_options(new)

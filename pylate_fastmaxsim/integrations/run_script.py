@@ -16,7 +16,9 @@ from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.enable import enable
+from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, brings_host
+from pylate_fastmaxsim.integrations.options import Options, forbidden
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 
@@ -45,7 +47,7 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     """
     parsed = _parse(arguments, prog)
     try:
-        integrations_enable.forbidden()
+        forbidden()
     except ValueError as error:
         _stop(prog, str(error))
     if parsed.target is None:
@@ -69,10 +71,10 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    options = {option.name: getattr(parsed, option.name) for option in dataclasses.fields(integrations_enable.Options)}
+    options = {option.name: getattr(parsed, option.name) for option in dataclasses.fields(Options)}
     hook = _EnableWithHost(options)
-    if not integrations_enable.HOST_PACKAGES.isdisjoint(sys.modules):
-        integrations_enable.enable(**options)
+    if not HOST_PACKAGES.isdisjoint(sys.modules):
+        enable(**options)
     else:
         sys.meta_path.insert(0, hook)
     try:
@@ -111,7 +113,7 @@ class _EnableWithHost(importlib.abc.MetaPathFinder):
         self.options = options
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
-        if name not in integrations_enable.HOST_PACKAGES:
+        if name not in HOST_PACKAGES:
             return None
         place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
@@ -128,9 +130,9 @@ class _EnableWithHost(importlib.abc.MetaPathFinder):
             execute(module)
             # A host that cannot be imported leaves the finder to another one, and so does one that another is just
             # importing, as PyLate does Sentence Transformers.
-            if self in sys.meta_path and integrations_enable.brings_host(name) and not _others_begin(name):
+            if self in sys.meta_path and brings_host(name) and not _others_begin(name):
                 sys.meta_path.remove(self)
-                integrations_enable.enable(**self.options)
+                enable(**self.options)
 
         spec.loader.exec_module = execute_and_enable
         return spec
@@ -138,7 +140,7 @@ class _EnableWithHost(importlib.abc.MetaPathFinder):
 
 def _others_begin(name: str) -> bool:
     """Whether a host is being imported besides the one of this name."""
-    specs = (getattr(sys.modules.get(other), "__spec__", None) for other in integrations_enable.HOST_PACKAGES - {name})
+    specs = (getattr(sys.modules.get(other), "__spec__", None) for other in HOST_PACKAGES - {name})
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
 

@@ -9,14 +9,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._tracing import inside_transform, is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 
 logger = logging.getLogger("pylate_fastmaxsim")

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._tracing import inside_transform
 from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
 from pylate_fastmaxsim.cpu import projection as blocked
@@ -17,7 +17,6 @@ from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, check_choice, maxsim
 from pylate_fastmaxsim.ops.maxsim import path as scoring_path
-from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
 
 Projected = Literal["documents", "queries", "both"]

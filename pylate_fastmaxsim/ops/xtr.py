@@ -10,14 +10,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import maxsim as blocked_maxsim
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops import maxsim as maxsim_ops
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.ops.precision import float32_precision
 from pylate_fastmaxsim.tokens import TokenBatch, require_count
 
 Normalizer = Literal["positive", "retrieved"]

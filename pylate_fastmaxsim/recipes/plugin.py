@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.options import forbidden
 from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
 
 
@@ -22,10 +22,10 @@ def plugin_off(fast: FastSection) -> str | None:
     if not fast.enabled:
         return "fast.enabled is false"
     try:
-        forbidden = integrations_enable.forbidden()
+        off = forbidden()
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    return f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}" if forbidden else None
+    return f"PYLATE_FASTMAXSIM={os.environ['PYLATE_FASTMAXSIM']}" if off else None
 
 
 def switched(fast: FastSection) -> AbstractContextManager:

@@ -18,9 +18,9 @@ def row_text(table: str, architecture: int, arithmetic: str, dim: int, found: Se
 
     Examples
     --------
-    >>> from pylate_fastmaxsim.kernels import launch
+    >>> from pylate_fastmaxsim.kernels.maxsim import tiles
     >>> from pylate_fastmaxsim.tuning.search import Measured, Search
-    >>> own = Measured(launch.QueryGradientTiles(4, 128, 8, 2), (1.0,))
+    >>> own = Measured(tiles.QueryGradientTiles(4, 128, 8, 2), (1.0,))
     >>> print(row_text("_QUERY_GRADIENT", 90, "half", 128, Search(own, own, [own], True)))
     # _QUERY_GRADIENT[90, "half"]: the table's own row, nothing was clearly faster
     (128, QueryGradientTiles(block_rows=4, block_d=128, unroll=8, num_warps=2)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pylate_fastmaxsim import maxsim, maxsim_from_hidden, xtr_scores
-from pylate_fastmaxsim.ops.precision import float32_precision
+from pylate_fastmaxsim._dtypes import float32_precision
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.backends, "fp32_precision"), reason="this release of PyTorch has one way to say it"

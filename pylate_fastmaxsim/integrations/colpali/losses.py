@@ -23,10 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.integrations.enable import Options
-from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, asked_backend, check, own_documents, replaces
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.options import Options, current_options
+from pylate_fastmaxsim.integrations.patching.fallback import (
+    FallbackToHost,
+    asked_backend,
+    check,
+    own_documents,
+    replaces,
+)
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -65,7 +70,7 @@ def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     _check_backend()
     _check(query, doc, 4)
     if len(query) != len(doc):
-        raise LeftToStock("queries and documents differ in number")
+        raise FallbackToHost("queries and documents differ in number")
     return _score(options, _live(query), _live(doc.flatten(0, 1)), own_documents(doc))
 
 
@@ -83,12 +88,12 @@ def _with_negatives(
     # Not self._aggregate.__func__, which for torch.compile is another function each time.
     replaced = "_aggregate" in vars(self) or type(self)._aggregate is not _aggregate
     if replaced or stock_losses.maxsim_kd is not _kd:
-        raise LeftToStock("its _aggregate or maxsim_kd is not colpali-engine's own")
+        raise FallbackToHost("its _aggregate or maxsim_kd is not colpali-engine's own")
     _check(query_embeddings, doc_embeddings, 3)
     _check(query_embeddings, neg_doc_embeddings, 4)
     batch_size = len(query_embeddings)
     if len(neg_doc_embeddings) != batch_size or offset + batch_size > len(doc_embeddings):
-        raise LeftToStock("queries, documents and negatives differ in number")
+        raise FallbackToHost("queries, documents and negatives differ in number")
     queries = _live(query_embeddings)
     own = torch.arange(offset, offset + batch_size, device=query_embeddings.device)[:, None]
     positive = _score(options, queries, _live(doc_embeddings), own)
@@ -120,7 +125,7 @@ def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> 
 @wraps(stock_losses.ColbertModule._smooth_max)
 def smooth_max(self: nn.Module, *args, **kwargs) -> Tensor:
     # Every loss with use_smooth_max comes through here, and through none of the functions above.
-    if integrations_enable.options() is not None:
+    if current_options() is not None:
         log_once("use_smooth_max needs every similarity: colpali-engine itself computes the scores.")
     return smooth_max.__wrapped__(self, *args, **kwargs)
 
@@ -135,7 +140,7 @@ def score_multi_vector(
 ) -> Tensor:
     _check_backend()
     if len(qs) == 0 or len(ps) == 0:
-        raise LeftToStock("there are no queries or no passages")
+        raise FallbackToHost("there are no queries or no passages")
     device = device or get_torch_device("auto")
     padded = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
     for some in padded:
@@ -155,7 +160,7 @@ def score_multi_vector(
 def without_logits(self: ColPali, *args, **kwargs) -> Tensor:
     # The embeddings come from the hidden states. Stock also computes, and throws away, the scores of all 257,216 words
     # for each of the 1,030 tokens of a page, and from the labels that the processor makes a loss in float32.
-    if integrations_enable.options() is not None:
+    if current_options() is not None:
         kwargs.pop("labels", None)
         kwargs["logits_to_keep"] = 1
     return without_logits.__wrapped__(self, *args, **kwargs)
@@ -198,9 +203,9 @@ def _padded(sequences: Tensor | Sequence[Tensor], device: str | torch.device) ->
 def _check(queries: Tensor, documents: Tensor, documents_dim: int) -> None:
     check(queries, documents, 3, documents_dim)
     if documents.shape[-2] == 0:
-        raise LeftToStock("documents have no vectors")
+        raise FallbackToHost("documents have no vectors")
 
 
 def _check_backend() -> None:
     if (backend := asked_backend("COLPALI_SCORES_BACKEND")) is not None:
-        raise LeftToStock(f"the environment asks for it with COLPALI_SCORES_BACKEND={backend}")
+        raise FallbackToHost(f"the environment asks for it with COLPALI_SCORES_BACKEND={backend}")

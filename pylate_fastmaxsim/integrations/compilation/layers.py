@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet

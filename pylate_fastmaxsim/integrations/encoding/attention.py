@@ -10,7 +10,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, defined_in
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
 # Attention implementations of transformers that understand a packed mask now: name -> that, and what was there before.
@@ -197,7 +197,7 @@ def accept_packed_masks(encoder: nn.Module) -> None:
             f"{type(encoder).__name__} computes attn_implementation={implementation!r} in code of its own{advice}"
         )
     original = ALL_ATTENTION_FUNCTIONS[implementation]
-    if not written_in(original, HOSTS):
+    if not defined_in(original, HOSTS):
         # What it adds, as a bias that begins at zero, need not show in a trial.
         raise PackingUnsupported(f"attn_implementation={implementation!r} is a function of somebody's own")
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import mask_changes, token_counts
@@ -47,9 +45,11 @@ from pylate_fastmaxsim.integrations.encoding.plans import (
     rows_of,
     without_total,
 )
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of, positioned, token_embeddings
-from pylate_fastmaxsim.integrations.models.user_code import forward_is_own, own_code, reader, unknown_wrapper
+from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, own_code, reader, unknown_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, is_compiled, layers_of_wrapping, unwrap
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # What makes token embeddings [N, L, d] of one call of the model.
@@ -174,7 +174,7 @@ def plan_documents(
         (not normalized), column after column.
     """
     skipped = partial(_skipped, skiplist=tuple(skiplist))
-    options = integrations_enable.options()
+    options = current_options()
     mode = "padded"
     # GradCache has a backward for each call.
     backwards = mini_batch_size is not None
@@ -243,7 +243,7 @@ def release() -> None:
     """Put the encoders back that were prepared for packing or compiled, and forget what was decided about them."""
     encoding_attention.release()
     compilation_layers.release()
-    token_counts.forget()
+    token_counts.reset()
     mask_changes.changing.clear()
     for decisions in (_modes, _joint, _divisible):
         decisions.clear()
@@ -413,7 +413,7 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
     # A trial calls the model as it is inside, and cannot know what these make of padding, or of more calls.
     if (wrapper := unknown_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model"
-    if not forward_is_own(core):
+    if not has_class_forward(core):
         return f"the forward of {type(core).__name__} was replaced"
     try:
         reason = _reason_in_features(core, columns)
@@ -429,7 +429,7 @@ def _reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> 
 
 
 def _reason_in_own_code(model: nn.Module, backwards: bool) -> str | None:
-    options = integrations_enable.options()
+    options = current_options()
     if options is not None and options.padding_free == "always":
         return None
     own = own_code(model, backwards)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
 from pylate_fastmaxsim.integrations.encoding.joint import joint_call
 from pylate_fastmaxsim.integrations.encoding.mask_changes import changed, masks_of
@@ -35,7 +36,6 @@ from pylate_fastmaxsim.integrations.models.encoders import (
     token_embeddings,
 )
 from pylate_fastmaxsim.integrations.models.user_code import reader
-from pylate_fastmaxsim.ops.precision import float32_precision
 
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}

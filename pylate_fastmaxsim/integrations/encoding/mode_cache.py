@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, with_adapters
-from pylate_fastmaxsim.integrations.models.user_code import forward_is_own
+from pylate_fastmaxsim.integrations.models.user_code import has_class_forward
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded, unwrap
 
 # Of what this rank found, what all ranks act on.
@@ -60,7 +60,7 @@ def decided(
         device.type,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
-        id(vars(core).get("forward")) if forward_is_own(core) else "replaced",
+        id(vars(core).get("forward")) if has_class_forward(core) else "replaced",
         *_state(core),
         # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
         0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),

@@ -308,7 +308,7 @@ def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor
     totals = [_left(column) for column in columns]
     if None in totals:
         return *attended_index(attention_mask), False
-    token_counts.ask(attention_mask, sum(totals))
+    token_counts.verify_async(attention_mask, sum(totals))
     return *attended_index(attention_mask, sum(totals)), True
 
 
@@ -330,14 +330,14 @@ def total_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
     return {TOKEN_TOTAL: torch.empty(count, width, 0, count + width, total, dtype=torch.bool)}
 
 
-def with_totals_at_masks(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch without what the collator left, which the masks then carry: for as long as nobody makes others of them.
 
     Examples
     --------
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     >>> left = {f"query_{part}": value for part, value in total_to_leave(mask).items()}
-    >>> batch = with_totals_at_masks({"query_input_ids": mask, "query_attention_mask": mask, **left})
+    >>> batch = attach_token_counts({"query_input_ids": mask, "query_attention_mask": mask, **left})
     >>> sorted(batch), attended_tokens([{"input_ids": mask, "attention_mask": batch["query_attention_mask"]}], mask)[2]
     (['query_attention_mask', 'query_input_ids'], True)
     """
@@ -421,7 +421,7 @@ def _left(column: dict[str, Tensor]) -> int | None:
     total = left.shape[-1]
     if column["input_ids"].shape != mask.shape or left.shape != (count, width, 0, count + width, total):
         return None
-    return total if mask.device.type != "cpu" or token_counts.fits(mask, total) else None
+    return total if mask.device.type != "cpu" or token_counts.matches(mask, total) else None
 
 
 def _has_rows(value: object, count: int) -> bool:

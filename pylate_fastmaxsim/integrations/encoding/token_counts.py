@@ -10,26 +10,26 @@ from torch import Tensor
 
 
 class _Answer(NamedTuple):
-    fits: Tensor  # on the host
+    matches: Tensor  # on the host
     there: torch.cuda.Event
 
 
 _asked: deque[_Answer] = deque()
 
 
-def fits(attention_mask: Tensor, total: int) -> Tensor:
+def matches(attention_mask: Tensor, total: int) -> Tensor:
     """Whether a mask ``[N, L]`` attends to so many tokens, with no gaps between them, as a tensor on its device.
 
     Examples
     --------
-    >>> fits(torch.tensor([[1, 1], [1, 0]]), 3), fits(torch.tensor([[1, 1], [0, 1]]), 3)
+    >>> matches(torch.tensor([[1, 1], [1, 0]]), 3), matches(torch.tensor([[1, 1], [0, 1]]), 3)
     (tensor(True), tensor(False))
     """
     attended = attention_mask != 0
     return (attended.sum() == total) & ~(attended[:, 1:] & ~attended[:, :-1]).any()
 
 
-def ask(attention_mask: Tensor, total: int) -> None:
+def verify_async(attention_mask: Tensor, total: int) -> None:
     """Have a GPU look whether a batch fits. What it says is heard when it has said it and a later batch is asked about.
 
     Raises
@@ -38,13 +38,13 @@ def ask(attention_mask: Tensor, total: int) -> None:
         An earlier batch did not fit.
     """
     if attention_mask.is_cuda:
-        _hear(fits(attention_mask, total))
+        _poll(matches(attention_mask, total))
 
 
-def _hear(answer: Tensor) -> None:
+def _poll(answer: Tensor) -> None:
     while _asked and _asked[0].there.query():
-        if not _asked.popleft().fits:
-            forget()
+        if not _asked.popleft().matches:
+            reset()
             raise ValueError(
                 "The masks of an earlier batch were changed after their collator, which had left with them how many tokens "
                 "they have, so that losses since then are wrong: leave token_total out of the columns that you change, "
@@ -56,6 +56,6 @@ def _hear(answer: Tensor) -> None:
     _asked.append(_Answer(host, there))
 
 
-def forget() -> None:
+def reset() -> None:
     """Look at no answer that is still to come."""
     _asked.clear()

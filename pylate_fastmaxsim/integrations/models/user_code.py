@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, parts_of, wholly_written_in, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, defined_in, parts_of, wholly_defined_in
 
 # Whose hooks leave embeddings and gradients as they are.
 _WRITERS_OF_HOOKS = ("torch", "transformers", "peft", "accelerate", "deepspeed", "wandb", "pylate_fastmaxsim")
@@ -27,7 +27,7 @@ _WRITERS_OF_LAYERS = (
 _METHODS = FunctionType, property, classmethod, staticmethod
 
 
-# Outside of what is compiled, as written_in.
+# Outside of what is compiled, as defined_in.
 @torch.compiler.disable
 def own_code(model: nn.Module, backwards: bool) -> str | None:
     """What in a model is of somebody's own, and may make of a text what depends on the other texts of its call.
@@ -69,7 +69,7 @@ def _forward_of_libraries(module: nn.Module, methods: frozenset[str]) -> bool:
     of_instance = vars(module)
     if methods.isdisjoint(of_instance):
         return bool(methods)
-    return all(wholly_written_in(of_instance[name], _WRITERS_OF_LAYERS) for name in methods & of_instance.keys())
+    return all(wholly_defined_in(of_instance[name], _WRITERS_OF_LAYERS) for name in methods & of_instance.keys())
 
 
 def _checkpoints_reentrantly(module: nn.Module) -> bool:
@@ -90,7 +90,7 @@ def _methods_of_libraries(kind: type[nn.Module]) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def _all_of_libraries(functions: tuple[Callable, ...]) -> bool:
-    return all(wholly_written_in(function, _WRITERS_OF_LAYERS) for function in functions)
+    return all(wholly_defined_in(function, _WRITERS_OF_LAYERS) for function in functions)
 
 
 @lru_cache(maxsize=1024)
@@ -116,14 +116,14 @@ def _names_in(code: CodeType) -> set[str]:
 def unknown_wrapper(model: nn.Module) -> nn.Module | None:
     """What is around a model that may change its output: all but what was written in one of the libraries here."""
     around = layers_of_wrapping(model)[:-1]
-    return next((layer for layer in around if not wholly_written_in(type(layer).forward, LIBRARIES)), None)
+    return next((layer for layer in around if not wholly_defined_in(type(layer).forward, LIBRARIES)), None)
 
 
-def forward_is_own(module: nn.Module) -> bool:
+def has_class_forward(module: nn.Module) -> bool:
     """Whether a module has the forward of its class, or what accelerate makes of that for mixed precision."""
     forward, of_class = vars(module).get("forward"), type(module).forward
     while forward is not None and getattr(forward, "__func__", forward) is not of_class:
-        if not written_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
+        if not defined_in(forward, ("torch", "accelerate")) or not hasattr(forward, "__wrapped__"):
             return False
         forward = forward.__wrapped__
     return True
@@ -144,7 +144,7 @@ def reader(core: nn.Module) -> nn.Module | None:
         modules += map(unsharded, core.children())
     for module in modules:
         forward = type(module).forward
-        if forward not in known or not written_in(forward, HOSTS) or not forward_is_own(module):
+        if forward not in known or not defined_in(forward, HOSTS) or not has_class_forward(module):
             return module
     return None
 
@@ -173,7 +173,7 @@ def has_hooks(module: nn.Module) -> bool:
 def _has_own(hooks: tuple[Mapping[int, Callable], ...]) -> bool:
     # Mostly there are none; asked of every module in every step.
     return any(hooks) and any(
-        not wholly_written_in(hook, _WRITERS_OF_HOOKS) for each in hooks for hook in each.values()
+        not wholly_defined_in(hook, _WRITERS_OF_HOOKS) for each in hooks for hook in each.values()
     )
 
 

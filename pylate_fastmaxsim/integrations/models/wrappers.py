@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations.patching.provenance import written_in
+from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
@@ -42,17 +42,17 @@ def unwrap(model: nn.Module) -> nn.Module:
     return layers_of_wrapping(model)[-1]
 
 
-def of_outermost(model: nn.Module, name: str) -> object:
+def wrapper_attribute(model: nn.Module, name: str) -> object:
     """An attribute of a PyLate model: of the outermost of :func:`layers_of_wrapping` that has it, as in its losses.
 
     Examples
     --------
     >>> model = nn.Linear(2, 1)
     >>> wrapper = nn.DataParallel(model)
-    >>> of_outermost(wrapper, "in_features")
+    >>> wrapper_attribute(wrapper, "in_features")
     2
     >>> wrapper.in_features = 3
-    >>> of_outermost(wrapper, "in_features")
+    >>> wrapper_attribute(wrapper, "in_features")
     3
     """
     layers = layers_of_wrapping(model)
@@ -93,7 +93,7 @@ def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGrou
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def unsent(model: nn.Module) -> AbstractContextManager:
+def no_grad_sync(model: nn.Module) -> AbstractContextManager:
     """Wherein gradients of weights stay on this rank where they can, to be sent with those of a backward outside.
 
     They cannot where somebody else sends them or needs each exchange: FSDP would hold whole gradients, a static graph
@@ -110,4 +110,4 @@ def _waits(layer: nn.Module, backwards: bool) -> bool:
         # and where no gradients are exchanged they are broadcast in the first of any number of calls.
         broadcasts = layer.require_backward_grad_sync and layer.broadcast_buffers and len(layer.modules_buffers) > 0
         return torch.is_grad_enabled() and (backwards or broadcasts)
-    return written_in(type(layer).forward, ("deepspeed",))
+    return defined_in(type(layer).forward, ("deepspeed",))

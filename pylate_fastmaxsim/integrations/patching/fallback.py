@@ -9,14 +9,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.integrations.enable import options
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-class LeftToStock(Exception):
+class FallbackToHost(Exception):
     """Why the host's own function has to compute this, or has to raise for it."""
 
 
@@ -31,12 +31,12 @@ def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
     def decorate(fast: Callable) -> Callable:
         @functools.wraps(stock)
         def replacement(*args, **kwargs):
-            in_force = options()
+            in_force = current_options()
             if in_force is None:
                 return stock(*args, **kwargs)
             try:
                 return fast(in_force, *args, **kwargs)
-            except LeftToStock as error:
+            except FallbackToHost as error:
                 reason = error
             result = stock(*args, **kwargs)
             log_once("%s of %s itself computes the scores: %s.", stock.__qualname__, host, reason)
@@ -64,20 +64,20 @@ def check(queries: Tensor, documents: Tensor, queries_dim: int, documents_dim: i
 
     Raises
     ------
-    LeftToStock
+    FallbackToHost
         Types, numbers of dimensions, token dimension, devices or dtypes do not fit together.
     """
     if not isinstance(queries, Tensor) or not isinstance(documents, Tensor):
-        raise LeftToStock("embeddings are neither tensors nor arrays nor lists of them")
+        raise FallbackToHost("embeddings are neither tensors nor arrays nor lists of them")
     if queries.is_nested or documents.is_nested:
-        raise LeftToStock("embeddings are a nested tensor")
+        raise FallbackToHost("embeddings are a nested tensor")
     if (queries.dim(), documents.dim()) != (queries_dim, documents_dim) or queries.shape[-1] != documents.shape[-1]:
-        raise LeftToStock(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
+        raise FallbackToHost(f"embeddings have the shapes {tuple(queries.shape)} and {tuple(documents.shape)}")
     if queries.is_meta or documents.is_meta:
-        raise LeftToStock("embeddings on the meta device hold no numbers to score")
+        raise FallbackToHost("embeddings on the meta device hold no numbers to score")
     if queries.device != documents.device:
-        raise LeftToStock(f"embeddings are on {queries.device} and {documents.device}")
+        raise FallbackToHost(f"embeddings are on {queries.device} and {documents.device}")
     dtypes = (queries.dtype, documents.dtype)
     mixed = queries.dtype != documents.dtype and not torch.is_autocast_enabled(queries.device.type)
     if mixed or not _DTYPES.issuperset(dtypes):
-        raise LeftToStock(f"embeddings have the dtypes {dtypes[0]} and {dtypes[1]}")
+        raise FallbackToHost(f"embeddings have the dtypes {dtypes[0]} and {dtypes[1]}")

@@ -24,13 +24,13 @@ _EMPTY = CellType()
 
 # Outside of what is compiled: dynamo cannot trace it.
 @torch.compiler.disable
-def written_in(function: Callable, libraries: Iterable[str]) -> bool:
+def defined_in(function: Callable, libraries: Iterable[str]) -> bool:
     """Whether one of these libraries wrote a function, by the module of its code; of a ``partial``, what it calls.
 
     Examples
     --------
     >>> linear = torch.nn.Linear(1, 1)
-    >>> written_in(partial(type(linear).forward, linear), ("torch",)), written_in(len, ("torch",))
+    >>> defined_in(partial(type(linear).forward, linear), ("torch",)), defined_in(len, ("torch",))
     (True, False)
     """
     # By its type alone: what decorates a function may show all that this has, its class included.
@@ -43,16 +43,16 @@ def written_in(function: Callable, libraries: Iterable[str]) -> bool:
     return written.get("__name__", type(function).__module__).partition(".")[0] in libraries
 
 
-def wholly_written_in(function: Callable, libraries: Iterable[str]) -> bool:
+def wholly_defined_in(function: Callable, libraries: Iterable[str]) -> bool:
     """Whether these libraries wrote a function and all functions that it is made of, as what is decorated in it.
 
     Examples
     --------
     >>> own = torch.no_grad()(lambda x: x)
-    >>> written_in(own, ("torch",)), wholly_written_in(own, ("torch",))
+    >>> defined_in(own, ("torch",)), wholly_defined_in(own, ("torch",))
     (True, False)
     """
-    return all(written_in(part, (*libraries, "contextlib")) for part in parts_of(function))
+    return all(defined_in(part, (*libraries, "contextlib")) for part in parts_of(function))
 
 
 def parts_of(function: object) -> list[object]:

@@ -8,8 +8,8 @@ from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations.encoding.plans import has_gaps, total_to_leave, with_totals_at_masks
+from pylate_fastmaxsim.integrations.encoding.plans import attach_token_counts, has_gaps, total_to_leave
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 _MASK = "_attention_mask"
@@ -31,7 +31,7 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     # Counted here, on the CPU and in a worker, so that packing waits for no device. A worker that
     # imports PyLate afresh (start method spawn) adds nothing, and packing counts itself.
     batch = collate.__wrapped__(self, features)
-    options = integrations_enable.options()
+    options = current_options()
     if options is None or not options.padding_free:
         return batch
     # A subclass that has its own __call__ comes here by super() and may change the masks afterwards.
@@ -55,4 +55,4 @@ def prepare_inputs(self: SentenceTransformerTrainer, inputs: object) -> object:
     # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows.
     # The trainer divides the batch into columns later, where `negative` also gets what belongs to a column
     # `negative_1`. A collator of somebody's own may make a batch of another type, which their compute_loss takes apart.
-    return with_totals_at_masks(batch) if isinstance(batch, dict) else batch
+    return attach_token_counts(batch) if isinstance(batch, dict) else batch

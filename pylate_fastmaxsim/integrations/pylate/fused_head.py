@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel
 from torch.utils import _pytree
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, changed, masks_of
 from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.user_code import (
-    forward_is_own,
+    has_class_forward,
     has_hooks,
     hooks_change_nothing,
     reader,
@@ -35,8 +34,9 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     unsharded,
     unwrap,
 )
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, defined_in
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
@@ -116,7 +116,7 @@ def unit_embeddings(model: nn.Module, features: dict[str, Tensor], masks_stay: b
 
 def _head(model: nn.Module) -> Dense | None:
     """The module to ask, or None, with a line of log, where projection and normalisation stay apart."""
-    options = integrations_enable.options()
+    options = current_options()
     if options is None or not options.fused_head:
         return None
     core = unsharded(unwrap(model))
@@ -159,7 +159,7 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"the linear layer of Dense is a {_full_name(linear)}"
     if type(linear.weight) not in whole:
         return f"the weight of Dense's linear layer is a {_full_name(linear.weight)}"
-    if "forward" in vars(linear) or not written_in(nn.Linear.forward, LIBRARIES):
+    if "forward" in vars(linear) or not defined_in(nn.Linear.forward, LIBRARIES):
         return "the forward of Dense's linear layer was replaced"
     if divided_by_deepspeed(linear):
         return "DeepSpeed divides the weights of the model (ZeRO 3)"
@@ -180,11 +180,11 @@ def _full_name(thing: object) -> str:
 def _reason_to_expect_changes(module: nn.Module) -> str | None:
     """Why what the module returns may differ from what PyLate's code made, as where embeddings are cut short."""
     name = type(module).__name__
-    if isinstance(module, ColBERT) and not written_in(type(module).forward, HOSTS):
+    if isinstance(module, ColBERT) and not defined_in(type(module).forward, HOSTS):
         return f"the forward of {name} is not PyLate's own"
-    if not forward_is_own(module):
+    if not has_class_forward(module):
         return f"the forward of {name} was replaced"
-    if not written_in(type(module).__call__, LIBRARIES):
+    if not defined_in(type(module).__call__, LIBRARIES):
         return f"the __call__ of {name} is not PyTorch's own"
     if not hooks_change_nothing(module):
         return f"{name} has forward hooks, which may change what it takes or returns"

@@ -23,17 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once
-from pylate_fastmaxsim.integrations.enable import Options
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changing
 from pylate_fastmaxsim.integrations.encoding.plans import without_total
-from pylate_fastmaxsim.integrations.models.wrappers import of_outermost, unsent, unwrap
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync, unwrap, wrapper_attribute
+from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import SCORING, defined_in
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
@@ -68,7 +67,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
         @wraps(stock)
         def forward(self: nn.Module, sentence_features: Iterable[dict[str, Tensor]], *labels, **named_labels):
             features = list(sentence_features)
-            options = integrations_enable.options()
+            options = current_options()
             if options is not None:
                 reason = _reason_to_leave(self) or _reason_in_masking(self) or _reason_in_model(self)
                 if reason is None:
@@ -97,9 +96,9 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
     metric = loss.score_metric
     xtr = passing_tokens(loss) is not None
     if isinstance(loss, Distillation):
-        default = metric is stock_scores.colbert_kd_scores and written_in(metric, SCORING)
+        default = metric is stock_scores.colbert_kd_scores and defined_in(metric, SCORING)
     else:
-        default = type(metric) is stock_scores.ColBERTScores and written_in(type(metric).__call__, SCORING)
+        default = type(metric) is stock_scores.ColBERTScores and defined_in(type(metric).__call__, SCORING)
         if default and not group_scores_are_own():
             return "pylate.scores.colbert.colbert_scores was replaced"
     if not default and not xtr:
@@ -109,7 +108,7 @@ def _reason_to_leave(loss: nn.Module) -> str | None:
         return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
     if isinstance(loss, CachedContrastive):
         steps = ("embed_minibatch", "embed_minibatch_iter", "calculate_loss", "calculate_loss_and_cache_gradients")
-        changed = [step for step in steps if not written_in(getattr(loss, step), ("pylate",))]
+        changed = [step for step in steps if not defined_in(getattr(loss, step), ("pylate",))]
         if changed:
             return f"{', '.join(changed)} of it is not PyLate's own"
     return None
@@ -119,7 +118,7 @@ def _reason_in_masking(loss: nn.Module) -> str | None:
     """Why other tokens may count than PyLate's: somebody replaced what says which do."""
     own = next(cls for cls in (Contrastive, CachedContrastive, Distillation) if isinstance(loss, cls))
     masking = getattr(sys.modules[own.__module__], "extract_skiplist_mask", None)
-    if written_in(masking, ("pylate",)) and written_in(ColBERT.skiplist_mask, ("pylate",)):
+    if defined_in(masking, ("pylate",)) and defined_in(ColBERT.skiplist_mask, ("pylate",)):
         return None
     return "extract_skiplist_mask or ColBERT.skiplist_mask was replaced"
 
@@ -186,7 +185,7 @@ def cached_contrastive(
         )
     queries_mask = _queries_mask(self.model, features)
     plan = encoding_encode.plan_documents(
-        self.model, features[1:], of_outermost(self.model, "skiplist"), self.mini_batch_size
+        self.model, features[1:], wrapper_attribute(self.model, "skiplist"), self.mini_batch_size
     )
     query_calls = encoding_encode.query_calls(self.model, features[0], plan, self.mini_batch_size)
     passes = [_Pass(self.model, call) for call in query_calls + plan.calls]
@@ -239,7 +238,7 @@ class _Pass:
 def _second_passes(model: nn.Module, passes: Sequence[_Pass], gradients: Sequence[Tensor], grad_output: Tensor) -> None:
     for one, gradient in zip(passes, gradients, strict=True):
         # Once a step and not once a pass: ranks send each other the gradients of all weights.
-        with nullcontext() if one is passes[-1] else unsent(model):
+        with nullcontext() if one is passes[-1] else no_grad_sync(model):
             embeddings = one.again()
             embeddings.backward(gradient.view_as(embeddings) * grad_output)
 
@@ -338,7 +337,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
             ids = call["input_ids"]
             return torch.zeros(*ids.shape, change.dim, device=ids.device)
 
-    encoded = encoding_encode.encode_batch(loss.model, features, of_outermost(loss.model, "skiplist"), embed)
+    encoded = encoding_encode.encode_batch(loss.model, features, wrapper_attribute(loss.model, "skiplist"), embed)
     if changes:
         if getattr(loss, "gather_across_devices", False):
             withdraw(features[0]["input_ids"].device)
@@ -349,7 +348,7 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
 def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
     # With query expansion all tokens of a query are scored, also those that are not attended to.
     # Else any number but 0 is a token, as in PyLate.
-    return None if of_outermost(model, "do_query_expansion") else features[0]["attention_mask"].bool()
+    return None if wrapper_attribute(model, "do_query_expansion") else features[0]["attention_mask"].bool()
 
 
 def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: Features) -> _Scored:
@@ -366,7 +365,7 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     k = passing_tokens(loss)
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
     if options.stock_masking or k is not None:
-        skiplist = of_outermost(loss.model, "skiplist")
+        skiplist = wrapper_attribute(loss.model, "skiplist")
         masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
     return _Scored(documents.select(order), zero_floor, k, options)

@@ -12,11 +12,11 @@ from pylate.scores import colbert as stock_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, asked_backend, check, own_documents
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import SCORING, defined_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -58,7 +58,7 @@ def colbert_kd_scores(
     _check_backend(backend)
     check(queries, documents, 3, 4)
     if len(queries) != len(documents):
-        raise LeftToStock("queries and documents differ in number")
+        raise FallbackToHost("queries and documents differ in number")
     return _score(options, queries, documents, queries_mask, documents_mask, own_documents(documents))
 
 
@@ -75,7 +75,7 @@ def score_groups(
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
     if not group_scores_are_own():
-        raise LeftToStock("colbert_scores was replaced")
+        raise FallbackToHost("colbert_scores was replaced")
     check(queries, documents, 3, 4)
     return _score(options, queries, documents, queries_mask, documents_mask)
 
@@ -84,7 +84,7 @@ def score_groups(
 @torch.compiler.assume_constant_result
 def group_scores_are_own() -> bool:
     """Whether PyLate wrote the function by which its ``ColBERTScores`` score each group of documents."""
-    return written_in(stock_scores.colbert_scores, SCORING)
+    return defined_in(stock_scores.colbert_scores, SCORING)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
@@ -99,8 +99,8 @@ def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embe
 @replaces(stock_rank.rerank)
 def rerank(_options: Options, documents_ids, queries_embeddings, documents_embeddings, device=None):
     _check_backend(None)
-    if not written_in(stock_rank.colbert_scores, SCORING):
-        raise LeftToStock("colbert_scores was replaced")
+    if not defined_in(stock_rank.colbert_scores, SCORING):
+        raise FallbackToHost("colbert_scores was replaced")
     queries, documents = map(stock_rank.reshape_embeddings, (queries_embeddings, documents_embeddings))
     return [
         # Each left to stock by itself: what a generator has given is gone.
@@ -141,10 +141,10 @@ def _rerank_one(options: Options, ids, query, documents: list, device) -> list[s
 def _check_backend(backend: str | None) -> None:
     if backend is not None:
         if backend.lower() != "auto":
-            raise LeftToStock(f"the call asks for backend={backend!r}")
+            raise FallbackToHost(f"the call asks for backend={backend!r}")
         return
     if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
-        raise LeftToStock(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
+        raise FallbackToHost(f"the environment asks for it with PYLATE_SCORES_BACKEND={backend}")
 
 
 def _score(options: Options, queries, documents, queries_mask, documents_mask, candidates=None) -> Tensor:
@@ -168,9 +168,9 @@ def broadcast(mask, embeddings: Tensor) -> Tensor:
     """The mask in the shape of the tokens. Stock also takes several masks of one sequence, for scores of each."""
     mask, shape = convert_to_tensor(mask), embeddings.shape[:-1]
     if mask is None:
-        raise LeftToStock("a mask is neither a tensor nor an array nor a list of them")
+        raise FallbackToHost("a mask is neither a tensor nor an array nor a list of them")
     if mask.dim() != len(shape) or any(size not in (1, whole) for size, whole in zip(mask.shape, shape, strict=True)):
-        raise LeftToStock(f"a mask has the shape {tuple(mask.shape)} for embeddings of {tuple(embeddings.shape)}")
+        raise FallbackToHost(f"a mask has the shape {tuple(mask.shape)} for embeddings of {tuple(embeddings.shape)}")
     return mask.broadcast_to(shape)
 
 
@@ -191,27 +191,27 @@ def _sequences(embeddings: Tensor | np.ndarray | list) -> TokenBatch:
     if isinstance(embeddings, Tensor):
         if embeddings.is_nested or embeddings.dim() != 3:
             shape = "of a nested tensor" if embeddings.is_nested else tuple(embeddings.shape)
-            raise LeftToStock(f"embeddings have the shape {shape}")
+            raise FallbackToHost(f"embeddings have the shape {shape}")
         _check_floating(embeddings)
         return TokenBatch.from_padded(embeddings)
     if not isinstance(embeddings, (list, tuple, np.ndarray)) or len(embeddings) == 0:
-        raise LeftToStock(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
+        raise FallbackToHost(f"embeddings are an empty or unknown sequence of type {type(embeddings).__name__}")
     sequences = [convert_to_tensor(sequence) for sequence in embeddings]
     if len({sequence.dtype for sequence in sequences}) > 1:
-        raise LeftToStock("embeddings in a list differ in dtype")
+        raise FallbackToHost("embeddings in a list differ in dtype")
     return _pack(sequences, sequences[0].device)
 
 
 def _check_floating(embeddings: Tensor) -> None:
     if not embeddings.is_floating_point():
-        raise LeftToStock(f"embeddings have the dtype {embeddings.dtype}")
+        raise FallbackToHost(f"embeddings have the dtype {embeddings.dtype}")
 
 
 def _pack(sequences: list[Tensor], device: torch.device) -> TokenBatch:
     """Token matrices back to back in the dtype of the first, moved to ``device`` at once."""
     first = sequences[0]
     if any(sequence.dim() != 2 or sequence.shape[1] != first.shape[1] for sequence in sequences):
-        raise LeftToStock("embeddings in a list are not all [tokens, d] of one d")
+        raise FallbackToHost("embeddings in a list are not all [tokens, d] of one d")
     _check_floating(first)
     lengths = [len(sequence) for sequence in sequences]
     # Autocast would widen what is put together, and refuses some dtypes.

@@ -8,10 +8,10 @@ from pylate.scores import XTRKDScores, XTRScores
 from pylate.utils import convert_to_tensor
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.enable import Options
-from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import SCORING, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import SCORING, defined_in
 from pylate_fastmaxsim.integrations.pylate.scores import broadcast, masked_batch, replaces
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -29,7 +29,7 @@ def passing_tokens(loss: nn.Module) -> int | None:
     """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
     own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
     metric = loss.score_metric
-    return metric.k if type(metric) is own and written_in(own.__call__, SCORING) and _is_pylates(metric) else None
+    return metric.k if type(metric) is own and defined_in(own.__call__, SCORING) and _is_pylates(metric) else None
 
 
 def _is_pylates(metric: XTRScores) -> bool:
@@ -37,13 +37,13 @@ def _is_pylates(metric: XTRScores) -> bool:
     if type(metric)._score is not XTRScores._score or not _steps_are_own():
         return False
     score = vars(metric).get("_score")
-    return score is None or written_in(getattr(score, "_torchdynamo_orig_callable", score), SCORING)
+    return score is None or defined_in(getattr(score, "_torchdynamo_orig_callable", score), SCORING)
 
 
 # What is compiled takes the answer that it was compiled with: dynamo cannot trace how it is found.
 @torch.compiler.assume_constant_result
 def _steps_are_own() -> bool:
-    return written_in(XTRScores.__call__, SCORING) and written_in(XTRScores._score, SCORING)
+    return defined_in(XTRScores.__call__, SCORING) and defined_in(XTRScores._score, SCORING)
 
 
 @replaces(XTRScores.__call__)
@@ -62,12 +62,12 @@ def score_own_documents(
 
 def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
     if not _is_pylates(metric):
-        raise LeftToStock(f"__call__ or _score of {type(metric).__name__} is not PyLate's own")
+        raise FallbackToHost(f"__call__ or _score of {type(metric).__name__} is not PyLate's own")
     queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, 4)
     count, ways, length = documents.shape[:3]
     if own and len(queries) != count:
-        raise LeftToStock("queries and documents differ in number")
+        raise FallbackToHost("queries and documents differ in number")
     candidates = own_documents(documents) if own else None
     zero_floor = None
     if documents_mask is not None:
@@ -78,7 +78,7 @@ def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, 
         queries_mask = broadcast(queries_mask, queries)
         if queries_mask.requires_grad:
             # Which tokens pass does not depend on it in stock, where it comes after their choice.
-            raise LeftToStock("queries_mask requires a gradient")
+            raise FallbackToHost("queries_mask requires a gradient")
     batch = masked_batch(queries, queries_mask)
     documents = TokenBatch.from_padded(documents.flatten(0, 1), documents_mask)
     return xtr_scores(batch, documents, metric.k, candidates, zero_floor=zero_floor).float()

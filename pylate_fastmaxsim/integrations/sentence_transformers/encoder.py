@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.encode import APART, UNDERSTOOD, mode_for
@@ -38,12 +36,14 @@ from pylate_fastmaxsim.integrations.encoding.plans import (
     packed_plan,
     padded_again,
 )
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
-from pylate_fastmaxsim.integrations.models.user_code import forward_is_own
+from pylate_fastmaxsim.integrations.models.user_code import has_class_forward
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, unwrap
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, written_in
+from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, defined_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.sentence_transformers import gradcache as sentence_transformers_gradcache
 from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
@@ -101,7 +101,7 @@ def _noted(stock: Callable) -> Callable:
         # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
         if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
             return stock(self, *args, **kwargs)
-        with setting(_in_training, self if self.training and integrations_enable.options() is not None else None):
+        with setting(_in_training, self if self.training and current_options() is not None else None):
             return stock(self, *args, **kwargs)
 
     return call
@@ -126,7 +126,7 @@ def _without_padding(
     model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
 ) -> Tensor | None:
     """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
-    options = integrations_enable.options()
+    options = current_options()
     if options is None:
         return None
     if _FLATTENED in features:
@@ -158,7 +158,7 @@ def _without_padding(
     if apart is None:
         columns += map(_understood, behind)
     backwards = sentence_transformers_gradcache.inside()
-    mode = sentence_transformers_gradcache.as_before(
+    mode = sentence_transformers_gradcache.replay(
         lambda: mode_for(
             transformer, _as_wide_as_ever(transformer, columns), None, backwards, host="Sentence Transformers"
         )
@@ -171,7 +171,7 @@ def _without_padding(
         documents = Documents.from_columns(columns)
         if not documents.gaps and sentence_transformers_joint.are_few(documents):
             return batch.keep(transformer, documents, _packed(transformer, documents, features))
-    documents = sentence_transformers_gradcache.as_before(lambda: Documents.from_columns(columns[:1]), of_texts=True)
+    documents = sentence_transformers_gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
     if len(documents.token_index) == 0:
         return None
     if mode == "packed" and documents.gaps:
@@ -302,7 +302,7 @@ def _reason_behind(model: MultiVectorEncoder) -> str | None:
 
 
 def _looks_at_padding(model: MultiVectorEncoder) -> nn.Module | None:
-    if not written_in(type(model).forward, HOSTS):
+    if not defined_in(type(model).forward, HOSTS):
         return model
     modules = list(model.children())
     for module in map(unwrap, modules):
@@ -314,7 +314,7 @@ def _looks_at_padding(model: MultiVectorEncoder) -> nn.Module | None:
 
 
 def _leaves_padding(module: nn.Module) -> bool:
-    return type(module).forward in _LEAVE_PADDING and forward_is_own(module)
+    return type(module).forward in _LEAVE_PADDING and has_class_forward(module)
 
 
 def _compile_layers(transformer: Transformer) -> None:

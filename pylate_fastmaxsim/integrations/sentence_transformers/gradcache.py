@@ -22,12 +22,12 @@ from sentence_transformers.base.losses import gradcache
 from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
-from pylate_fastmaxsim.integrations import log_once
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
 from pylate_fastmaxsim.integrations.encoding.plans import Documents
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 
@@ -76,7 +76,7 @@ def patches() -> list[Patch]:
     ]
 
 
-def as_before(find: Callable[[], Found], of_texts: bool = False) -> Found:
+def replay(find: Callable[[], Found], of_texts: bool = False) -> Found:
     """What ``find`` found in the first pass over some texts, in the order of the questions, or finds now.
 
     Answers are ``of_texts`` that do not hold any more once somebody has written to the texts in between.
@@ -105,7 +105,7 @@ def create_minibatch(*args, **kwargs) -> dict[str, object]:
     if _pass.get() is None:  # of other losses
         return _stock_create(*args, **kwargs)
     # A copy, because whoever encodes texts adds to them.
-    return dict(as_before(lambda: dict(_stock_create(*args, **kwargs)), of_texts=True))
+    return dict(replay(lambda: dict(_stock_create(*args, **kwargs)), of_texts=True))
 
 
 _stock_embed = detached(CachedMultiVectorMultipleNegativesRankingLoss.embed_minibatch)
@@ -123,7 +123,7 @@ def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
         again = _Pass(iter(first.found), texts_changed=writes != first.writes)
         with setting(_pass, again), torch.autocast(**first.autocast):
             return _stock_embed(self, *args, **kwargs)
-    if state is not None or integrations_enable.options() is None:
+    if state is not None or current_options() is None:
         return _stock_embed(self, *args, **kwargs)
     first = _First(autocast_in_force(tensors[0].device.type), writes)
     with setting(_pass, _Pass(first.found)):

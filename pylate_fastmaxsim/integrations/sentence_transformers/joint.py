@@ -23,12 +23,12 @@ from sentence_transformers.multi_vector_encoder.losses import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations import enable as integrations_enable
 from pylate_fastmaxsim.integrations.encoding.encode import MOST_TOKENS_BESIDE_QUERIES
 from pylate_fastmaxsim.integrations.encoding.plans import Documents, padded_again
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.user_code import forward_is_own, hooks_change_nothing
+from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, hooks_change_nothing
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 
@@ -61,7 +61,7 @@ class Batch:
             # A subclass may have a __call__ or a forward of its own.
             if type(module) is not kind:
                 return f"{type(module).__name__} is a class of your own"
-            if not forward_is_own(module) or not hooks_change_nothing(module):
+            if not has_class_forward(module) or not hooks_change_nothing(module):
                 return f"a hook or another forward is on {type(module).__name__}"
         return None
 
@@ -140,7 +140,7 @@ def _noting(stock: Callable) -> Callable:
 
     @wraps(stock)
     def forward(self: nn.Module, sentence_features: Iterable[Features], *args, **kwargs) -> Tensor:
-        if torch.compiler.is_compiling() or integrations_enable.options() is None:
+        if torch.compiler.is_compiling() or current_options() is None:
             return stock(self, sentence_features, *args, **kwargs)
         columns = list(sentence_features)
         with setting(_batch, Batch(self, columns)):

@@ -12,9 +12,9 @@ from sentence_transformers.util.similarity import _fill_empty_document_scores, _
 from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.enable import Options
+from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
-from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check, own_documents
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -51,7 +51,7 @@ def pairs(
     queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
     _check_device(documents, device)
     if len(queries) != len(documents):
-        raise LeftToStock("queries and documents differ in number")
+        raise FallbackToHost("queries and documents differ in number")
     own = torch.arange(len(documents), device=documents.device)[:, None]
     return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None, own).squeeze(1)
 
@@ -83,7 +83,7 @@ def colbert_kd_scores(
 ) -> Tensor:
     queries, documents, own = groups(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
     if len(queries) != len(own):
-        raise LeftToStock("queries and documents differ in number")
+        raise FallbackToHost("queries and documents differ in number")
     counts = _counts(queries_embeddings, queries_mask) if length_normalize else None
     return _score(options, queries, documents, counts, own)
 
@@ -92,11 +92,11 @@ def groups(queries, documents, queries_mask, documents_mask) -> tuple[TokenBatch
     """Queries ``[Nq, Lq, d]``, groups of documents ``[B, N, L, d]`` one behind the other, and which are whose."""
     documents = _convert_to_tensor(documents)
     if documents.dim() != 4:
-        raise LeftToStock(f"documents have the shape {tuple(documents.shape)}")
+        raise FallbackToHost(f"documents have the shape {tuple(documents.shape)}")
     if documents_mask is not None:
         documents_mask = _convert_to_tensor(documents_mask)
         if documents_mask.shape != documents.shape[:-1]:
-            raise LeftToStock(f"a mask has the shape {tuple(documents_mask.shape)}")
+            raise FallbackToHost(f"a mask has the shape {tuple(documents_mask.shape)}")
         documents_mask = documents_mask.flatten(0, 1)
     own = own_documents(documents)
     queries = _side(_convert_to_tensor(queries), queries_mask, of_queries=True)
@@ -122,30 +122,30 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
     """Queries or documents as stock takes them: ``[N, L, d]``, one ``[L, d]``, or a list of these."""
     if isinstance(embeddings, list):
         if mask is not None:
-            raise LeftToStock("a list comes with a mask")
+            raise FallbackToHost("a list comes with a mask")
         return _listed([_convert_to_tensor(sequence) for sequence in embeddings])
     if not isinstance(embeddings, (Tensor, np.ndarray)):
-        raise LeftToStock(f"embeddings are of type {type(embeddings).__name__}")
+        raise FallbackToHost(f"embeddings are of type {type(embeddings).__name__}")
     values = _convert_to_tensor(embeddings)
     if values.dim() == 2:
         values = values[None]
         mask = mask[None] if isinstance(mask, Tensor) and mask.dim() == 1 else mask
     if values.dim() != 3 or not values.is_floating_point():
-        raise LeftToStock(f"embeddings have the shape {tuple(values.shape)} and the dtype {values.dtype}")
+        raise FallbackToHost(f"embeddings have the shape {tuple(values.shape)} and the dtype {values.dtype}")
     if mask is None:
         return TokenBatch.from_padded(values, _zero_row_mask(values).bool())
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != values.shape[1]:
-        raise LeftToStock("a mask is not [N, L] of the embeddings")
+        raise FallbackToHost("a mask is not [N, L] of the embeddings")
     if mask.device != values.device or mask.shape[0] not in (1, len(values)):
-        raise LeftToStock("a mask is not of the embeddings")
+        raise FallbackToHost("a mask is not of the embeddings")
     if of_queries and mask.dtype != torch.bool:
-        raise LeftToStock("a mask of queries may weigh their tokens, because it is not bool")
+        raise FallbackToHost("a mask of queries may weigh their tokens, because it is not bool")
     return TokenBatch.from_padded(values, mask.bool().expand(len(values), -1))
 
 
 def _listed(sequences: list[Tensor]) -> TokenBatch:
     if not sequences:
-        raise LeftToStock("there are no queries or no documents")
+        raise FallbackToHost("there are no queries or no documents")
     first = sequences[0]
     if (
         any(
@@ -154,7 +154,7 @@ def _listed(sequences: list[Tensor]) -> TokenBatch:
         )
         or not first.is_floating_point()
     ):
-        raise LeftToStock("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
+        raise FallbackToHost("embeddings in a list are not all floating point [L, d] of one d, dtype and device")
     return TokenBatch.from_list(sequences)
 
 
@@ -168,4 +168,4 @@ def _counts(queries, mask) -> Tensor:
 
 def _check_device(documents: TokenBatch, device: str | torch.device | None) -> None:
     if device is not None and torch.device(device) != documents.device:
-        raise LeftToStock(f"the scores are to be computed on {device} and not where the documents are")
+        raise FallbackToHost(f"the scores are to be computed on {device} and not where the documents are")

@@ -7,8 +7,8 @@ from sentence_transformers.util.similarity import _fill_empty_document_scores
 from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.enable import Options
-from pylate_fastmaxsim.integrations.patching.fallback import LeftToStock, check
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.scores import groups, replaces
 from pylate_fastmaxsim.ops.xtr import xtr_scores
@@ -47,13 +47,13 @@ def own_scores(
 
 def _score(options: Options, queries, documents, queries_mask, documents_mask, top_k, own: bool) -> Tensor:
     if type(top_k) is not int or top_k < 1:
-        raise LeftToStock(f"top_k is {top_k!r}")
+        raise FallbackToHost(f"top_k is {top_k!r}")
     queries = _convert_to_tensor(queries)
     if queries.dim() != 3:
-        raise LeftToStock(f"queries have the shape {tuple(queries.shape)}")
+        raise FallbackToHost(f"queries have the shape {tuple(queries.shape)}")
     queries, documents, candidates = groups(queries, documents, queries_mask, documents_mask)
     if own and len(queries) != len(candidates):
-        raise LeftToStock("queries and documents differ in number")
+        raise FallbackToHost("queries and documents differ in number")
     check(queries.values, documents.values, 2, 2)
     candidates = candidates if own else None
     scores = xtr_scores(

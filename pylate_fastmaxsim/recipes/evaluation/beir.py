@@ -14,7 +14,7 @@ from datasets import Dataset, Value, get_dataset_config_names
 from pylate.models import ColBERT
 from tqdm import tqdm
 
-from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, RecipeError
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,

@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from pylate_fastmaxsim.integrations import log_once
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection, RecipeError, first_line
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def retell_training(trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT) -> None:
+def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT) -> None:
     """Bring into the card of a trained model what its training, which is over, had brought into it.
 
     Of a model that no trainer had, Sentence Transformers writes the card that it was loaded with, unchanged: that of a

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.training.callbacks import ShuffleByEpoch, StepsAs
 from pylate_fastmaxsim.recipes.training.checkpoints import trained_state
 from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
 from pylate_fastmaxsim.recipes.training.fingerprint import MODEL_DIRECTORY
-from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, retell_training
+from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import open_output
 from pylate_fastmaxsim.recipes.training.sharded import loaded_whole, require_reduced_once
@@ -108,7 +108,7 @@ def _train(
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
             if not recipe.model.visual:  # whose cards say nothing of the training but the recipe
                 trainer = build_trainer(trained_with, model, data.train, arguments, SentenceTransformerTrainer)
-                retell_training(trainer, state, begun)
+                restore_card_metadata(trainer, state, begun)
             del begun
         result = {
             "recipe": recipe.name,

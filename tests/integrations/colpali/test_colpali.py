@@ -25,7 +25,7 @@ from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.enable import available_patches
 
 IN_BATCH = ("ColbertLoss", "ColbertPairwiseCELoss", "ColbertSigmoidLoss")
 WITH_NEGATIVES = ("ColbertNegativeCELoss", "ColbertPairwiseNegativeCELoss")
@@ -330,7 +330,7 @@ def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog)
         assert stock_scores.maxsim_inbatch.__wrapped__
         (line,) = caplog.messages
         assert line.startswith(f"colpali-engine {metadata.version('colpali-engine')} is accelerated: fused MaxSim in ")
-        assert all(patch.target.startswith("colpali_engine") for patch in integrations_enable.available_patches())
+        assert all(patch.target.startswith("colpali_engine") for patch in available_patches())
 
 
 def test_a_process_that_has_no_pylate(tmp_path):
@@ -424,7 +424,7 @@ def test_without_its_metadata_it_is_left_and_pylate_is_not(monkeypatch, caplog):
     def unknown(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(integrations_enable.metadata, "version", unknown)
+    monkeypatch.setattr(metadata, "version", unknown)
     stock = stock_scores.maxsim_inbatch.__code__
     with pylate_fastmaxsim.enabled():
         assert stock_scores.maxsim_inbatch.__code__ is stock

@@ -86,25 +86,25 @@ def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     for fits in (True, False, True):
-        token_counts._hear(torch.tensor(fits))
+        token_counts._poll(torch.tensor(fits))
     events[0].there = True
-    token_counts._hear(torch.tensor(True))
+    token_counts._poll(torch.tensor(True))
     events[1].there = True
     with pytest.raises(ValueError, match="changed after their collator"):
-        token_counts._hear(torch.tensor(True))
-    token_counts._hear(torch.tensor(True))
-    token_counts.forget()
+        token_counts._poll(torch.tensor(True))
+    token_counts._poll(torch.tensor(True))
+    token_counts.reset()
 
 
 def test_a_mask_of_more_or_fewer_tokens_than_the_collator_left_does_not_fit():
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
-    assert token_counts.fits(mask, 5)
+    assert token_counts.matches(mask, 5)
     for row, token, attended in ((0, 2, 1), (1, 3, 1), (1, 2, 0)):
         changed = mask.clone()
         changed[row, token] = attended
-        assert not token_counts.fits(changed, 5)
+        assert not token_counts.matches(changed, 5)
     # As many in all, with a gap between them.
-    assert not token_counts.fits(torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]]), 5)
+    assert not token_counts.matches(torch.tensor([[1, 1, 0, 0], [1, 1, 0, 1]]), 5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 8), (40, 33)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.options import Options, current_options
 
 pytest.importorskip("pylate")
 
@@ -199,26 +199,24 @@ def test_enabling_again_changes_the_options_only():
     replaced = found()
     pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
     assert found() == replaced
-    assert integrations_enable.options() == integrations_enable.Options(
-        padding_free=False, compile=False, stock_masking=True
-    )
+    assert current_options() == Options(padding_free=False, compile=False, stock_masking=True)
     pylate_fastmaxsim.disable()
-    assert integrations_enable.options() is None
+    assert current_options() is None
 
 
 def test_nested_blocks_restore_what_was_in_force():
     stock = scores.colbert_scores.__code__
     with pylate_fastmaxsim.enabled():
         with pylate_fastmaxsim.enabled(stock_masking=True):
-            assert integrations_enable.options().stock_masking
-        assert integrations_enable.options() == integrations_enable.Options()
+            assert current_options().stock_masking
+        assert current_options() == Options()
         assert scores.colbert_scores.__code__ is not stock
-    assert integrations_enable.options() is None
+    assert current_options() is None
     assert scores.colbert_scores.__code__ is stock
     pylate_fastmaxsim.enable(compile=True)
     with pytest.raises(KeyError), pylate_fastmaxsim.enabled():
         raise KeyError
-    assert integrations_enable.options() == integrations_enable.Options(compile=True)
+    assert current_options() == Options(compile=True)
 
 
 def test_changing_options_releases_what_was_prepared_for_the_old_ones(monkeypatch):
@@ -250,7 +248,7 @@ def test_the_environment_forbids_it(value, monkeypatch, caplog):
     stock = scores.colbert_scores.__code__
     with pylate_fastmaxsim.enabled():
         assert scores.colbert_scores.__code__ is stock
-        assert integrations_enable.options() is None
+        assert current_options() is None
     assert f"PYLATE_FASTMAXSIM={value}" in caplog.text
 
 
@@ -258,7 +256,7 @@ def test_the_environment_forbids_it(value, monkeypatch, caplog):
 def test_the_environment_allows_it(value, monkeypatch):
     monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
     with pylate_fastmaxsim.enabled():
-        assert integrations_enable.options() is not None
+        assert current_options() is not None
 
 
 def test_nonsense_in_the_environment_is_an_error(monkeypatch):
@@ -275,7 +273,7 @@ def test_an_option_that_is_not_a_bool_is_an_error(name, value):
         pylate_fastmaxsim.enable(**{name: value})
     with pytest.raises(TypeError, match=f"{name} must be {allowed}"), pylate_fastmaxsim.enabled(**{name: value}):
         pass
-    assert integrations_enable.options() is None
+    assert current_options() is None
 
 
 def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch):
@@ -291,7 +289,7 @@ def test_another_version_of_pylate_is_refused(version, monkeypatch):
     monkeypatch.setattr(pylate, "__version__", version)
     with pytest.raises(ImportError, match=f"from 1.5.1 up to but not including 2; installed is {version}"):
         pylate_fastmaxsim.enable()
-    assert integrations_enable.options() is None
+    assert current_options() is None
 
 
 def test_importing_the_package_imports_no_host_library():
@@ -313,7 +311,7 @@ def test_a_loss_outlives_the_end_of_another_threads_block(model, mode, loss_clas
     ended = []
 
     def end(*_):
-        ended.append(integrations_enable.options())
+        ended.append(current_options())
         pylate_fastmaxsim.disable()
 
     pylate_fastmaxsim.enable(stock_masking=True)
@@ -321,7 +319,7 @@ def test_a_loss_outlives_the_end_of_another_threads_block(model, mode, loss_clas
     hook = model[0].register_forward_hook(end)
     ours = run(loss_function, batch, labels)
     hook.remove()
-    assert ended[0] is not None and integrations_enable.options() is None
+    assert ended[0] is not None and current_options() is None
     assert_equal(ours, stock)
 
 
@@ -343,12 +341,12 @@ def test_scores_outlive_the_end_of_another_threads_block(name, calls, monkeypatc
     monkeypatch.setattr(pylate_scores, "check", end)
     pylate_fastmaxsim.enable(stock_masking=True)
     torch.testing.assert_close(function(*arguments), stock)
-    assert len(calls) == 1 and integrations_enable.options() is None
+    assert len(calls) == 1 and current_options() is None
 
 
 def test_of_blocks_that_overlap_the_last_begun_decides_until_it_ends():
     def options():
-        return None if (found := integrations_enable.options()) is None else found.stock_masking
+        return None if (found := current_options()) is None else found.stock_masking
 
     first, second, third = (pylate_fastmaxsim.enabled(stock_masking=value) for value in (False, True, False))
     first.__enter__()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pylate_fastmaxsim.integrations import doctor, run_script
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.enable import disable
+from pylate_fastmaxsim.integrations.options import current_options
 
 pytest.importorskip("pylate")
 
@@ -18,8 +19,8 @@ assert "transformers" not in sys.modules, "PyLate was imported before the script
 from pylate.scores import colbert_scores
 print(__name__, sys.argv, sys.path[0] == os.path.dirname(os.path.realpath(__file__)))
 print("accelerated", hasattr(colbert_scores, "__wrapped__"))
-from pylate_fastmaxsim.integrations import switch
-print(switch.options())
+from pylate_fastmaxsim.integrations.options import current_options
+print(current_options())
 sys.exit(7)
 """
 
@@ -96,7 +97,9 @@ def test_a_pylate_that_is_loaded_already_is_accelerated(tmp_path, monkeypatch, c
     # In this process, which has PyLate: what the launcher changes in it is put back.
     import pylate.scores  # noqa: F401
 
-    (tmp_path / "quick.py").write_text("from pylate_fastmaxsim.integrations import switch; print(switch.options())")
+    (tmp_path / "quick.py").write_text(
+        "from pylate_fastmaxsim.integrations.options import current_options; print(current_options())"
+    )
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(run_script, "_show_log", lambda: None)
@@ -104,7 +107,7 @@ def test_a_pylate_that_is_loaded_already_is_accelerated(tmp_path, monkeypatch, c
     try:
         run_script.run_script(["--stock-masking", "--no-fused-head", str(tmp_path / "quick.py")])
     finally:
-        integrations_enable.disable()
+        disable()
     assert (
         capsys.readouterr().out
         == "Options(padding_free=True, compile=False, stock_masking=True, grad_filter=None, ring=False, fused_head=False)\n"
@@ -200,7 +203,7 @@ def test_the_doctor_says_what_is_here_and_changes_nothing(monkeypatch):
     monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
     found = doctor.report()
-    assert integrations_enable.options() is None
+    assert current_options() is None
     assert found.versions["torch"] and found.versions["pylate"]
     assert {"pylate.scores.colbert.colbert_scores", "pylate.rank.rank.rerank"} <= set(found.patches)
     assert any("PYLATE_SCORES_BACKEND=torch" in line for line in found.fallbacks)

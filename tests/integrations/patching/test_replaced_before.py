@@ -18,9 +18,9 @@ from sentence_transformers import SentenceTransformer
 from test_pylate_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.enable import available_patches
 
-integrations_enable.available_patches()  # what they run in the place of theirs is PyLate's own, not a test's
+available_patches()  # what they run in the place of theirs is PyLate's own, not a test's
 
 LOSSES = [losses.Contrastive, losses.CachedContrastive]
 rank_module = sys.modules[rank.rerank.__module__]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import integrations
+from pylate_fastmaxsim.integrations import log as say_once
 
 pytest.importorskip("pylate")
 
@@ -44,7 +44,7 @@ def masks(name, kind):
 
 @pytest.fixture
 def log(monkeypatch, caplog):
-    monkeypatch.setattr(integrations, "_said", set())
+    monkeypatch.setattr(say_once, "_said", set())
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     return caplog
 

@@ -28,7 +28,7 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations import hosts
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import mode_cache
@@ -315,9 +315,7 @@ def test_off_again_everything_is_as_it_came(model, caplog):
 
 def test_options_that_only_pylate_has(caplog, monkeypatch):
     # Another host may be there too.
-    of_sentence_transformers = tuple(
-        host for host in integrations_enable._HOSTS if host.name == "Sentence Transformers"
-    )
-    monkeypatch.setattr(integrations_enable, "_HOSTS", of_sentence_transformers)
+    of_sentence_transformers = tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers")
+    monkeypatch.setattr(hosts, "HOSTS", of_sentence_transformers)
     pylate_fastmaxsim.enable(ring=True, stock_masking=True)
     assert "stock_masking=True and ring=True: only PyLate has that." in caplog.text

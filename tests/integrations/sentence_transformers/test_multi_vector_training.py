@@ -29,8 +29,8 @@ SCRIPT = """
 import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.util import maxsim
-from pylate_fastmaxsim.integrations import switch
-print("on" if switch.options() else "off", "forward" in vars(MultiVectorEncoder),
+from pylate_fastmaxsim.integrations.options import current_options
+print("on" if current_options() else "off", "forward" in vars(MultiVectorEncoder),
       maxsim(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0)).item())
 """
 

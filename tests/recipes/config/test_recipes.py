@@ -24,7 +24,7 @@ from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, text, tiny, write
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs, split_docstring
@@ -53,7 +53,7 @@ def test_every_option_of_the_fast_section_reaches_the_flag():
     )
     assert all(value != getattr(FastSection(), key) for key, value in asdict(section).items() if key != "enabled")
     with switched(section):
-        assert {"enabled": True, **asdict(integrations_enable.options())} == asdict(section)
+        assert {"enabled": True, **asdict(current_options())} == asdict(section)
 
 
 def test_the_result_of_a_run_that_diverged_is_json(tmp_path):

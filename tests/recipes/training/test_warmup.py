@@ -13,7 +13,7 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.integrations import enable as integrations_enable
+from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.warmup import batch_sizes, nothing_to_compile, warm_up
@@ -78,7 +78,7 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
     assert all(step.first > 0 and step.again > 0 for step in steps)
     documents = 3 if loss == "distillation" else 1
     assert calls == [(rows, rows * documents, loss == "distillation", True) for rows in (8, 8, 4, 4)]
-    assert integrations_enable.options() is None
+    assert current_options() is None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["prepared"]
 
 
