@@ -1,15 +1,11 @@
 import os
-import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from pylate_fastmaxsim.integrations import doctor, run_script
+from pylate_fastmaxsim.integrations import run_script
 from pylate_fastmaxsim.integrations.enable import disable
-from pylate_fastmaxsim.integrations.options import current_options
 
 pytest.importorskip("pylate")
 
@@ -197,75 +193,3 @@ def test_an_unknown_option_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         run_script.run_script(["--fast", "train.py"])
     assert "--fast" in capsys.readouterr().err
-
-
-def test_the_doctor_says_what_is_here_and_changes_nothing(monkeypatch):
-    monkeypatch.delenv("PYLATE_FASTMAXSIM", raising=False)
-    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
-    found = doctor.report()
-    assert current_options() is None
-    assert found.versions["torch"] and found.versions["pylate"]
-    assert {"pylate.scores.colbert.colbert_scores", "pylate.rank.rank.rerank"} <= set(found.patches)
-    assert any("PYLATE_SCORES_BACKEND=torch" in line for line in found.fallbacks)
-    text = doctor.render(found)
-    assert all(name in text for name in found.patches)
-    assert all(line in text for line in found.devices + found.fallbacks)
-    assert re.search("PYLATE_FASTMAXSIM +not set", text)
-
-
-def test_the_doctor_works_without_a_host(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pylate", None)
-    monkeypatch.setitem(sys.modules, "colpali_engine", None)
-    found = doctor.report()
-    assert found.patches == []
-    assert "not installed" in found.fallbacks[0]
-    assert "enable() replaces\n  nothing" in doctor.render(found)
-
-
-@pytest.mark.parametrize(("value", "sentence"), [("off", "enable() does nothing"), ("maybe", "enable() raises")])
-def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
-    monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
-    assert any(sentence in line for line in doctor.report().fallbacks)
-
-
-@pytest.mark.parametrize(
-    ("capability", "cuda", "kernels", "packed"),
-    [((7, 5), "12.8", False, False), ((9, 0), "12.8", True, True), ((9, 4), None, False, True)],
-    ids=["older", "newer", "AMD"],
-)
-def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    lines = doctor._fallbacks()
-    assert kernels != any("instead of the CUDA kernels" in line for line in lines)
-    assert packed != any("no variable-length attention" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        subprocess.TimeoutExpired("nvidia-smi", 30),
-        subprocess.CalledProcessError(9, "nvidia-smi"),
-        PermissionError("nvidia-smi"),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_the_doctor_does_without_a_driver_version(error, monkeypatch):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(subprocess, "run", fail)
-    card = SimpleNamespace(name="A card", major=9, minor=0, total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    (line,) = doctor._devices()
-    assert line.startswith("cuda:0 A card,") and "driver unknown" in line
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_the_doctor_sees_the_gpu():
-    assert any(line.startswith("cuda:0 ") and "driver" in line for line in doctor.report().devices)
