@@ -21,10 +21,10 @@ from torch import Tensor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.ops import grad_filter
-from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.text import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer

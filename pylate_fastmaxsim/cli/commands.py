@@ -17,7 +17,8 @@ from rich.table import Column
 from rich.text import Text
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.write import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -52,8 +49,3 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
     recipe = build(Recipe, values, "")
     check(recipe)
     return recipe
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as YAML that :func:`load_recipe` reads back to the same recipe."""
-    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)

@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.options import forbidden
-from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import FastSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def plugin_off(fast: FastSection) -> str | None:

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from pylate_fastmaxsim.recipes.config.schema import (
     FILE_TYPES,
+    LOSSES_WITH_NEGATIVES,
+    SOURCE_KEYS,
+    VISUAL_LOSSES,
     DataSection,
     EvaluationSection,
     FastSection,
     MiningSection,
     ModelSection,
     Recipe,
-    RecipeError,
 )
 from pylate_fastmaxsim.recipes.data.docstrings import package_directory
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 VISUAL_LOSS_OPTIONS = {
     "temperature",
@@ -30,8 +33,6 @@ VISUAL_LOSS_OPTIONS = {
     "norm_tol",
     "max_batch_size",
 }
-LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
-VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
 VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
 VISUAL_FAST_KEYS = ("enabled", "grad_filter")
 LOSS_OPTIONS = {
@@ -46,13 +47,6 @@ LOSS_OPTIONS = {
     "distillation": {"size_average", "normalize_scores"},
     **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
     **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
-}
-# The first of each must be given.
-SOURCE_KEYS = {
-    "docstrings": ("packages",),
-    "hub": ("name", "config", "split"),
-    "files": ("files",),
-    "distillation": ("name", "split", "n_ways"),
 }
 # Values of a configuration of which a model has at least 1.
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")

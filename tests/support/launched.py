@@ -43,7 +43,7 @@ from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID  # 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError  # noqa: E402
+from pylate_fastmaxsim.recipes.errors import RecipeError  # noqa: E402
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
 from pylate_fastmaxsim.recipes.training import train as training  # noqa: E402
 

@@ -21,14 +21,15 @@ from typing import Any, NoReturn
 import yaml
 
 from pylate_fastmaxsim.recipes.comparison.measure import FINISHED, OUT_OF_MEMORY
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.config.dump import dump_recipe
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import only_command
 from pylate_fastmaxsim.recipes.files.write import make_directory
-from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.models.text import load_model
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 
 MODES = ("stock", "fast")

@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.files.write import write_whole_text
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -32,6 +32,7 @@ from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.models.text import load_model
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import typing
 from contextlib import suppress
 from typing import Any, Literal
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 _TYPE_NAMES = {
     bool: "true or false",

@@ -5,23 +5,6 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
-
-class RecipeError(ValueError):
-    """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's error says, for the end of a sentence: its first line, or its type where it says nothing.
-
-    Examples
-    --------
-    >>> from pylate_fastmaxsim.recipes.config.schema import first_line
-    >>> first_line(ValueError("no such layer\\nmore lines")), first_line(TimeoutError())
-    ('no such layer', 'TimeoutError')
-    """
-    return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
-
-
 # Of sizes that are handed to code which counts in 32 bits with a sign.
 INT32_MAX = 2**31 - 1
 
@@ -103,6 +86,14 @@ class ModelSection:
         return self.kind != "colbert"
 
 
+# The first of each must be given.
+SOURCE_KEYS = {
+    "docstrings": ("packages",),
+    "hub": ("name", "config", "split"),
+    "files": ("files",),
+    "distillation": ("name", "split", "n_ways"),
+}
+
 # Of files, with what ``datasets`` calls them.
 FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
@@ -175,6 +166,11 @@ class MiningSection:
     batch_size: int = key(64, minimum=1)
     documents_per_part: int = key(50_000, minimum=1)
     rows_per_part: int = key(2_000, minimum=1)
+
+
+# Losses of colpali-engine, which are for models of pages.
+LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
+VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

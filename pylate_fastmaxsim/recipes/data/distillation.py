@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Sequence, Value
 from datasets.fingerprint import Hasher
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     load_subset,
@@ -22,6 +22,7 @@ from pylate_fastmaxsim.recipes.data.tables import (
     require_texts,
     require_utf8,
 )
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # The subsets of the layout, their id column and the columns they must have.
 COLUMNS = {

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Written by mining into the folder of the data, whose last file it is.
 SUMMARY_FILE = "mining.json"

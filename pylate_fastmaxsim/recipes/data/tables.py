@@ -27,7 +27,8 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, RecipeError, first_line
+from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.write import read_failure, write_failure
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.

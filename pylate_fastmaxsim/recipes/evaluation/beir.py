@@ -15,7 +15,7 @@ from pylate.models import ColBERT
 from tqdm import tqdm
 
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     is_text,
@@ -26,6 +26,7 @@ from pylate_fastmaxsim.recipes.data.tables import (
     require_utf8,
     table_failure,
 )
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from pylate.models import ColBERT
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.rows import RecipeData
 from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.evaluation.held_out import evaluate_held_out, names_of_metrics
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import evaluate_nano_beir
+from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.models.visual import VisualRetriever

@@ -6,8 +6,9 @@ from pylate.evaluation import NanoBEIREvaluator
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
 from pylate.models import ColBERT
 
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import METRICS
 from pylate_fastmaxsim.recipes.evaluation.held_out import at_once
 from pylate_fastmaxsim.recipes.files.write import write_failure

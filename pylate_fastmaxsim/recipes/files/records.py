@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.json import write_json
 
 RECIPE_FILE = "recipe-of-checkpoints.yaml"

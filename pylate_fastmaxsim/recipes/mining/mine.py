@@ -15,9 +15,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from pylate_fastmaxsim.recipes.config.parse import with_defaults
-from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe
 from pylate_fastmaxsim.recipes.data.mined import SUMMARY_FILE, read_summary, settings_of
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, put_into_place, write_data

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.digest import content_digest, model_files
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work

@@ -1,12 +1,8 @@
-"""The model of a recipe: loaded from the Hub or disk, or a small ModernBERT made from scratch."""
+"""The model of a recipe, loaded from the Hub or from disk."""
 
 from __future__ import annotations
 
 import os
-import string
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,37 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from pylate import models
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
-from tokenizers import models as tokenizer_models
-from tokenizers.trainers import BpeTrainer
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    ModernBertConfig,
-    ModernBertModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    set_seed,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection, RecipeError, first_line
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 
 if TYPE_CHECKING:
     from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
 
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
-# What a size or an option that a model cannot have is met with, up to no memory for it.
-BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError)
-PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 
 def load_model(
@@ -63,7 +39,7 @@ def load_model(
             if is_empty(retriever.processor.tokenizer):
                 raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
             return retriever
-        model = _colbert(section, device)
+        model = new_colbert(section, device)
     except RecipeError:
         raise
     except Exception as error:  # weights, tokenizer and configuration are read by libraries with errors of their own
@@ -71,7 +47,7 @@ def load_model(
     if is_empty(model.tokenizer):
         raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
     _check_embedding_size(section, model, key)
-    _check_lengths(section, model)
+    check_lengths(section, model)
     config = model[0].auto_model.config
     # transformers drops them without a word.
     if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
@@ -81,7 +57,8 @@ def load_model(
     return model
 
 
-def _colbert(section: ModelSection, device: torch.device | str) -> models.ColBERT:
+def new_colbert(section: ModelSection, device: torch.device | str) -> models.ColBERT:
+    """PyLate's model with the arguments of a section, as it is loaded."""
     return models.ColBERT(
         model_name_or_path=section.name_or_path,
         device=str(device),
@@ -102,7 +79,7 @@ def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str
     """
     if section.embedding_size is None or len(model) <= 2:
         return  # an encoder with one projection, which is the checkpoint's or was added because it has none
-    own = _colbert(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several itself
+    own = new_colbert(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several itself
     if len(own) < len(model):
         size = own[-1].out_features
         raise RecipeError(
@@ -111,7 +88,7 @@ def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str
         )
 
 
-def _check_lengths(section: ModelSection, model: models.ColBERT) -> None:
+def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
     """Refuse lengths that the encoder has no positions for: PyLate pads to them, whatever the texts are.
 
     A table of positions ends. Rotary positions do not, and documents longer than the encoder was made for are in use;
@@ -184,11 +161,6 @@ def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 
-def gpu_has_bf16() -> bool:
-    """Whether the GPU computes in bf16. An older one emulates it, slower than fp32, which PyTorch counts by default."""
-    return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def load_trained(
     section: ModelSection, checkpoint: Path, device: torch.device | str
 ) -> models.ColBERT | VisualRetriever:
@@ -206,78 +178,3 @@ def _visual(section: ModelSection) -> ModuleType:
             f'model.kind {section.kind} needs colpali-engine: pip install "pylate-fastmaxsim[recipes,colpali]" ({error}).'
         ) from error
     return visual
-
-
-@contextmanager
-def _one_sentence() -> Iterator[None]:
-    try:
-        yield
-    except BAD_VALUE as error:
-        raise RecipeError(f"model cannot be built: {first_line(error)}") from error
-
-
-def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
-    """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT model in ``directory``."""
-    tokenizer = train_tokenizer(texts, section.build.vocab_size)
-    set_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        with _one_sentence():
-            encoder = ModernBertModel(_configuration(section.build, tokenizer))
-        encoder.save_pretrained(folder)
-        set_seed(seed)
-        with _one_sentence():
-            model = _colbert(replace(section, build=None, name_or_path=folder), "cpu")
-    _check_lengths(section, model)
-    model.save(str(directory), create_model_card=False)
-
-
-def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> ModernBertConfig:
-    return ModernBertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=build.hidden_size,
-        num_hidden_layers=build.num_hidden_layers,
-        num_attention_heads=build.num_attention_heads,
-        intermediate_size=build.intermediate_size,
-        local_attention=build.local_attention,
-        global_attn_every_n_layers=build.global_attn_every_n_layers,
-        embedding_dropout=build.dropout,
-        attention_dropout=build.dropout,
-        mlp_dropout=build.dropout,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.cls_token_id,
-        eos_token_id=tokenizer.sep_token_id,
-        cls_token_id=tokenizer.cls_token_id,
-        sep_token_id=tokenizer.sep_token_id,
-    )
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A lower-cased BPE tokenizer with BERT's special tokens and words, and PyLate's prefixes.
-
-    BPE rather than WordPiece: the WordPiece trainer numbers its tokens in a different order each time.
-    Every printable ASCII character is in the vocabulary, so that PyLate's punctuation skiplist finds
-    a token for each of its marks.
-    """
-    tokenizer = Tokenizer(tokenizer_models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = BpeTrainer(
-        vocab_size=vocab_size - len(PREFIXES),
-        special_tokens=list(SPECIAL_TOKENS.values()),
-        initial_alphabet=list(string.ascii_letters + string.digits + string.punctuation),
-        limit_alphabet=256,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(PREFIXES)
-    cls, sep = SPECIAL_TOKENS["cls_token"], SPECIAL_TOKENS["sep_token"]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=8192,
-        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token types, which ModernBERT refuses
-        **SPECIAL_TOKENS,
-    )

@@ -27,7 +27,7 @@ from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.phases import Phases
 from pylate_fastmaxsim.recipes.config.schema import LoraSection, ModelSection
 from pylate_fastmaxsim.recipes.evaluation.finite import require_finite
-from pylate_fastmaxsim.recipes.models.text import gpu_has_bf16
+from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
 from pylate_fastmaxsim.recipes.training.sharded import Undivided
 
 CLASSES = {

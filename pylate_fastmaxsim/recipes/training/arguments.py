@@ -10,8 +10,9 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.text import gpu_has_bf16
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
 
 REPORTERS = {"tensorboard": is_tensorboard_available, "wandb": is_wandb_available}
 

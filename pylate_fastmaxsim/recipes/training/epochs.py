@@ -9,7 +9,7 @@ import transformers
 from sentence_transformers.training_args import BatchSamplers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.write import write_whole
 from pylate_fastmaxsim.recipes.training.checkpoints import CHECKPOINT_LAST_FILE
 

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import SOURCE_KEYS, DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.distillation import COLUMNS
 from pylate_fastmaxsim.recipes.data.docstrings import source_files
 from pylate_fastmaxsim.recipes.data.tables import subset_files, table_files
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.digest import content_digest, model_files
 from pylate_fastmaxsim.recipes.files.records import FILES_FILE, read_record
-from pylate_fastmaxsim.recipes.validate import SOURCE_KEYS
 
 MODEL_DIRECTORY = "model"  # in the folder of a run, what it trained
 

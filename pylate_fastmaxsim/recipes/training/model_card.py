@@ -12,8 +12,8 @@ from sentence_transformers.model_card import SentenceTransformerModelCardCallbac
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.load import dump_recipe
 
 
 def name_recipe(folder: Path, recipe: Recipe) -> None:

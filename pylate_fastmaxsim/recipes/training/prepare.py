@@ -17,10 +17,11 @@ from datasets import Dataset
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.data.mined import mined_digest
-from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.files.write import make_directory
-from pylate_fastmaxsim.recipes.models.text import build_model, load_model
+from pylate_fastmaxsim.recipes.models.from_scratch import build_model
+from pylate_fastmaxsim.recipes.models.text import load_model
 from pylate_fastmaxsim.recipes.training.fingerprint import data_contents
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 PAIRS = "pairs.parquet"
 MODEL = "model"

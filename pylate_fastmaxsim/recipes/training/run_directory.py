@@ -7,9 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.parse import build, with_defaults
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.mined import mined_digest
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.records import (
     FILES_FILE,
     MINED_FILE,
@@ -19,7 +21,6 @@ from pylate_fastmaxsim.recipes.files.records import (
     write_record,
 )
 from pylate_fastmaxsim.recipes.files.write import make_directory, write_whole_text
-from pylate_fastmaxsim.recipes.load import dump_recipe
 from pylate_fastmaxsim.recipes.training.checkpoints import (
     checkpoints_in,
     is_complete,

@@ -15,7 +15,8 @@ from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError, first_line
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.training.epochs import batches_done
 

@@ -13,9 +13,10 @@ from pylate import models
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
-from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import RecipeData, load_data
+from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import only_command
 from pylate_fastmaxsim.recipes.files.write import write_whole_folder
@@ -27,6 +28,7 @@ from pylate_fastmaxsim.recipes.training.callbacks import ShuffleByEpoch, StepsAs
 from pylate_fastmaxsim.recipes.training.checkpoints import trained_state
 from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
 from pylate_fastmaxsim.recipes.training.fingerprint import MODEL_DIRECTORY
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import open_output

@@ -10,7 +10,8 @@ from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, TrainerState
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.text import load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer
 

@@ -13,10 +13,12 @@ pytest.importorskip("pylate")
 from pylate.utils import ColBERTCollator
 from tiny_recipe import text, tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, Recipe, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_columns, load_data
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, Recipe
+from pylate_fastmaxsim.recipes.data.rows import load_columns
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
 ROWS = 30

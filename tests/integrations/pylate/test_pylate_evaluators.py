@@ -27,12 +27,13 @@ from pylate_fastmaxsim.recipes.comparison.compare import contrast, read_steps, s
 from pylate_fastmaxsim.recipes.comparison.html import write_html
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.comparison.report import METRICS, comparison_table, training_table
-from pylate_fastmaxsim.recipes.config.schema import Recipe, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.plugin import switched
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.train import train
 

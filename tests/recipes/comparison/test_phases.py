@@ -14,11 +14,11 @@ from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.comparison import phases
 from pylate_fastmaxsim.recipes.comparison.phases import PHASES, WARM_UP_STEPS, PhaseTrainer, Stopwatch, median_phases
-from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.text import load_model
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer
 

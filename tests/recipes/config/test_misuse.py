@@ -24,7 +24,7 @@ from tiny_recipe import hub_dataset, text, tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import arguments
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer

@@ -11,7 +11,8 @@ pytest.importorskip("pylate")
 
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import FastSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 COLQWEN = RECIPES / "colqwen_vidore.yaml"

@@ -26,15 +26,17 @@ from tiny_recipe import hub_dataset, text, tiny, write
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.recipes.comparison.compare import compare
-from pylate_fastmaxsim.recipes.config.schema import FastSection, RecipeError
+from pylate_fastmaxsim.recipes.config.dump import dump_recipe
+from pylate_fastmaxsim.recipes.config.schema import FastSection
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs, split_docstring
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.records import RECIPE_FILE
-from pylate_fastmaxsim.recipes.load import dump_recipe, load_recipe
+from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training import prepare as preparing
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.warmup import batch_sizes
 

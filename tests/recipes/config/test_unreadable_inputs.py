@@ -20,20 +20,21 @@ from datasets import Dataset, DatasetDict
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, ModelSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, ModelSection
 from pylate_fastmaxsim.recipes.data.mined import mined_digest, read_summary, settings_of
-from pylate_fastmaxsim.recipes.data.rows import load_data
 from pylate_fastmaxsim.recipes.data.tables import load_table
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.digest import content_digest
 from pylate_fastmaxsim.recipes.files.write import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.teacher import load_teacher
 from pylate_fastmaxsim.recipes.models import text as models
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 LOAD = """
 import json, sys
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 for override in sys.argv[2:]:
     try:
         load_recipe(sys.argv[1], [override])

@@ -19,9 +19,9 @@ from pylate.utils import KDProcessing
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import hub_dataset, tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 
 def write_files(folder: Path, subsets: dict[str, list[dict]], suffix: str = ".jsonl") -> Path:

@@ -21,10 +21,11 @@ from tiny_recipe import hub_dataset, text, tiny, write
 
 from pylate_fastmaxsim.recipes.comparison.compare import compare
 from pylate_fastmaxsim.recipes.comparison.report import comparison_table, training_table
-from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import beir
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
 QUERIES, DOCUMENTS = 6, 150

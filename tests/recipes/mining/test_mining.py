@@ -28,7 +28,8 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, RecipeError
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives, resumable

@@ -26,7 +26,7 @@ from transformers import AutoConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import dataset as mining_dataset
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine

@@ -18,7 +18,7 @@ from test_misuse import command
 from test_output_kept import ending_with, files_of
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import records
 from pylate_fastmaxsim.recipes.files import write as files_write
 from pylate_fastmaxsim.recipes.load import load_recipe

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_recipe import text, tiny, write
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import epochs
 from pylate_fastmaxsim.recipes.training import train as training

@@ -16,7 +16,7 @@ from test_output_kept import ending_with, without_checkpoints
 from test_shipped_recipes import kd_subsets
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.digest import content_digest
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import fingerprint

@@ -28,12 +28,12 @@ from visual_models import build_visual_model, page
 from pylate_fastmaxsim import recipes
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.recipes.config.schema import RecipeError
-from pylate_fastmaxsim.recipes.data.rows import load_data
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.text import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.visual import CLASSES, evaluate_pages
+from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
 RECIPES = {"colqwen2": "colqwen_vidore", "colpali": "colpali_vidore"}

@@ -1,0 +1,19 @@
+"""The error of a recipe that cannot be run, and what other libraries' errors say."""
+
+from __future__ import annotations
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for the end of a sentence: its first line, or its type where it says nothing.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.errors import first_line
+    >>> first_line(ValueError("no such layer\\nmore lines")), first_line(TimeoutError())
+    ('no such layer', 'TimeoutError')
+    """
+    return str(error).strip().partition("\n")[0].rstrip() or type(error).__name__

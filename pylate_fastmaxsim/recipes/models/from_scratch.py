@@ -1,0 +1,105 @@
+"""A small ModernBERT with random weights, and a tokenizer trained on a recipe's own text."""
+
+from __future__ import annotations
+
+import string
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import models as tokenizer_models
+from tokenizers.trainers import BpeTrainer
+from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast, set_seed
+
+from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.models.text import check_lengths, new_colbert
+
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+# What a size or an option that a model cannot have is met with, up to no memory for it.
+BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError)
+PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    try:
+        yield
+    except BAD_VALUE as error:
+        raise RecipeError(f"model cannot be built: {first_line(error)}") from error
+
+
+def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
+    """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT model in ``directory``."""
+    tokenizer = train_tokenizer(texts, section.build.vocab_size)
+    set_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        with _one_sentence():
+            encoder = ModernBertModel(_configuration(section.build, tokenizer))
+        encoder.save_pretrained(folder)
+        set_seed(seed)
+        with _one_sentence():
+            model = new_colbert(replace(section, build=None, name_or_path=folder), "cpu")
+    check_lengths(section, model)
+    model.save(str(directory), create_model_card=False)
+
+
+def _configuration(build: BuildSection, tokenizer: PreTrainedTokenizerFast) -> ModernBertConfig:
+    return ModernBertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=build.hidden_size,
+        num_hidden_layers=build.num_hidden_layers,
+        num_attention_heads=build.num_attention_heads,
+        intermediate_size=build.intermediate_size,
+        local_attention=build.local_attention,
+        global_attn_every_n_layers=build.global_attn_every_n_layers,
+        embedding_dropout=build.dropout,
+        attention_dropout=build.dropout,
+        mlp_dropout=build.dropout,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.cls_token_id,
+        eos_token_id=tokenizer.sep_token_id,
+        cls_token_id=tokenizer.cls_token_id,
+        sep_token_id=tokenizer.sep_token_id,
+    )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A lower-cased BPE tokenizer with BERT's special tokens and words, and PyLate's prefixes.
+
+    BPE rather than WordPiece: the WordPiece trainer numbers its tokens in a different order each time.
+    Every printable ASCII character is in the vocabulary, so that PyLate's punctuation skiplist finds
+    a token for each of its marks.
+    """
+    tokenizer = Tokenizer(tokenizer_models.BPE(unk_token=SPECIAL_TOKENS["unk_token"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - len(PREFIXES),
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=list(string.ascii_letters + string.digits + string.punctuation),
+        limit_alphabet=256,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(PREFIXES)
+    cls, sep = SPECIAL_TOKENS["cls_token"], SPECIAL_TOKENS["sep_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=8192,
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token types, which ModernBERT refuses
+        **SPECIAL_TOKENS,
+    )
