@@ -17,6 +17,7 @@ from pylate_fastmaxsim.integrations.compilation import layers as compilation_lay
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import mask_changes, token_counts
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask
+from pylate_fastmaxsim.integrations.encoding.calls import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.encoding.equivalence import (
     short_to_long,
     why_not_divided,
@@ -46,7 +47,7 @@ from pylate_fastmaxsim.integrations.encoding.plans import (
     without_total,
 )
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.encoders import inputs_of, positioned, token_embeddings
+from pylate_fastmaxsim.integrations.models.encoders import inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, own_code, reader, unknown_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, is_compiled, layers_of_wrapping, unwrap
 from pylate_fastmaxsim.integrations.options import current_options

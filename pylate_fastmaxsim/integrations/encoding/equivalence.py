@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
+from pylate_fastmaxsim.integrations.encoding.calls import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.encoding.joint import joint_call
 from pylate_fastmaxsim.integrations.encoding.mask_changes import changed, masks_of
 from pylate_fastmaxsim.integrations.encoding.mode_cache import holds_up_to
@@ -32,8 +33,6 @@ from pylate_fastmaxsim.integrations.models.encoders import (
     encoder_of,
     inputs_of,
     position_table,
-    positioned,
-    token_embeddings,
 )
 from pylate_fastmaxsim.integrations.models.user_code import reader
 

@@ -1,22 +1,18 @@
-"""The encoder of a model: where it is, how it counts positions, and a call of the model that runs it.
+"""The encoder of a model: where it is, what it is given, and how it numbers positions.
 
-The model is a ``pylate.models.ColBERT``, or the Transformer of Sentence Transformers that stands at its beginning.
+The model is a ``pylate.models.ColBERT``, or the Transformer of Sentence Transformers that it begins with.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
-from pylate_fastmaxsim.integrations.encoding.plans import Documents
-
-# Of each encoder: the position of its padding token, where its positions begin behind that, and whether it has token
-# types.
+# Of each encoder, the position of its padding token where positions are counted from behind that (RoBERTa), and whether
+# it has token types.
 _counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
 
 
@@ -57,23 +53,14 @@ def checkpoints_layers(core: nn.Module) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in encoder_of(core).modules())
 
 
-def token_embeddings(model: nn.Module, features: dict[str, Tensor]) -> Tensor:
-    """Token embeddings ``[N, L, d]`` of one call of the model, which leaves the features as they are."""
-    with uninspected():
-        return model(dict(features))["token_embeddings"]
-
-
-def positioned(core: nn.Module, documents: Documents) -> tuple[Documents, Tensor]:
-    """Documents with all that the encoder would otherwise make up from the shape of its input, and their positions."""
-    _, takes_types = _how_it_counts(core)
-    if takes_types and documents.token_type_ids is None:
-        documents = replace(documents, token_type_ids=torch.zeros_like(documents.input_ids))
-    return documents, positions(core, documents.input_ids)
+def takes_token_types(core: nn.Module) -> bool:
+    """Whether the encoder has embeddings of token types."""
+    return _counting_of(core)[1]
 
 
 def positions(core: nn.Module, input_ids: Tensor) -> Tensor:
     """Position of each token of padded texts in the encoder's own counting, ``[N, L]``."""
-    padding, _ = _how_it_counts(core)
+    padding, _ = _counting_of(core)
     if padding is None:
         return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     # RoBERTa counts from behind the position of its padding token, and only what is not that token.
@@ -95,7 +82,7 @@ def _has_token_types(encoder: nn.Module) -> bool:
     return any("token_type" in name.rpartition(".")[2] for name, _ in encoder.named_modules())
 
 
-def _how_it_counts(core: nn.Module) -> tuple[int | None, bool]:
+def _counting_of(core: nn.Module) -> tuple[int | None, bool]:
     encoder = encoder_of(core)
     if encoder not in _counting:
         table = position_table(core)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
+from pylate_fastmaxsim.integrations.encoding.calls import positioned
 from pylate_fastmaxsim.integrations.encoding.encode import APART, UNDERSTOOD, mode_for
 from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
 from pylate_fastmaxsim.integrations.encoding.plans import (
@@ -38,7 +39,7 @@ from pylate_fastmaxsim.integrations.encoding.plans import (
 )
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of, positioned
+from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, encoder_of, inputs_of
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, unwrap
 from pylate_fastmaxsim.integrations.options import current_options

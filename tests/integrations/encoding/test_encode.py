@@ -30,7 +30,7 @@ from pylate_fastmaxsim.integrations.encoding.plans import Documents
 
 
 def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
-    texts = [sentences(encoding_plans, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
+    texts = [sentences(documents, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
     return collate(model, *texts)
 
 

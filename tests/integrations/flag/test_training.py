@@ -29,12 +29,12 @@ def _pairs(columns=("positive", "negative")) -> Dataset:
 
 
 def _candidates() -> Dataset:
-    encoding_plans = sentences(4 * ROWS, seed=1)
+    documents = sentences(4 * ROWS, seed=1)
     scores = torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(0))
     return Dataset.from_dict(
         {
             "query": sentences(ROWS, longest=8),
-            "documents": [encoding_plans[4 * row : 4 * row + 4] for row in range(ROWS)],
+            "documents": [documents[4 * row : 4 * row + 4] for row in range(ROWS)],
             "label": scores.tolist(),
         }
     )
