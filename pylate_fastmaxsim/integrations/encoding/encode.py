@@ -245,7 +245,7 @@ def release() -> None:
     encoding_attention.release()
     compilation_layers.release()
     token_counts.reset()
-    mask_changes.changing.clear()
+    mask_changes.forget()
     for decisions in (_modes, _joint, _divisible):
         decisions.clear()
 

@@ -25,10 +25,10 @@ from torch.nn import functional as F
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
-from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changing
+from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changes_masks, settle
 from pylate_fastmaxsim.integrations.encoding.plans import without_total
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync, unwrap, wrapper_attribute
+from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, no_grad_sync, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.patches import Patch
@@ -37,7 +37,7 @@ from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
-from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer, Withdrawn, withdraw
+from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.xtr import xtr_scores
@@ -76,12 +76,12 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                             f"{type(self).__name__}: sentence_features must hold the column of the queries and at least "
                             f"one of documents, got {len(features)} in all."
                         )
-                    # CachedContrastive does not raise it.
-                    before = features if isinstance(self, CachedContrastive) else as_given(features)
+                    # CachedContrastive does not raise it, nor does any loss after the first batch.
+                    first = not isinstance(self, CachedContrastive) and changes_masks(self) is None
+                    before = as_given(features) if first else features
                     try:
                         return fast(self, options, features, *labels, **named_labels)
-                    except (MasksChanged, Withdrawn):
-                        changing.add(unwrap(self.model))
+                    except MasksChanged:
                         features, reason = before, _reason_in_model(self)
                 name = type(self).__name__
                 log_once("The %s loss runs as PyLate has it, padded: %s.", name, reason, about=self)
@@ -125,7 +125,7 @@ def _reason_in_masking(loss: nn.Module) -> str | None:
 
 def _reason_in_model(loss: nn.Module) -> str | None:
     # Stock's CachedContrastive looks at masks before it encodes, as all losses do here.
-    if isinstance(loss, CachedContrastive) or unwrap(loss.model) not in changing:
+    if isinstance(loss, CachedContrastive) or not changes_masks(loss):
         return None
     return "the model changes input_ids or attention_mask, by a module of its own or a hook"
 
@@ -326,22 +326,23 @@ def _progress(self: CachedContrastive, steps: Sequence, description: str) -> Ite
 
 def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     """Unit token embeddings of the queries, ``[B, L, d]``, and of the documents, column after column."""
-    changes: list[int] = []
+    changed = False
 
     def embed(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        nonlocal changed
         try:
             return unit_embeddings(model, call, masks_stay=True)
         except MasksChanged as change:
             # Perhaps on this rank only: it makes all calls that the others make, which may wait for it in each.
-            changes.append(change.dim)
+            changed = True
             ids = call["input_ids"]
             return torch.zeros(*ids.shape, change.dim, device=ids.device)
 
     encoded = encoding_encode.encode_batch(loss.model, features, wrapper_attribute(loss.model, "skiplist"), embed)
-    if changes:
-        if getattr(loss, "gather_across_devices", False):
-            withdraw(features[0]["input_ids"].device)
-        raise MasksChanged(changes[0])
+    if changed or changes_masks(loss) is None:
+        gathers = getattr(loss, "gather_across_devices", False) and dist.is_available() and dist.is_initialized()
+        group = dist.group.WORLD if gathers else group_in_step(loss.model)
+        settle(loss, changed, features[0]["input_ids"].device, group)
     return encoded
 
 

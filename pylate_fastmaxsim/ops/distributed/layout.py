@@ -31,10 +31,6 @@ class DtypesDiffer(ValueError):
         self.widest = reduce(torch.promote_types, dtypes)
 
 
-class Withdrawn(Exception):
-    """A rank has no documents for the others. All that asked for them raise it."""
-
-
 class _Sizes(NamedTuple):
     """What is exchanged first: a number of each rank, or what all ranks have."""
 
@@ -90,15 +86,11 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
     ValueError
         The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what
         they will do with the documents.
-    Withdrawn
-        Another rank calls :func:`withdraw` instead.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
     sizes = _Sizes(rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring)
     of_all = _Sizes(*zip(*_numbers_of_all(sizes, documents.device), strict=True))
     # Every rank finds the same, before anything of a size that another one does not expect is sent.
-    if min(of_all.rows) < 0:
-        raise Withdrawn
     for what, of_ranks in (
         ("have the same number of documents", of_all.documents),
         ("have documents of the same d", of_all.dim),
@@ -125,11 +117,6 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
         keep=_all_gather(F.pad(keep, (0, most - rows))),
         zero_floor=None if zero_floor is None else layouts[:, 2] != 0,
     )
-
-
-def withdraw(device: torch.device) -> None:
-    """Take part in the exchange of :func:`describe` without documents."""
-    _numbers_of_all([-1] * len(_Sizes._fields), device)
 
 
 def _numbers_of_all(numbers: Sequence[int], device: torch.device) -> list[list[int]]:

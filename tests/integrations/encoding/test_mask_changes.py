@@ -1,4 +1,4 @@
-"""Models that change which tokens their texts have: stock's losses count what is left, and so do the losses here."""
+"""Models that change which tokens their texts have, as learned pruning does: their losses stay PyLate's own."""
 
 from __future__ import annotations
 
@@ -112,10 +112,9 @@ def lines(caplog) -> list[str]:
     return [message for message in caplog.messages if "runs as PyLate has it" in message]
 
 
-@pytest.mark.parametrize("padding_free", [True, False])
-@pytest.mark.parametrize("collate", [collated, features])
+@pytest.mark.parametrize(("collate", "padding_free"), [(collated, True), (features, False)])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_contrastive(model, mode, caplog, change, collate, padding_free):
+def test_contrastive(model, caplog, change, collate, padding_free):
     loss_function = losses.Contrastive(model)
     batches = [batch_of(model, seed=seed, collate=features) for seed in (0, 10)]
     plain = [run(loss_function, copied(batch))[0] for batch in batches]
@@ -130,7 +129,7 @@ def test_contrastive(model, mode, caplog, change, collate, padding_free):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_distillation(model, mode, caplog, change):
+def test_distillation(model, caplog, change):
     loss_function = losses.Distillation(model, normalize_scores=False)
     batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
     labels = torch.rand(4, 3, dtype=torch.float64)
@@ -143,16 +142,15 @@ def test_distillation(model, mode, caplog, change):
     assert "The Distillation loss" in said
 
 
-@pytest.mark.parametrize("padding_free", [True, False])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_cached_contrastive_where_stock_can(model, mode, change, padding_free):
+def test_cached_contrastive_where_stock_can(model, change):
     loss_function = losses.CachedContrastive(model, mini_batch_size=4)
     change(model)
     try:
         stock = run(loss_function, copied(batch_of(model)))
     except RuntimeError:
         pytest.skip("stock takes the masks from before, which do not fit")
-    pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
+    pylate_fastmaxsim.enable(stock_masking=True)
     for _ in range(2):
         assert_equal(run(loss_function, copied(batch_of(model))), stock)
 
@@ -192,3 +190,31 @@ def test_it_is_looked_at_anew_when_switched_on_again(model, mode, caplog):
         run(loss_function, batch)
         assert mode_of(model) == mode
     assert len(lines(caplog)) == 1
+
+
+def test_a_change_that_begins_later_is_refused(model, mode):
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    pylate_fastmaxsim.enable()
+    run(loss_function, batch)
+    before(model)
+    with pytest.raises(ValueError, match="changes input_ids or attention_mask now.* from the first batch on"):
+        run(loss_function, batch)
+
+
+def test_evaluation_says_nothing_of_training(model, mode, caplog):
+    """Pruning is learned in training only."""
+
+    class InTraining(Pruning):
+        def change(self, features):
+            return super().change(features) if self.training else features
+
+    behind(InTraining)(model)
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    stock = run(loss_function, copied(batch))
+    pylate_fastmaxsim.enable(stock_masking=True)
+    with torch.no_grad():
+        loss_function(copied(batch))  # in training still, but without gradients
+        model.eval()
+        loss_function(copied(batch))
+    model.train()
+    assert_equal(run(loss_function, copied(batch)), stock)
