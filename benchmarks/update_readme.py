@@ -1,6 +1,6 @@
 """Write the tables of the README and of docs/ from the committed results.
 
-python benchmarks/update_readme.py
+python -m benchmarks.update_readme
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ import itertools
 import json
 import re
 from operator import itemgetter
-from pathlib import Path
 
-from attention import table as attention_table
-from corpus_search import markdown as corpus_markdown
-from cranfield_table import markdown as cranfield_markdown
-from lengths import markdown_table as lengths_table
-from losses_table import markdown as losses_markdown
-from losses_table import ring_table
-from multi_vector_step import markdown_table as multi_vector_markdown
-from operators_table import readme_table
-from page_step import markdown_table as page_table
-from train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.harness.paths import RESULTS, ROOT
+from benchmarks.losses.table import markdown as losses_markdown
+from benchmarks.losses.table import ring_table
+from benchmarks.operators.attention import table as attention_table
+from benchmarks.operators.table import readme_table
+from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
+from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
+from benchmarks.training.lengths import markdown_table as lengths_table
+from benchmarks.training.multi_vector_step import markdown_table as multi_vector_markdown
+from benchmarks.training.page_step import markdown_table as page_table
+from benchmarks.training.train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
 
 
 def results(name: str) -> dict:

@@ -11,7 +11,7 @@ from torch import Tensor
 # A step with fewer tokens waits for the host, which launches FlashAttention with less work.
 FEWEST_TOKENS = 2**14
 # Without a window FlashAttention is faster for longer texts: of 180 tokens these kernels were 1.18 times as fast on an
-# H100, of 300 tokens 0.91 times (benchmarks/attention.py).
+# H100, of 300 tokens 0.91 times (benchmarks/operators/attention.py).
 LONGEST_MEAN = 192
 LONGEST = 1024
 

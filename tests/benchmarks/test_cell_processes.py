@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from benchmarked import BENCHMARKS
 
-# Stands for training_cell.py: notes when it was warm, when its turn began and when it ended.
+# Stands for training/cell.py: notes when it was warm, when its turn began and when it ended.
 CELL = """
 import json, sys, time
 from pathlib import Path
@@ -36,14 +34,12 @@ print("RESULT " + json.dumps({"status": status, "warm": warm, "begin": begin, "e
 
 @pytest.fixture
 def processes(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.chdir(tmp_path)
-    import cell_processes
+    from benchmarks.training import cell_processes
 
-    (tmp_path / "training_cell.py").write_text(CELL)
-    monkeypatch.setattr(cell_processes, "HERE", tmp_path)
-    yield cell_processes
-    sys.modules.pop("cell_processes")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cell.py").write_text(CELL)
+    monkeypatch.setattr(cell_processes, "CELL", [str(tmp_path / "cell.py")])
+    return cell_processes
 
 
 def cells(*batches):

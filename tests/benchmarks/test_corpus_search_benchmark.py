@@ -13,7 +13,7 @@ def test_every_stage_is_measured_and_finds_the_same(tmp_path):
     sizes = ["--passages", "400", "--queries", "3", "--dim", "16", "--mean", "20", "--k", "10"]
     shares = ["--stock-passages", "200", "--check-passages", "300"]
     places = ["--folder", str(tmp_path / "corpus"), "--output", str(target)]
-    printed = run_benchmark("corpus_search.py", *places, *sizes, *shares)
+    printed = run_benchmark("retrieval.corpus_search", *places, *sizes, *shares)
     content = json.loads(target.read_text())
     assert content["environment"]["torch"] and content["setting"]["passages"] == 400
     stages = content["stages"]

@@ -9,7 +9,7 @@ def test_every_tiny_cell_is_measured_and_exact(tmp_path):
     target = tmp_path / "head.json"
     arguments = ["--shapes", "tiny", "tiny-candidates", "--entries", "fast", "einsum", "lik-fused"]
     arguments += ["--results", str(target)]
-    printed = run_benchmark("head.py", *arguments)
+    printed = run_benchmark("operators.projection", *arguments)
     cells = json.loads(target.read_text())
     assert len(cells) == 6
     for name, cell in cells.items():
@@ -21,5 +21,5 @@ def test_every_tiny_cell_is_measured_and_exact(tmp_path):
         assert cell["forward"]["ms"] > 0 and cell["forward_backward"]["ms"] > 0
     assert "times faster than the best unfused peer" in printed
     before = target.read_text()
-    run_benchmark("head.py", *arguments, "--render-only")
+    run_benchmark("operators.projection", *arguments, "--render-only")
     assert target.read_text() == before

@@ -7,14 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarked import BENCHMARKS, run_benchmark
+from benchmarked import run_benchmark
 
-run = partial(run_benchmark, "losses.py")
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+run = partial(run_benchmark, "losses.run")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +50,7 @@ def test_two_ranks_measure_every_way_to_share_documents(tmp_path):
 @pytest.mark.parametrize("limit", [31, 32, 40, 200, 300, 5000, 70_000, 2**21])
 @pytest.mark.parametrize("known", [True, False])
 def test_the_search_finds_the_largest_batch_that_fits(limit, known):
-    from losses_ceiling import GRID, ceiling, next_batch
+    from benchmarks.losses.ceiling import GRID, ceiling, next_batch
 
     tried = {}
     while (batch := next_batch(tried, 128, 100.0 if known else None)) is not None:
@@ -70,7 +65,7 @@ def test_the_search_finds_the_largest_batch_that_fits(limit, known):
 
 
 def test_the_search_ends_at_the_largest_batch_that_was_asked_for():
-    from losses_ceiling import next_batch
+    from benchmarks.losses.ceiling import next_batch
 
     went = {"status": "ok", "peak_gib": None}
     assert next_batch({512: went}, 512, None, largest=768) == 768

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarked import BENCHMARKS, run_benchmark
+from benchmarked import run_benchmark
 
-run = partial(run_benchmark, "operators.py")
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+run = partial(run_benchmark, "operators.run")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +25,7 @@ def scaled_sweep(factors: list[float]) -> dict:
     """Results of a sweep over Nd whose points take ``factors`` times what linear growth from the first would."""
     import dataclasses
 
-    from operators_shapes import SHAPES
+    from benchmarks.operators.shapes import SHAPES
 
     shapes = [shape for shape in SHAPES if shape.name.startswith("sweep-Nd-")][: len(factors)]
     cells = {}
@@ -69,9 +64,9 @@ def test_finished_cells_are_not_measured_again(tiny):
 
 
 def test_a_failing_entry_leaves_its_sentence_and_the_others_stand():
-    from operators_competitors import Entry, make_inputs
-    from operators_measure import measure_entry
-    from operators_shapes import BY_NAME
+    from benchmarks.operators.competitors import Entry, make_inputs
+    from benchmarks.operators.measure import measure_entry
+    from benchmarks.operators.shapes import BY_NAME
 
     def no_gradient(inputs):
         if inputs.queries.requires_grad:
@@ -85,9 +80,9 @@ def test_a_failing_entry_leaves_its_sentence_and_the_others_stand():
 
 
 def test_wrong_scores_and_gradients_show_in_the_errors():
-    from operators_competitors import Entry, fast_entries, make_inputs
-    from operators_measure import errors
-    from operators_shapes import BY_NAME
+    from benchmarks.operators.competitors import Entry, fast_entries, make_inputs
+    from benchmarks.operators.measure import errors
+    from benchmarks.operators.shapes import BY_NAME
 
     shape = BY_NAME["tiny"]
     inputs = make_inputs(shape, torch.device("cpu"), 0)
@@ -99,15 +94,15 @@ def test_wrong_scores_and_gradients_show_in_the_errors():
 
 
 def test_a_step_beyond_the_trend_is_found():
-    from operators_results import Results
+    from benchmarks.operators.results import Results
 
     assert Results(scaled_sweep([1, 1, 1])).largest_step("Nd", "forward") == pytest.approx(1)
     assert Results(scaled_sweep([1, 1.6, 1.6])).largest_step("Nd", "forward") == pytest.approx(1.6)
 
 
 def test_the_fastest_entry_counts_and_failures_are_told(tiny):
-    from operators_results import Results
-    from operators_table import markdown
+    from benchmarks.operators.results import Results
+    from benchmarks.operators.table import markdown
 
     content = copy.deepcopy(json.loads(tiny.read_text()))
     entries = content["cells"]["tiny/einsum"]["entries"]

@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
-from benchmarked import BENCHMARKS, run_benchmark
+from benchmarked import run_benchmark
 
 pytest.importorskip("pylate")
 
@@ -20,12 +20,9 @@ from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
 @pytest.fixture(scope="module")
 def cell():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import training_cell
+    from benchmarks.training import cell
 
-        yield training_cell
-        sys.modules.pop("training_cell")
+    return cell
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,7 @@ def test_a_teacher_scores_every_document(cell, collator):
 
 def measured(*options: str) -> list[dict]:
     small = ["--path", "fast", "--layers", "1", "--batches", "1", "--warmup", "1"]
-    lines = run_benchmark("training_cell.py", *small, *options).splitlines()
+    lines = run_benchmark("training.cell", *small, *options).splitlines()
     return [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
 
 
@@ -92,7 +89,7 @@ def test_steps_of_several_lengths_are_measured_drawn_and_kept(tmp_path):
     ]
 
     def run(*options):
-        return run_benchmark("lengths.py", "--results", str(results), *options).splitlines()
+        return run_benchmark("training.lengths", "--results", str(results), *options).splitlines()
 
     *_, half, full = run(*small, "--tokens", "15", "3000")
     assert full.startswith("| 0% | ") and "x) |" in full and half.startswith("| ") and not half.startswith("| 0%")
@@ -109,7 +106,7 @@ def test_memory_is_measured_up_to_some_chunks(cell, monkeypatch, capsys):
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "auto")
     small = ["--path", "fast", "--layers", "1", "--batches", "1", "--warmup", "1", "--warmup-rows", "2"]
     loss = ["--loss", "cached_contrastive", "--batch", "8", "--mini-batch", "2", "--document-length", "5"]
-    monkeypatch.setattr(sys, "argv", ["training_cell.py", *small, *loss, "--chunks", "3"])
+    monkeypatch.setattr(sys, "argv", ["cell.py", *small, *loss, "--chunks", "3"])
     cell.main()
     assert json.loads(capsys.readouterr().out.removeprefix("RESULT "))["chunks"] == 3
     assert len(scored) == 1 + 3  # of the step before, which has 2 rows, and of this one

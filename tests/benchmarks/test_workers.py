@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-from benchmarked import BENCHMARKS
 
 # Stands for a benchmark's process: does what the cell says.
-PROGRAM = f"""
+PROGRAM = """
 import os, sys, time
-sys.path.insert(0, {str(BENCHMARKS)!r})
-from workers import serve
+from benchmarks.harness.workers import serve
 
 def answer(cell):
     if "sleep" in cell:
@@ -22,23 +18,21 @@ def answer(cell):
     if "raise" in cell:
         raise ValueError(cell["raise"])
     print("not an answer")
-    return {{"process": os.getpid(), "variable": os.environ.get("OF_THE_WORKER")}}
+    return {"process": os.getpid(), "variable": os.environ.get("OF_THE_WORKER")}
 
 serve(answer)
 """
 
 
 @pytest.fixture
-def worker(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from workers import Worker
+def worker(tmp_path):
+    from benchmarks.harness.workers import Worker
 
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with Worker([str(program)], timeout=120, OF_THE_WORKER="set") as worker:
         yield worker
     assert worker.process.poll() is not None
-    sys.modules.pop("workers")
 
 
 def test_cells_share_a_process_and_one_that_raises_is_a_result(worker):

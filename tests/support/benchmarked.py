@@ -7,12 +7,10 @@ import sys
 
 from paths import ROOT
 
-BENCHMARKS = ROOT / "benchmarks"
-
 
 def run_benchmark(name: str, *arguments: str) -> str:
     """What a command prints; AssertionError with its errors where it fails."""
-    command = [sys.executable, str(BENCHMARKS / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout

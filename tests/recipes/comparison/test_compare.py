@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from paths import RECIPES, ROOT
+from paths import RECIPES
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -381,8 +381,8 @@ def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
 
 
 def test_the_readme_says_where_losses_are_not_numbers(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    update_readme = importlib.import_module("update_readme")
+    from benchmarks import update_readme
+
     result = update_readme.results("quickstart")
     assert "the loss curves differ by at most" in update_readme.quickstart_table()
     result["runs"]["fast"]["losses"][-1] = None

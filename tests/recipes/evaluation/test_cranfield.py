@@ -69,9 +69,8 @@ def test_the_fast_curve_stays_within_the_rounding_of_stock(encoder, pairs: list[
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import cranfield
+def benchmark():
+    from benchmarks.quality import cranfield
 
     return cranfield
 
@@ -147,7 +146,7 @@ def _projection(folder: Path) -> torch.Tensor:
 
 
 def test_the_committed_results_hold_what_the_readme_says_of_them(benchmark):
-    from cranfield_table import METRICS, STAGES, largest_difference, spread, values
+    from benchmarks.quality.cranfield_table import METRICS, STAGES, largest_difference, spread, values
 
     cells = json.loads((ROOT / "benchmarks" / "results" / "cranfield.json").read_text())["cells"]
     for path in ("stock", "fast"):

@@ -1,0 +1,1 @@
+"""What all benchmarks share: paths, results files, measuring processes."""

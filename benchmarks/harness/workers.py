@@ -1,0 +1,168 @@
+"""Processes that measure: each reads a cell a line from its standard input, as JSON, and answers each by one line.
+
+Processes of their own, because an illegal access or a crash in one competitor ends every later call of its process, and
+because nothing that one leaves behind, in memory or in settings, may reach the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from typing import IO
+
+import torch
+
+from benchmarks.harness.paths import ROOT
+
+_ANSWER = "RESULT "
+
+
+def child_variables() -> dict[str, str]:
+    """The environment of a measuring process, which imports the package of this checkout."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def say(result: dict) -> None:
+    """Answer, from within the measuring process."""
+    print(_ANSWER + json.dumps(result), flush=True)
+
+
+def said(line: str) -> dict | None:
+    """The answer in a line of a measuring process, if it is one."""
+    return json.loads(line.removeprefix(_ANSWER)) if line.startswith(_ANSWER) else None
+
+
+def last_error(text: str) -> str:
+    """One line of what a process that ended wrote: what is aborted ends in the frames of its stack."""
+    lines = text.strip().splitlines()
+    errors = [line for line in lines if re.search(r"\w(Error|Exception)\b|CUDA error", line)]
+    return (errors or lines or ["no output"])[-1].strip()[:500]
+
+
+def failure(error: Exception) -> str:
+    """One line that says why a cell failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory: " + str(error).split(". ")[0]
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def serve(answer: Callable[[dict], dict]) -> None:
+    """Answer every cell of the standard input, until the device takes no more calls of this process.
+
+    What `answer` raises is the result of its cell, whatever it is: competitors raise what they like.
+    """
+    for line in sys.stdin:
+        try:
+            result = answer(json.loads(line))
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            result = {"failure": failure(error)}
+        ends = not _usable()
+        say({**result, "ends": ends})
+        if ends:
+            break
+
+
+def _usable() -> bool:
+    """Whether this process can go on; after an illegal access no call of it reaches the device any more."""
+    if torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
+
+
+class Worker:
+    """The measuring process of a command, started when it is first asked and again after it ended.
+
+    It has `timeout` seconds for an answer. What it writes to its standard error goes to `errors`, if given.
+    """
+
+    def __init__(self, command: list[str], timeout: float, errors: IO[str] | None = None, **variables: str) -> None:
+        self.command = [sys.executable, *command]
+        self.timeout = timeout
+        self.variables = variables
+        self.process: subprocess.Popen | None = None
+        self.errors = errors or tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the worker
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            self._kill()  # one that is not asked may be at work still
+            self.process.wait()
+
+    def ask(self, cell: dict) -> dict:
+        """The answer to a cell; that it failed or ran too long is an answer as well."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        try:
+            self.process.stdin.write(json.dumps(cell) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # it ended, and `answer` says why
+            pass
+        return self.answer()
+
+    def start(self) -> None:
+        """Start the process, for a command that is not asked but answers all the same."""
+        self.errors.seek(0)
+        self.errors.truncate()
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env={**child_variables(), **self.variables},
+            start_new_session=True,
+        )
+
+    def answer(self) -> dict:
+        """The next answer of the process."""
+        late = threading.Event()
+        timer = threading.Timer(self.timeout, lambda: (late.set(), self._kill()))
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                result = said(line)
+                if result is not None:
+                    if result.pop("ends", False):
+                        self.process.wait()
+                    return result
+            self.process.wait()
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            timer.cancel()
+        if late.is_set():
+            return {"failure": f"not finished in {self.timeout:g} s"}
+        self.errors.seek(0)
+        return {"failure": f"the process ended with status {self.process.returncode}: {last_error(self.errors.read())}"}
+
+    def _kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)  # with the compiler's processes, which hold its output open
+
+
+def ask_apart(command: list[str], cell: dict, timeout: float) -> dict:
+    """The answer to one cell from a process of its own."""
+    with Worker(command, timeout) as worker:
+        return worker.ask(cell)

@@ -1,0 +1,1 @@
+"""PyLate's losses without the encoder."""

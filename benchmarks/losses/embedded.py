@@ -1,0 +1,154 @@
+"""PyLate's losses on token embeddings that are there already: all that a loss does beside the encoder."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from pylate import losses
+from torch import Tensor, nn
+
+from benchmarks.operators.shapes import SIGMA
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.plans import total_to_leave
+from pylate_fastmaxsim.integrations.options import current_options
+
+QUERY_LENGTH = 32
+MEAN_TOKENS = 80.0  # as in training/cell.py
+DIM = 128
+VOCABULARY = 30_000
+MINI_BATCH = 32
+LOSSES = {
+    "contrastive": losses.Contrastive,
+    "cached_contrastive": losses.CachedContrastive,
+    "distillation": losses.Distillation,
+}
+
+Features = list[dict[str, Tensor]]
+
+# Of each model the embeddings that it has handed out. Not in the model: documents of one that remembers its calls are
+# padded.
+_leaves: WeakKeyDictionary[nn.Module, dict[tuple, Tensor]] = WeakKeyDictionary()
+
+
+class Embedded(nn.Module):
+    """Stands where a loss has its model: hands out stored bfloat16 embeddings of each call, as leaves with gradients.
+
+    With ``float32`` to the loss they are that, as accelerate makes the outputs of a model that trains in bf16.
+    Otherwise they stay as they are, as this package hands them on where the head is fused.
+    """
+
+    def __init__(self, device: torch.device, float32: bool = True) -> None:
+        super().__init__()
+        generator = torch.Generator(device).manual_seed(0)
+        self.lookup = _Lookup(torch.randn(VOCABULARY, DIM, device=device, generator=generator).bfloat16())
+        self.tokenizer = SimpleNamespace(padding_side="right")
+        self.skiplist: list[int] = []
+        self.do_query_expansion = True
+        self.attend_to_expansion_tokens = False
+        self.query_length = QUERY_LENGTH
+        if float32:
+            self.forward = convert_outputs_to_fp32(self.forward)
+
+    def _first_module(self) -> nn.Module:
+        return self.lookup
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.lookup(features)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for leaf in _leaves[self.lookup].values():
+            leaf.grad = None
+
+
+class _Lookup(nn.Module):
+    model_forward_params = frozenset({"input_ids", "attention_mask", "position_ids"})
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table
+        _leaves[self] = {}
+        self.known: set[int] = set()
+        self.auto_model = nn.Module()
+        self.auto_model.config = SimpleNamespace(_attn_implementation="sdpa")
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        ids = features["input_ids"]
+        if not self.training:
+            return {"token_embeddings": self.table[ids]}
+        # A column, or a part of it, is known by its memory; packed documents, which are made anew, by their number.
+        memory = ids.untyped_storage()
+        made = memory.data_ptr() if memory.data_ptr() in self.known else memory.nbytes()
+        key = (made, ids.storage_offset(), ids.shape)
+        leaves = _leaves[self]
+        if key not in leaves:
+            with torch.no_grad():
+                leaves[key] = self.table[ids]
+            leaves[key].requires_grad_()
+        return {"token_embeddings": leaves[key]}
+
+
+def make_features(
+    model: Embedded, queries: int, columns: int, document_length: int, seed: int, one_column: bool = False
+) -> Features:
+    """A batch as the collator makes it: queries and ``columns`` of as many documents, log-normal lengths, padded.
+
+    With ``one_column`` the documents of all columns stand in one, as distillation has them.
+    """
+    draw = random.Random(seed)
+    location = math.log(MEAN_TOKENS) - SIGMA**2 / 2
+    device = model.lookup.table.device
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def column(lengths: list[int], length: int) -> dict[str, Tensor]:
+        ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=device)
+        model.lookup.known.add(ids.untyped_storage().data_ptr())
+        live = torch.arange(length, device=device) < torch.tensor(lengths, device=device)[:, None]
+        return {"input_ids": ids, "attention_mask": live.long(), **total_to_leave(live)}
+
+    def documents(count: int) -> dict[str, Tensor]:
+        drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(count))
+        return column([min(max(length, 3), document_length) for length in drawn], document_length)
+
+    shape = (1, queries * columns) if one_column else (columns, queries)
+    return [column([QUERY_LENGTH] * queries, QUERY_LENGTH), *(documents(shape[1]) for _ in range(shape[0]))]
+
+
+class Step:
+    """From token embeddings to their gradients: one call is forward and backward of one loss on one batch."""
+
+    def __init__(
+        self,
+        loss: str,
+        queries: int,
+        columns: int,
+        document_length: int,
+        device: torch.device,
+        seed: int,
+        float32: bool = True,
+        **options,
+    ) -> None:
+        self.model = Embedded(device, float32).train()
+        one_column = loss == "distillation"
+        self.features = make_features(self.model, queries, columns, document_length, seed, one_column)
+        self.labels = torch.linspace(0, 1, columns, device=device).expand(queries, -1) if one_column else None
+        if loss == "cached_contrastive":
+            options["mini_batch_size"] = MINI_BATCH
+        if loss != "distillation":
+            options["temperature"] = 0.02
+        self.loss_function = LOSSES[loss](self.model, **options)
+        self.device = device
+
+    def __call__(self) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.loss_function([dict(column) for column in self.features], self.labels)
+        loss.backward()
+        if current_options() is not None and "padded" in encoding_encode._modes[self.model].values():
+            raise RuntimeError("The documents were padded, and so is what would be measured.")
+        # Here and not before, so that gradients count to the memory of the step that made them.
+        self.model.zero_grad()
+        return loss.detach()

@@ -1,0 +1,184 @@
+"""PyLate's losses: stock, with each fused-kernel peer, and with this package; across GPUs; and the largest batch.
+
+    python -m benchmarks.losses.run                           # measure what is missing, then print the tables
+    python -m benchmarks.losses.run --render-only             # tables from the committed results
+    python -m benchmarks.losses.run --ring --ranks 1 2 4      # documents in a ring against gathered ones, torchrun and NCCL
+    python -m benchmarks.losses.run --ceiling --losses contrastive --budget 300
+    python -m benchmarks.losses.run --queries 4 --lengths 12 --paths stock fast --results /tmp/losses.json    # on a CPU
+
+Without --ring or --ceiling, a cell is one loss on token embeddings that are there already, forward and backward, bf16
+autocast: what a training step does beside the encoder. A cell is written to the results file as soon as it is
+known and a finished one is not run again, so several short runs on a GPU fill one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import environment, write
+from benchmarks.harness.workers import Worker
+from benchmarks.losses.ceiling import GRID, next_batch, try_batch
+from benchmarks.losses.table import LOSS_TITLES, RING_PATHS, markdown
+from benchmarks.training.train_step import PATHS
+
+# Documents of a query: a positive and a negative; of distillation as many in all, with fewer queries.
+COLUMNS = {"contrastive": 2, "cached_contrastive": 2, "distillation": 16}
+
+
+def embedded_cells(options: argparse.Namespace) -> Iterator[dict]:
+    for path, loss, length in itertools.product(options.paths, options.losses, options.lengths):
+        queries = options.queries * 2 // COLUMNS[loss] or 1
+        yield {
+            "kind": "embedded",
+            "path": path,
+            "loss": loss,
+            "queries": queries,
+            "columns": COLUMNS[loss],
+            "document_length": length,
+        }
+
+
+def ring_cells(options: argparse.Namespace) -> Iterator[dict]:
+    losses = [loss for loss in options.losses if loss != "distillation"]
+    for ranks, queries, loss, path in itertools.product(options.ranks, options.local_batches, losses, RING_PATHS):
+        yield {
+            "kind": "ring",
+            "path": path,
+            "loss": loss,
+            "queries": queries,
+            "columns": COLUMNS[loss],
+            "document_length": options.lengths[-1],
+            "ranks": ranks,
+        }
+
+
+def name_of(cell: dict) -> str:
+    return "/".join(f"{key}={value}" if key != "kind" else value for key, value in cell.items())
+
+
+def ring_command(ranks: int, cells: list[dict]) -> list[str]:
+    """Starts torchrun, whose processes measure all cells, one after the other, without being asked."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"]
+    return [*command, "--master-port", str(port), "--module", "benchmarks.losses.ring", "--cells", json.dumps(cells)]
+
+
+class Results:
+    """The results file, and how long this run may still go on."""
+
+    def __init__(self, source: Path, target: Path, budget: float, again: bool) -> None:
+        self.content = json.loads(source.read_text()) if source.exists() else {"cells": {}}
+        self.target, self.again = target, again
+        self.ends = time.monotonic() + budget
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def wants(self, cell: dict) -> bool:
+        return (self.again or name_of(cell) not in self.content["cells"]) and self.left > 0
+
+    def add(self, cell: dict, result: dict) -> None:
+        self.content["cells"][name_of(cell)] = {"cell": cell, **result}
+        shown = {
+            key: value for key, value in result.items() if key not in ("environment", "stderr", "losses", "each_ms")
+        }
+        print(name_of(cell), shown, flush=True)
+        write(self.target, self.content)
+
+
+def measure_embedded(options: argparse.Namespace, results: Results) -> None:
+    for path, cells in itertools.groupby(embedded_cells(options), lambda cell: cell["path"]):
+        command = ["-m", "benchmarks.losses.cell", "--path", path]
+        with Worker(command, options.timeout) as worker:
+            for cell in filter(results.wants, cells):
+                results.add(cell, worker.ask(cell))
+
+
+def measure_ring(options: argparse.Namespace, results: Results) -> None:
+    for ranks, cells in itertools.groupby(ring_cells(options), lambda cell: cell["ranks"]):
+        wanted = list(filter(results.wants, cells))
+        if wanted:
+            with Worker(ring_command(ranks, wanted), options.timeout) as worker:
+                worker.start()
+                for cell in wanted:
+                    if results.left > 0:
+                        results.add(cell, worker.answer())
+
+
+def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
+    import torch
+
+    capacity = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else None
+    recorded = environment()
+    losses = [loss for loss in options.losses if loss != "distillation"]
+    for loss, path in itertools.product(losses, options.paths):
+        # What scoring holds does not depend on how the encoder runs.
+        for compiled in [False, True] if path == "fast" and options.chunks is None else [False]:
+            layers = options.layers
+            group = {"kind": "ceiling", "loss": loss, "layers": layers, "path": path, "compile": compiled}
+            group |= {"chunks": options.chunks} if options.chunks is not None else {}
+            while results.left > 0:
+                tried = {
+                    cell["cell"]["batch"]: cell
+                    for cell in results.content["cells"].values()
+                    if cell["cell"] == {**group, "batch": cell["cell"].get("batch")}
+                }
+                batch = next_batch(tried, options.first, capacity, options.largest)
+                if batch is None:
+                    break
+                timeout = min(options.timeout, results.left)
+                result = try_batch(loss, path, compiled, batch, layers, options.chunks, timeout)
+                if result["status"].startswith("not finished") and timeout < options.timeout:
+                    return  # cut short by the budget, which says nothing about the batch
+                results.add({**group, "batch": batch}, {**result, "environment": recorded})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS / "losses.json")
+    parser.add_argument("--output", type=Path, help="write results here instead of over --results")
+    parser.add_argument("--ring", action="store_true", help="documents in a ring against gathered ones")
+    parser.add_argument("--ceiling", action="store_true", help="the largest batch that each path trains")
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--losses", nargs="+", choices=list(LOSS_TITLES), default=list(LOSS_TITLES))
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[180, 300], help="of documents; --ring takes the last"
+    )
+    parser.add_argument("--queries", type=int, default=256, help="queries of a batch (of distillation an eighth)")
+    parser.add_argument("--local-batches", type=int, nargs="+", default=[256, 1024], help="with --ring: queries a rank")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="with --ring: numbers of GPUs")
+    parser.add_argument("--layers", type=int, help="with --ceiling: fewer encoder layers than ModernBERT-base has")
+    parser.add_argument("--first", type=int, choices=GRID, default=128, help="with --ceiling: batch to try first")
+    parser.add_argument("--largest", type=int, default=GRID[-1], help="with --ceiling: try no larger batch")
+    parser.add_argument(
+        "--chunks", type=int, help="with --ceiling, of GradCache: only the memory, up to so many chunks of scores"
+    )
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds one cell may take")
+    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
+    parser.add_argument("--render-only", action="store_true")
+    options = parser.parse_args()
+    if options.chunks is not None and (options.paths, options.losses) != (["fast"], ["cached_contrastive"]):
+        parser.error("--chunks goes with --paths fast and --losses cached_contrastive")
+    results = Results(options.results, options.output or options.results, options.budget, options.again)
+    if not options.render_only:
+        measure = measure_ring if options.ring else measure_ceilings if options.ceiling else measure_embedded
+        measure(options, results)
+    print("\n" + markdown(results.content))
+    from benchmarks.losses.plots import plot_all  # last: measuring and the tables do not need matplotlib
+
+    plot_all(results.content, results.target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Markdown tables of the losses benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import itemgetter
+
+from benchmarks.losses.ceiling import ceiling
+from benchmarks.training.train_step import PATHS, mark_of_runs, row_title
+
+# Whether documents go in a ring, and how many bytes of winners it keeps where not the default.
+RING_PATHS: dict[str, tuple[bool, int | None]] = {
+    "local": (False, None),
+    "gathered": (False, None),
+    "ring": (True, None),
+    "ring, no winners kept": (True, 0),
+}
+LOSS_TITLES = {
+    "contrastive": "Contrastive",
+    "cached_contrastive": "CachedContrastive",
+    "distillation": "Distillation",
+}
+
+
+def of_kind(content: dict, kind: str) -> list[dict]:
+    return [cell for cell in content["cells"].values() if cell["cell"]["kind"] == kind]
+
+
+def _amount(result: dict) -> str:
+    if "failure" in result:
+        return result["failure"].split(":")[0]
+    peak = result["peak_bytes"]
+    return f"{result['ms']:.2f} ms" + ("" if peak is None else f", {peak / 2**20:,.0f} MiB")
+
+
+def embedded_table(content: dict) -> str:
+    """From token embeddings to their gradients, with the ratio to stock and to the better peer, ‡ if of another run."""
+    cells = of_kind(content, "embedded")
+    if not cells:
+        return ""
+    shapes = list(dict.fromkeys(_shape(cell["cell"]) for cell in cells))
+    by_shape = {(_shape(cell["cell"]), cell["cell"]["path"]): cell for cell in cells}
+    lines = ["| loss | " + " | ".join(PATHS.values()) + " | against PyLate | against the better peer |"]
+    lines.append("|" + "---|" * (len(PATHS) + 3))
+    for shape in shapes:
+        row = {path: by_shape[shape, path] for path in PATHS if (shape, path) in by_shape}
+        timed = {path: cell for path, cell in row.items() if "ms" in cell}
+        entries = [_amount(row[path]) if path in row else "" for path in PATHS]
+        peers = [timed[path] for path in ("lik", "flash") if path in timed]
+        fast = timed.get("fast")
+        for other in (timed.get("stock"), min(peers, key=itemgetter("ms"), default=None)):
+            entries.append(f"{other['ms'] / fast['ms']:.1f}x{mark_of_runs(fast, other)}" if other and fast else "")
+        lines.append(f"| {shape} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def _shape(cell: dict) -> str:
+    return (
+        f"{LOSS_TITLES[cell['loss']]}, {cell['queries']} queries, {cell['columns']} documents each, "
+        f"up to {cell['document_length']} tokens"
+    )
+
+
+def ring_table(content: dict) -> str:
+    """Time and memory per rank; the efficiency is what it takes on 1 rank for as many scores, over its time."""
+    cells = of_kind(content, "ring")
+    if not cells:
+        return ""
+    ranks = sorted({cell["cell"]["ranks"] for cell in cells})
+    shapes = list(dict.fromkeys((cell["cell"]["loss"], cell["cell"]["queries"]) for cell in cells))
+    by_name = {
+        (cell["cell"]["loss"], cell["cell"]["queries"], cell["cell"]["path"], cell["cell"]["ranks"]): cell
+        for cell in cells
+    }
+    lines = ["| loss, queries a rank | documents | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in ranks) + " |"]
+    lines.append("|" + "---|" * (len(ranks) + 2))
+    for loss, queries in shapes:
+        for path in RING_PATHS:
+            row = [by_name.get((loss, queries, path, n)) for n in ranks]
+            if not any(row):
+                continue
+            alone = by_name.get((loss, queries, path, 1), {}).get("ms")
+            entries = []
+            for n, cell in zip(ranks, row, strict=True):
+                text = "" if cell is None else _amount(cell)
+                if cell and alone and "ms" in cell and n > 1:
+                    work = 1 if path == "local" else n
+                    text += f" ({work * alone / cell['ms']:.0%})"
+                entries.append(text)
+            lines.append(f"| {LOSS_TITLES[loss]}, {queries} | {path} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def ceiling_table(content: dict) -> str:
+    """The largest batch that went, its peak memory, and what stopped the next size."""
+    groups: dict[tuple, dict[int, dict]] = {}
+    for cell in of_kind(content, "ceiling"):
+        key = cell["cell"]
+        group = (key["loss"], key["layers"], key["path"], key["compile"], key.get("chunks"))
+        groups.setdefault(group, {})[key["batch"]] = cell
+    if not groups:
+        return ""
+    lines = ["| loss | path | largest batch | peak memory | next size tried |", "|---|---|---|---|---|"]
+    losses, paths = list(LOSS_TITLES), list(PATHS)
+
+    # All layers first.
+    def order(group: tuple) -> tuple:
+        loss, layers, path, *options = group
+        return losses.index(loss), layers or 0, paths.index(path), *map(bool, options)
+
+    for group in sorted(groups, key=order):
+        loss, layers, path, compiled, chunks = group
+        tried = groups[group]
+        largest, stopped = ceiling(tried)
+        peak = "" if largest is None or tried[largest]["peak_gib"] is None else f"{tried[largest]['peak_gib']:.1f} GiB"
+        reason = "not tried" if stopped is None else f"{stopped['cell']['batch']}: {stopped['status']}"
+        title = LOSS_TITLES[loss] + ("" if layers is None else f", {layers} layers")
+        title += "" if chunks is None else ", by memory"
+        lines.append(f"| {title} | {row_title(path, compiled)} | {largest or 'none'} | {peak} | {reason} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "embedded": (
+        "One loss, from token embeddings to their gradients, and its peak memory beyond them:",
+        embedded_table,
+    ),
+    "ring": (
+        "The same on several GPUs, median of the slowest rank; in brackets its efficiency, which is what the path takes on "
+        "1 rank for as many scores, over its time:",
+        ring_table,
+    ),
+    "ceiling": ("The largest batch of which a step fits:", ceiling_table),
+}
+
+
+def markdown(content: dict, kinds: Iterable[str] = TABLES) -> str:
+    """The tables of what has been measured, each under a line that says what it is."""
+    tables = {title: table(content) for title, table in map(TABLES.get, kinds)}
+    return "\n\n".join(f"{title}\n\n{table}" for title, table in tables.items() if table)

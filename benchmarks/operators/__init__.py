@@ -1,0 +1,1 @@
+"""MaxSim and the other operators alone."""

@@ -1,0 +1,241 @@
+"""Time, memory and error of one entry at one shape; the ceilings of the device; host time of small calls."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.workers import failure
+from benchmarks.operators.competitors import Entry, Inputs, make_inputs
+from benchmarks.operators.shapes import Shape
+
+MEASURES = ("forward", "forward_winners", "forward_backward")
+ITERATIONS = 25
+WARM_UP = 3
+CACHE_BYTES = 50 * 2**20  # L2 of an H100 or H200
+SLEEP_LIMIT = 0.3  # seconds
+HOST_WARMUP_SECONDS = 1.0
+
+
+def time_calls(
+    calls: list[Callable[[], object]],
+    device: torch.device,
+    at_once: int = ITERATIONS,
+) -> dict:
+    """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
+
+    So many calls ``at_once`` are queued while the device idles. A queue holds some 1,000 launches; calls that launch
+    more than that together keep the host waiting, and then the device.
+
+    ``host_ms`` is what queueing one call costs the host: where it exceeds ``ms``, a program that calls nothing else
+    is bound by the host. Where a call itself waits for the device, ``ms`` holds that wait as well.
+    """
+    turns = cycle(calls)
+    for call in islice(turns, WARM_UP):
+        call()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    next(turns)()
+    host = time.perf_counter() - began
+    if cuda:
+        torch.cuda.synchronize()
+    once = time.perf_counter() - began
+    iterations = max(5, min(ITERATIONS, int(2 / once)))
+    gc.collect()
+    gc.disable()
+    try:
+        if not cuda:
+            times = []
+            for call in islice(turns, iterations):
+                began = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - began) * 1e3)
+            return {"ms": statistics.median(times), "host_ms": None, "iterations": iterations}
+        times, host_times = [], []
+        while len(times) < iterations:
+            count = min(at_once, iterations - len(times))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            # The device idles while the host fills its queue (about 2e9 cycles a second).
+            torch.cuda._sleep(int(2e9 * min(SLEEP_LIMIT, 1e-3 + 1.5 * count * host)))
+            marks[0].record()
+            for mark, call in zip(marks[1:], turns, strict=False):
+                began = time.perf_counter()
+                call()
+                mark.record()
+                host_times.append((time.perf_counter() - began) * 1e3)
+            torch.cuda.synchronize()
+            times += [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
+    finally:
+        gc.enable()
+    return {
+        "ms": statistics.median(times),
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "host_ms": statistics.median(host_times),
+        "iterations": iterations,
+    }
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory that one call holds beyond what was held before it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:
+    """Enough sets that going round them does not find its inputs in the cache."""
+    count = max(1, min(ITERATIONS, math.ceil(2 * CACHE_BYTES / shape.input_bytes()))) if device.type == "cuda" else 2
+    return [make_inputs(shape, device, seed) for seed in range(count)]
+
+
+def leaves(entry: Entry, inputs: Inputs) -> list[Tensor]:
+    return [inputs.queries, getattr(inputs, entry.documents)]
+
+
+def calls(entry: Entry, measure: str, sets: list[Inputs]) -> list[Callable[[], object]]:
+    """One call for each set of inputs."""
+    if measure == "forward":
+
+        def forward(inputs: Inputs) -> Tensor:
+            with torch.no_grad():
+                return entry.score(inputs)
+
+        return [lambda x=inputs: forward(x) for inputs in sets]
+    sets = [inputs.differentiable() for inputs in sets]
+    if measure == "forward_winners":
+        return [lambda x=inputs: entry.score(x) for inputs in sets]
+    with torch.no_grad():
+        grad_scores = torch.randn_like(entry.score(sets[0]))
+    return [lambda x=inputs: torch.autograd.grad(entry.score(x), leaves(entry, x), grad_scores) for inputs in sets]
+
+
+def relative_error(output: Tensor, reference: Tensor) -> float | None:
+    """``||output - reference|| / ||reference||``; ``None`` where it is not a number."""
+    error = float((output.double() - reference).norm() / reference.norm())
+    return error if math.isfinite(error) else None
+
+
+def spread(count: int, most: int, device: torch.device) -> Tensor:
+    """At most ``most`` different indices from 0 to ``count - 1``, the first and the last among them."""
+    return torch.linspace(0, count - 1, min(count, most), device=device).round().long()
+
+
+def errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
+    """Relative errors of scores and gradients against float64, over a few queries and documents of the whole shape.
+
+    Only those have a gradient of their score, so that their vectors' gradients come from them alone.
+    """
+    device = inputs.queries.device
+    rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
+    queries = inputs.queries[rows].double().requires_grad_()
+    own = shape.layout == "candidates"
+    documents = inputs.documents[rows][:, columns] if own else inputs.documents[columns]
+    documents = documents.double().requires_grad_()
+    similarities = torch.einsum("qsh,qdth->qdst" if own else "qsh,dth->qdst", queries, documents)
+    if inputs.mask is not None and entry.masked:
+        similarities = similarities.masked_fill(~inputs.mask[columns][:, None, :], -torch.inf)
+    expected = similarities.max(dim=-1).values.sum(dim=-1)
+
+    differentiable = entry.differentiable and shape.backward
+    with torch.set_grad_enabled(differentiable):
+        inputs = inputs.differentiable() if differentiable else inputs
+        scores = entry.score(inputs)
+    result = {"scores": relative_error(scores.detach()[rows][:, columns], expected.detach())}
+    if not differentiable:
+        return result
+    weights = torch.randn(expected.shape, device=device, dtype=torch.float64)
+    grad_scores = torch.zeros_like(scores)
+    grad_scores[rows[:, None], columns] = weights.to(scores.dtype)
+    weights = grad_scores[rows[:, None], columns].double()
+    grad_queries, grad_documents = torch.autograd.grad(scores, leaves(entry, inputs), grad_scores)
+    expected_queries, expected_documents = torch.autograd.grad(expected, [queries, documents], weights)
+    result["query gradient"] = relative_error(grad_queries[rows], expected_queries)
+    if entry.documents == "packed":
+        starts = inputs.d_cu_seqlens.tolist()
+        grad_documents = torch.cat([grad_documents[starts[j] : starts[j + 1]] for j in columns.tolist()])
+        expected_documents = expected_documents[inputs.mask[columns]]
+    else:
+        grad_documents = grad_documents[rows][:, columns] if own else grad_documents[columns]
+    result["document gradient"] = relative_error(grad_documents, expected_documents)
+    return result
+
+
+def measure_entry(entry: Entry, shape: Shape, sets: list[Inputs]) -> dict:
+    """Every measure of an entry; one that fails leaves its sentence and the others stand."""
+    device = sets[0].queries.device
+    result: dict = {}
+    for measure in MEASURES if entry.differentiable and shape.backward else MEASURES[:1]:
+        try:
+            each = calls(entry, measure, sets)
+            result[measure] = {**time_calls(each, device), "peak_bytes": peak_bytes(each[0], device)}
+        except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
+            result[measure] = {"failure": failure(error)}
+    try:
+        result["errors"] = errors(entry, shape, sets[0])
+    except Exception as error:  # noqa: BLE001
+        result["errors"] = {"failure": failure(error)}
+    return result
+
+
+def ceilings(device: torch.device) -> dict:
+    """Rates of large matrix products (operations a second) and of a large copy (bytes read plus written a second)."""
+    cuda = device.type == "cuda"
+    size, bytes_ = (8192, 2 * 2**30) if cuda else (256, 2**20)
+    rates = {}
+    precisions = [("bfloat16", "highest"), ("float16", "highest"), ("float32", "highest"), ("float32", "high")]
+    before = torch.get_float32_matmul_precision()
+    for dtype, precision in precisions:
+        torch.set_float32_matmul_precision(precision)
+        a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+        timing = time_calls([lambda a=a, b=b: a @ b], device)
+        rates[dtype if dtype != "float32" else f"float32 {precision}"] = 2 * size**3 / (timing["ms"] / 1e3)
+    torch.set_float32_matmul_precision(before)
+    source = torch.randint(256, (bytes_,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_calls([lambda: target.copy_(source)], device)
+    return {
+        "matmul_size": size,
+        "matmul_flops_per_s": rates,
+        "copy_bytes": bytes_,
+        "copy_bytes_per_s": 2 * bytes_ / (timing["ms"] / 1e3),
+    }
+
+
+def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[str, dict[str, float]]:
+    """Median host microseconds of one call on an input so small that the device keeps up, without waiting for it.
+
+    Of the calls after the first second: until then every launch of a young process, PyTorch's own too, costs more.
+    """
+    result: dict[str, dict[str, float]] = {}
+    sets = [make_inputs(shape, device, seed=0)]
+    for entry in entries:
+        for measure in MEASURES:
+            call = calls(entry, measure, sets)[0]
+            times: list[float] = []
+            first = time.perf_counter()
+            while len(times) < 300:
+                for _ in range(30):
+                    began = time.perf_counter()
+                    call()
+                    if began - first > HOST_WARMUP_SECONDS:
+                        times.append((time.perf_counter() - began) * 1e6)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()  # between calls, so that none finds the queue full
+            result.setdefault(entry.name, {})[measure] = statistics.median(times)
+    return result

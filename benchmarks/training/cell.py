@@ -1,0 +1,403 @@
+"""One cell of the training-step benchmark, in a process of its own: build, warm up, measure, print JSON.
+
+The encoder is ModernBERT-base, or another of ``--encoder`` in its published size (or ``--layers`` of it), with random
+weights: speed and memory do not depend on what the weights are. The texts are random words whose number is log-normal,
+as the lengths of MS MARCO passages are, and they pass through PyLate's own tokenisation and collator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness.workers import say
+
+QUERY_LENGTH = 32
+DOCUMENT_LENGTH = 300
+MEAN_TOKENS = 80.0
+SPECIAL_TOKENS = 3  # [CLS], the document prefix and [SEP]
+SIGMA = 0.5
+VOCABULARY = 30_000
+# Published sizes: EuroBERT-210m and Qwen3-Embedding-0.6B. The defaults of the others are their base.
+ENCODERS = {
+    "modernbert": {},
+    "bert": {},
+    "mpnet": {},
+    "eurobert": {
+        "vocab_size": 128_256,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
+    "qwen3": {
+        "vocab_size": 151_669,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+}
+# What PYLATE_SCORES_BACKEND says on each path.
+SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
+
+
+def save_encoder(directory: Path, layers: int | None, encoder: str = "modernbert") -> None:
+    """An encoder with random weights and a word-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from tokenizers import models as token_models
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(VOCABULARY))])}
+    tokenizer = Tokenizer(token_models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")},
+    ).save_pretrained(directory)
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    ids |= {"cls_token_id": 2, "sep_token_id": 3} if encoder == "modernbert" else {}
+    config = AutoConfig.for_model(encoder, **ENCODERS[encoder], **ids)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    AutoModel.from_config(config).save_pretrained(directory)
+
+
+def build_model(directory: Path, layers: int | None, document_length: int, encoder: str = "modernbert"):
+    """A PyLate model around such an encoder."""
+    from pylate import models
+
+    save_encoder(directory, layers, encoder)
+    return models.ColBERT(
+        model_name_or_path=str(directory),
+        query_length=QUERY_LENGTH,
+        document_length=document_length,
+        skiplist_words=[],
+        device="cpu",
+    )
+
+
+def make_rows(
+    count: int, negatives: int, loss: str, draw: random.Random, mean_tokens: float = MEAN_TOKENS
+) -> list[dict]:
+    """Rows of random words with the lengths of MS MARCO, or with another mean: a query, a positive and its negatives.
+
+    For distillation the documents stand in one column, with a teacher's score for each.
+    """
+    import math
+
+    location = math.log(mean_tokens - SPECIAL_TOKENS) - SIGMA**2 / 2
+
+    def text(words: int) -> str:
+        return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(max(words, 1)))
+
+    def document() -> str:
+        return text(round(draw.lognormvariate(location, SIGMA)))
+
+    def row() -> dict:
+        query, documents = text(draw.randint(4, 12)), [document() for _ in range(1 + negatives)]
+        if loss == "distillation":
+            return {"query": query, "documents": documents, "scores": [draw.random() for _ in documents]}
+        columns = ["positive", *(f"negative_{i}" for i in range(negatives))]
+        return {"query": query, **dict(zip(columns, documents, strict=True))}
+
+    return [row() for _ in range(count)]
+
+
+def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> dict:
+    """A collated batch; with ``--tile`` of so many different rows, one copy of them after the other."""
+    if options.tile is None or options.tile >= options.batch:
+        return collator(make_rows(options.batch, options.negatives, options.loss, draw, options.mean_tokens))
+    import torch
+
+    from pylate_fastmaxsim.integrations.encoding.plans import TOKEN_TOTAL
+
+    batch = collator(make_rows(options.tile, options.negatives, options.loss, draw, options.mean_tokens))
+    copies = -(-options.batch // options.tile)
+
+    def tiled(value):
+        # A column of distillation has several documents a row.
+        return value.repeat(copies, 1)[: len(value) // options.tile * options.batch]
+
+    return {
+        key: tiled(value) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+        if not key.endswith(TOKEN_TOTAL)  # of the tile; the loss counts those of the batch
+    }
+
+
+def collect_features(batch: dict) -> tuple:
+    """The trainer's own split of a batch into one feature dict a column, and the labels."""
+    from sentence_transformers import SentenceTransformerTrainer
+
+    return SentenceTransformerTrainer.collect_features(None, batch)
+
+
+def mark(cuda: bool):
+    """A point in the device's time."""
+    import torch
+
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(start, end) -> float:
+    """Seconds between two marks."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def peaks_gib() -> list[float]:
+    """Peak memory that tensors took, and that PyTorch's allocator held, which batches of many sizes split up."""
+    import torch
+
+    return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+
+
+def wait_for_turn(options: argparse.Namespace, rank: int) -> float:
+    """Seconds that other processes on this machine took to warm up and to be measured (see cell_processes.py)."""
+    began = time.perf_counter()
+    if options.wait_for_turn:
+        largest_of_ranks(options, [0.0])  # all are warm
+        if rank == 0:
+            print("READY", flush=True)
+            sys.stdin.readline()
+        largest_of_ranks(options, [0.0])
+    return time.perf_counter() - began
+
+
+def largest_of_ranks(options: argparse.Namespace, numbers: list[float]) -> list[float]:
+    """Of each number the largest that a rank has. Waits for all ranks on the CPU: a GPU that waits is not idle."""
+    import torch
+    import torch.distributed as dist
+
+    largest = torch.tensor(numbers, dtype=torch.float64)
+    if options.ranks > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+class _Scored(Exception):
+    """As many chunks of scores were made as were asked for."""
+
+
+def stop_after_chunks(count: int) -> None:
+    """End a step of GradCache in its scoring, where it holds as much memory as it ever does, if its batch is large."""
+    from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+
+    sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
+
+    def counted(*arguments):
+        if next(made) == count:
+            raise _Scored
+        return sum_of_losses(*arguments)
+
+    pylate_losses._sum_of_losses = counted
+
+
+def run_cell(options: argparse.Namespace) -> dict:
+    os.environ["PYLATE_SCORES_BACKEND"] = SCORING[options.path]
+    import torch
+    from accelerate.utils import convert_outputs_to_fp32
+    from pylate import losses, utils
+    from torch.nn.parallel import DistributedDataParallel
+
+    import pylate_fastmaxsim
+
+    cuda = torch.cuda.is_available()
+    rank = int(os.environ["LOCAL_RANK"]) if options.ranks > 1 else 0
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if options.ranks > 1:
+        if cuda:
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
+    if options.path == "fast":
+        pylate_fastmaxsim.enable(compile=options.compile, fused_head=options.fused_head)
+    with tempfile.TemporaryDirectory() as directory:
+        model = build_model(Path(directory), options.layers, options.document_length, options.encoder)
+        model = model.to(device)
+    collator = utils.ColBERTCollator(tokenize_fn=model.tokenize)
+    draw = random.Random(rank)
+    batches = [make_batch(collator, options, draw) for _ in range(options.batches)]
+    live = [sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask")) for batch in batches]
+    documents = [
+        sum(int(batch[key].sum()) for key in batch if key.endswith("attention_mask") and "query" not in key)
+        for batch in batches
+    ]
+    if cuda:
+        batches = [
+            {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in batch.items()} for batch in batches
+        ]
+    model.train()
+    if options.checkpointing:
+        model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
+    wrapped = model
+    if options.ranks > 1:
+        # As the trainer wraps it.
+        wrapped = DistributedDataParallel(model, device_ids=[device] if cuda else None, broadcast_buffers=False)
+    if options.compile and options.path != "fast":
+        wrapped = torch.compile(wrapped)
+    gathered = {"gather_across_devices": True} if options.ranks > 1 else {}
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+    if options.loss == "cached_contrastive":
+        # Stock encodes a second time inside of backward(), out of the reach of a context around the loss. So autocast
+        # is around the encoder alone, whose embeddings become float32: as the trainer has it with bf16=True.
+        model.forward = convert_outputs_to_fp32(autocast(model.forward))
+        autocast = contextlib.nullcontext()
+        loss_function = losses.CachedContrastive(
+            wrapped, mini_batch_size=options.mini_batch, temperature=0.02, **gathered
+        )
+    elif options.loss == "distillation":
+        loss_function = losses.Distillation(wrapped)
+    else:
+        loss_function = losses.Contrastive(model=wrapped, temperature=0.02, **gathered)
+
+    def step(batch: dict) -> torch.Tensor:
+        batch = {k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        with autocast:
+            loss = loss_function(*collect_features(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    losses_seen = []
+    waited = 0.0
+    began = time.perf_counter()
+    for index in range(options.warmup):
+        if index == options.warmup - 1:
+            synchronize()
+            waited = wait_for_turn(options, rank)  # one step is left, for a GPU that idles until then
+        batch = batches[index % len(batches)]
+        losses_seen.append(step({k: v[: options.warmup_rows] if hasattr(v, "shape") else v for k, v in batch.items()}))
+    synchronize()
+    warmup_seconds = time.perf_counter() - began - waited
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    if options.chunks is not None:
+        stop_after_chunks(options.chunks)
+        with contextlib.suppress(_Scored):
+            step(batches[0])
+            raise ValueError(f"A step has no more than {options.chunks} chunks.")
+        return {"status": "ok", "chunks": options.chunks, "peak_gib": peaks_gib()[0]}
+    # Nothing waits for the GPU between steps, as nothing does in a training run; events divide its time.
+    began = time.perf_counter()
+    marks = [mark(cuda)]
+    for index in range(options.warmup, options.warmup + options.steps):
+        losses_seen.append(step(batches[index % len(batches)]))
+        marks.append(mark(cuda))
+        # Several ranks make equally many.
+        if options.ranks == 1 and len(marks) > 5 and time.perf_counter() - began > options.seconds:
+            break
+    synchronize()
+    times = largest_of_ranks(options, [elapsed(*pair) for pair in zip(marks, marks[1:], strict=False)])
+    peak, reserved = largest_of_ranks(options, peaks_gib() if cuda else [0.0, 0.0])
+    return {
+        "status": "ok",
+        "timing": "CUDA events" if cuda else "host clock",
+        "step_ms": statistics.median(times) * 1e3,
+        "step_ms_min": min(times) * 1e3,
+        "step_ms_max": max(times) * 1e3,
+        "steps": len(times),
+        "each_ms": [round(seconds * 1e3, 2) for seconds in times],
+        "peak_gib": peak if cuda else None,
+        "peak_reserved_gib": reserved if cuda else None,
+        "warmup_seconds": warmup_seconds,
+        "live_tokens": statistics.mean(live),
+        "live_document_tokens": statistics.mean(documents),
+        "padded_document_tokens": options.batch * (1 + options.negatives) * options.document_length,
+        "losses": [float(loss) for loss in losses_seen],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", choices=list(SCORING), required=True)
+    parser.add_argument("--loss", choices=["contrastive", "cached_contrastive", "distillation"], default="contrastive")
+    parser.add_argument("--mini-batch", type=int, default=32, help="rows that GradCache encodes at a time")
+    parser.add_argument("--tile", type=int, help="repeat so many rows to fill a batch, where only its size counts")
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
+    parser.add_argument("--negatives", type=int, default=1)
+    parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
+    parser.add_argument(
+        "--mean-tokens", type=float, default=MEAN_TOKENS, help="of a document, before it is cut at --document-length"
+    )
+    parser.add_argument("--encoder", choices=list(ENCODERS), default="modernbert")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
+    parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
+    parser.add_argument("--warmup", type=int, help="steps before timing, one at least; by default each batch once")
+    parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--wait-for-turn", action="store_true", help="print READY when warm, then wait for a line of input"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
+    parser.add_argument(
+        "--chunks", type=int, help="measure only the memory of a step of GradCache, up to so many chunks of its scores"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="GPUs under DistributedDataParallel with negatives of all, each with a batch of its own; times are the slowest's",
+    )
+    options = parser.parse_args()
+    if options.warmup is None:
+        # Batches of other sizes still make the allocator ask for memory, which a long run leaves behind.
+        options.warmup = options.batches
+    if options.warmup < 1:
+        parser.error("--warmup must be at least 1")
+    if options.ranks < 1:
+        parser.error("--ranks must be at least 1")
+    if not options.mean_tokens > SPECIAL_TOKENS:
+        parser.error(f"--mean-tokens must be more than {SPECIAL_TOKENS}: each document has as many around its words")
+    if options.chunks is not None and (options.path, options.loss) != ("fast", "cached_contrastive"):
+        parser.error("--chunks goes with --path fast and --loss cached_contrastive")
+    if options.ranks > 1 and "LOCAL_RANK" not in os.environ:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        os.execv(
+            sys.executable, [sys.executable, "-m", *launcher, "--module", "benchmarks.training.cell", *sys.argv[1:]]
+        )
+    import torch
+
+    try:
+        result = run_cell(options)
+    except torch.OutOfMemoryError as error:
+        result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
+    if result["status"] != "ok" or os.environ.get("LOCAL_RANK", "0") == "0":
+        say(result)
+    if options.ranks > 1:
+        if result["status"] != "ok":
+            os._exit(1)  # the other ranks wait for this one, until the launcher ends them
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

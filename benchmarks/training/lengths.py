@@ -1,0 +1,119 @@
+"""What the gain depends on: training steps with documents of several mean lengths, stock PyLate and this package.
+
+    python -m benchmarks.training.lengths                       # measure what is missing, then print the table
+    python -m benchmarks.training.lengths --render-only         # table and plot from the committed results
+
+Steps are those of train_step.py at one batch size. Lengths are log-normal, cut at the document_length to which PyLate
+pads, 300; with a mean of 3,000 every document is cut, and nothing is padding. Stock and fast warm up side by side and
+are measured one after the other. Options that this command does not know are handed on to cell.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+from matplotlib import pyplot as plt
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import environment, write
+from benchmarks.training.cell_processes import measure
+from benchmarks.training.plots import COLOURS, MEASURES
+from benchmarks.training.train_step import mark_of_runs, row_title, time_and_memory
+
+PATHS = {"stock": COLOURS[0], "fast": COLOURS[-1]}
+
+
+def cell_name(path: str, tokens: int, compiled: bool) -> str:
+    return f"{path}/tokens={tokens}/compile={int(compiled)}"
+
+
+def mean_lengths(cells: dict) -> list[int]:
+    """Those at which a step was measured: of any other the share of padding is not known."""
+    return sorted({cell["tokens"] for cell in cells.values() if cell["status"] == "ok"})
+
+
+def live_share(cells: dict, tokens: int) -> float:
+    """The share of the padded documents that is not padding."""
+    return next(
+        cell["live_document_tokens"] / cell["padded_document_tokens"]
+        for cell in cells.values()
+        if cell["tokens"] == tokens and cell["status"] == "ok"
+    )
+
+
+def markdown_table(cells: dict) -> str:
+    """Step time and peak memory by the share of padding; behind this package's, the speed relative to stock beside it."""
+    pairs = list(itertools.product([False, True], PATHS))
+    titles = [row_title(path, compiled) for compiled, path in pairs]
+    lines = ["| padding | " + " | ".join(titles) + " |", "|---" * (1 + len(titles)) + "|"]
+    for tokens in mean_lengths(cells):
+        entries = [f"{1 - live_share(cells, tokens):.0%}"]
+        for compiled, path in pairs:
+            cell, stock = (cells.get(cell_name(name, tokens, compiled)) for name in (path, "stock"))
+            text = time_and_memory(cell) if cell else ""
+            if path == "fast" and cell and stock and stock["status"] == cell["status"] == "ok":
+                text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
+            entries.append(text)
+        lines.append("| " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def plot(cells: dict, target: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5))
+    for axis, (key, (label, _)) in zip(axes, MEASURES.items(), strict=True):
+        for compiled, (path, colour) in itertools.product([False, True], PATHS.items()):
+            found = {
+                tokens: cells.get(cell_name(path, tokens, compiled), {}).get(key) for tokens in mean_lengths(cells)
+            }
+            points = [(live_share(cells, tokens), value) for tokens, value in found.items() if value is not None]
+            if points:
+                title = row_title(path, compiled).replace("`", "")
+                axis.plot(*zip(*points, strict=True), "o--" if compiled else "o-", color=colour, label=title)
+        axis.set(xlabel="share of the padded documents that is not padding", ylabel=label, xlim=(0, 1.02))
+        axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(target, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS / "lengths.json")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[40, 80, 150, 300, 3000], help="means of the lengths")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further pair after this many s")
+    parser.add_argument(
+        "--timeout", type=float, default=240, help="seconds that warming up a cell may take, or measuring it"
+    )
+    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
+    parser.add_argument("--render-only", action="store_true")
+    options, extra = parser.parse_known_args()
+    content = json.loads(options.results.read_text()) if options.results.exists() else {"cells": {}}
+    cells, began = content["cells"], time.monotonic()
+    compile_too = {"no": [False], "yes": [True], "both": [False, True]}[options.compile]
+    for compiled, tokens in [] if options.render_only else itertools.product(compile_too, options.tokens):
+        pair = [path for path in PATHS if options.again or cell_name(path, tokens, compiled) not in cells]
+        if not pair or time.monotonic() - began > options.budget:
+            continue
+        shared = {"batch": options.batch, "compile": compiled, "checkpointing": False}
+        wanted = [{"path": path, **shared} for path in pair]
+        for index, result in measure(wanted, [*extra, "--mean-tokens", str(tokens)], options.timeout):
+            name = cell_name(pair[index], tokens, compiled)
+            cells[name] = {"cell": wanted[index], "tokens": tokens, "options": extra, **result}
+            cells[name]["environment"] = environment()
+            print(name, result["status"], result.get("step_ms"), result.get("peak_gib"), flush=True)
+            write(options.results, content)
+    print(markdown_table(cells))
+    plot(cells, options.results.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Training steps of a MultiVectorEncoder of Sentence Transformers: stock, stock with FlashAttention, and this package.
+
+    python -m benchmarks.training.multi_vector_step                       # measure what is missing, then print the table
+    python -m benchmarks.training.multi_vector_step --mini-batch 32       # the same of GradCache, in a file of its own
+    python -m benchmarks.training.multi_vector_step --mini-batch 32 --mini-batch-tokens 9600   # divided by tokens, in that file
+    python -m benchmarks.training.multi_vector_step --batches 32 --layers 2   # a trial
+
+Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words
+with the lengths of MS MARCO, one negative a query, bf16 autocast. Sentence Transformers pads a batch to its longest
+text. With flash-attn installed it leaves padding out itself. Where flash-attn is missing, the FlashAttention of PyTorch
+stands in for it (torch_flash_attention.py). Each cell runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import environment, write
+from benchmarks.harness.workers import ask_apart, serve
+from benchmarks.training.cell import DOCUMENT_LENGTH, elapsed, make_rows, mark, peaks_gib, save_encoder
+from benchmarks.training.torch_flash_attention import provide
+
+PATHS = {
+    "stock": "Sentence Transformers",
+    "flash": "Sentence Transformers, flash_attention_2",
+    "fast": "Sentence Transformers + pylate-fastmaxsim",
+    "both": "Sentence Transformers, flash_attention_2 + pylate-fastmaxsim",
+}
+
+
+def run_cell(cell: dict) -> dict:
+    with tempfile.TemporaryDirectory() as directory:
+        return _measured(cell, Path(directory))
+
+
+def _measured(cell: dict, directory: Path) -> dict:
+    import torch
+
+    flash, fast = cell["path"] in ("flash", "both"), cell["path"] in ("fast", "both")
+    kernels = provide(directory / "flash_attention") if flash else None
+
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.multi_vector_encoder import losses
+
+    import pylate_fastmaxsim
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    if fast:
+        # What Sentence Transformers flattens itself, this package does not compile.
+        pylate_fastmaxsim.enable(compile=cell["compile"] and not flash)
+    attention = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if flash else {}
+    save_encoder(directory / "encoder", cell["layers"])
+    model = MultiVectorEncoder(str(directory / "encoder"), device=str(device), model_kwargs=attention).train()
+    if attention:
+        # FlashAttention is for weights in 16 bits only when a model is loaded.
+        model.float()
+    model[0].document_length = DOCUMENT_LENGTH
+    draw = random.Random(0)
+
+    def batch() -> list[dict]:
+        columns = zip(*(row.values() for row in make_rows(cell["batch"], 1, "contrastive", draw)), strict=True)
+        tasks = ["query", "document", "document"]
+        pairs = zip(columns, tasks, strict=True)
+        return [{**model.preprocess(list(texts), task=task), "task": task} for texts, task in pairs]
+
+    batches = [batch() for _ in range(cell["different"])]
+    if cell["compile"] and cell["path"] != "fast":
+        model.compile(dynamic=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
+    if cell["mini_batch"]:
+        loss_function = losses.CachedMultiVectorMultipleNegativesRankingLoss(
+            model, scale=50.0, mini_batch_size=cell["mini_batch"], mini_batch_num_tokens=cell["mini_batch_tokens"]
+        )
+    else:
+        loss_function = losses.MultiVectorMultipleNegativesRankingLoss(model, scale=50.0)
+
+    def step(index: int) -> torch.Tensor:
+        features = [
+            {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in column.items()}
+            for column in batches[index % len(batches)]
+        ]
+        # GradCache encodes again in the backward. Its second pass is to be in bf16 on all paths, as in the trainer.
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = loss_function(features)
+            if cell["mini_batch"]:
+                loss.backward()
+        if not cell["mini_batch"]:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    values = [step(index) for index in range(cell["warmup"])]
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    # Nothing waits for the GPU between steps but what the paths themselves do.
+    marks = [mark(cuda)]
+    for index in range(cell["warmup"], cell["warmup"] + cell["steps"]):
+        values.append(step(index))
+        marks.append(mark(cuda))
+    if cuda:
+        torch.cuda.synchronize()
+    times = [elapsed(*pair) * 1e3 for pair in zip(marks, marks[1:], strict=False)]
+    masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
+    return {
+        "status": "ok",
+        "flash_attention": kernels,
+        "step_ms": statistics.median(times),
+        "each_ms": [round(each, 2) for each in times],
+        "peak_gib": peaks_gib()[0] if cuda else None,
+        "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
+        # Null where there is none: JSON has no NaN.
+        "losses": [value if math.isfinite(value) else None for value in map(float, values)],
+    }
+
+
+def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
+    """Step time and peak memory by batch, with the ratio to the first row; rows are as :func:`row_of` has them."""
+    batches = sorted({cell["batch"] for cell in cells.values()})
+    lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
+    for row in rows:
+        entries = [title(*row)]
+        for batch in batches:
+            cell, first = (cells.get(cell_name(batch, *each), {"status": ""}) for each in (row, rows[0]))
+            if cell["status"] != "ok":
+                entries.append(cell["status"])
+                continue
+            memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
+            speed = cell is not first and first["status"] == "ok"
+            ratio = f" ({first['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
+            entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
+        lines.append("| " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def row_of(cell: dict) -> tuple[str, bool, int | None, int | None]:
+    """Path, whether it is compiled, and how GradCache divides a batch: by texts, or, where given, by tokens."""
+    return cell["path"], cell["compile"], cell.get("mini_batch"), cell.get("mini_batch_tokens")
+
+
+def title(path: str, compiled: bool, texts: int | None = None, tokens: int | None = None) -> str:
+    divided = f", {tokens:,} tokens" if tokens else f", {texts:,} texts" if texts else ""
+    return PATHS[path] + divided + ", `compile=True`" * compiled
+
+
+def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, tokens: int | None = None) -> str:
+    divided = f"/tokens={tokens}" if tokens else f"/texts={texts}" if texts else ""
+    return f"{path}/batch={batch}/compile={int(compiled)}{divided}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, help="default: multi_vector_step.json or multi_vector_gradcache.json")
+    parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of so many texts")
+    parser.add_argument("--mini-batch-tokens", type=int, help="and at most so many tokens, in place of so many texts")
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
+    parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
+    parser.add_argument("--warmup", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        serve(run_cell)
+        return
+    results = options.results or RESULTS / f"multi_vector_{'gradcache' if options.mini_batch else 'step'}.json"
+    cells = json.loads(results.read_text()) if results.exists() else {}
+    for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
+        for batch in options.batches:
+            for path in options.paths:
+                cell = {"path": path, "batch": batch, "compile": compiled}
+                keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
+                cell |= {key: getattr(options, key) for key in keys}
+                name = cell_name(batch, *row_of(cell))
+                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
+                    continue
+                result = ask_apart(["-m", "benchmarks.training.multi_vector_step", "--worker"], cell, options.timeout)
+                if "failure" in result:
+                    status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
+                    result = {"status": status, "detail": result["failure"]}
+                cells[name] = {**cell, **result, "environment": environment()}
+                print(name, {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True)
+                write(results, cells)
+    ordered = sorted(cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
+    print(markdown_table(cells, list(dict.fromkeys(map(row_of, ordered)))))
+
+
+if __name__ == "__main__":
+    main()

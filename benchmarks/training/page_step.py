@@ -1,0 +1,280 @@
+"""Full training steps of ColPali and ColQwen2 at their real sizes: stock colpali-engine and this package.
+
+    python -m benchmarks.training.page_step                        # measure what is missing, then draw the plot
+    python -m benchmarks.training.page_step --kinds colqwen2 --batches 16 32
+
+A step is the forward of queries and pages, ``ColbertLoss`` over the pages of the batch, backward and AdamW on LoRA
+adapters, in bf16 autocast over bf16 weights with gradient checkpointing, as the recipes train. Weights, queries and
+pixels are random: speed and memory do not depend on what they are. Each cell runs in a process of its own and is
+written to the results file as soon as it is known; a finished cell is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import environment, write
+from benchmarks.harness.workers import ask_apart, serve
+
+PATHS = {"stock": "colpali-engine", "fast": "colpali-engine + pylate-fastmaxsim"}
+QUERY_TOKENS = 25
+# Of the published models; "tiny" is for a trial without a GPU.
+TEXT = {
+    "colpali": {
+        "model_type": "gemma",
+        "vocab_size": 257_216,
+        "hidden_size": 2048,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "pad_token_id": 0,
+    },
+    "colqwen2": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+}
+VISION = {
+    "colpali": {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 448,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "colqwen2": {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 1536,
+        "num_heads": 16,
+        "mlp_ratio": 4,
+        "patch_size": 14,
+    },
+}
+GRID = {"colpali": (32, 32), "colqwen2": (32, 24)}  # visual tokens of a page
+TINY_TEXT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+TINY_VISION = {
+    "colpali": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "colqwen2": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+}
+PROMPT = [3, 4, 5, 6, 7, 8]
+IMAGE, VISION_START, VISION_END, VIDEO = 10, 11, 12, 13
+TARGETS = ".*language_model.*(down_proj|gate_proj|up_proj|k_proj|q_proj|v_proj|o_proj).*|.*custom_text_proj.*"
+
+
+def build_model(kind: str, tiny: bool):
+    """A model with random weights on the default device and of the default dtype, and adapters on it."""
+    from colpali_engine.models import ColPali, ColQwen2
+    from peft import LoraConfig, get_peft_model
+    from transformers import PaliGemmaConfig, Qwen2VLConfig
+
+    from pylate_fastmaxsim.recipes.models.visual import work_around_transformers
+
+    text, vision = dict(TEXT[kind]), dict(VISION[kind])
+    if tiny:
+        text |= TINY_TEXT | {"num_attention_heads": 2, "num_key_value_heads": 1}
+        vision |= TINY_VISION[kind]
+        if kind == "colqwen2":
+            text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": [4, 6, 6]}
+    if kind == "colpali":
+        size = text["hidden_size"]
+        config = PaliGemmaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE, projection_dim=size)
+        model = ColPali(config)
+    else:
+        tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+        tokens |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+        model = ColQwen2(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
+    work_around_transformers(model)
+    options = {"r": 32, "lora_alpha": 32, "lora_dropout": 0.1, "init_lora_weights": "gaussian", "bias": "none"}
+    return get_peft_model(model, LoraConfig(target_modules=TARGETS, task_type="FEATURE_EXTRACTION", **options))
+
+
+def make_pages(kind: str, batch: int) -> dict:
+    """What the processor of a model makes of pages, all of one size."""
+    import torch
+
+    height, width = GRID[kind]
+    visual = [IMAGE] * (height * width)
+    row = visual + PROMPT if kind == "colpali" else [PROMPT[0], VISION_START, *visual, VISION_END, *PROMPT]
+    ids = torch.tensor([row] * batch)
+    pages = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if kind == "colpali":
+        pixels = torch.rand(batch, 3, 14 * height, 14 * width)
+        nothing = torch.full_like(ids, -100)
+        return pages | {"pixel_values": pixels, "token_type_ids": torch.zeros_like(ids), "labels": nothing}
+    # Four patches of 14 x 14 pixels, twice, in three colours, make a visual token.
+    patches = torch.rand(batch, 4 * height * width, 3 * 2 * 14 * 14)
+    grid = torch.tensor([[1, 2 * height, 2 * width]] * batch)
+    return pages | {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
+
+
+def make_queries(batch: int) -> dict:
+    import torch
+
+    ids = torch.randint(20, 500, (batch, QUERY_TOKENS))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def run_cell(cell: dict) -> dict:
+    os.environ["COLPALI_SCORES_BACKEND"] = "torch" if cell["path"] == "stock" else "auto"
+    import torch
+    from colpali_engine.loss import ColbertLoss
+
+    import pylate_fastmaxsim
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = build_model(cell["kind"], cell["tiny"]).train()
+    torch.set_default_dtype(torch.float32)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if cell["path"] == "fast":
+        pylate_fastmaxsim.enable()
+    loss_function = ColbertLoss().to(device)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-4)
+    batches = [(make_queries(cell["batch"]), make_pages(cell["kind"], cell["batch"])) for _ in range(2)]
+    seen = []
+
+    def step(index: int) -> None:
+        inputs = [{key: value.to(device) for key, value in part.items()} for part in batches[index % len(batches)]]
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            # The trainer hands float32 embeddings to the loss.
+            queries, pages = (model(**part).float() for part in inputs)
+            loss = loss_function(queries, pages)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seen.append(loss.item())
+
+    for index in range(cell["warmup"]):
+        step(index)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for index in range(cell["steps"]):
+        began = time.perf_counter()
+        step(index)  # waits for the device to read the loss
+        times.append(time.perf_counter() - began)
+    return {
+        "status": "ok",
+        "step_ms": statistics.median(times) * 1e3,
+        "step_ms_min": min(times) * 1e3,
+        "step_ms_max": max(times) * 1e3,
+        "steps": len(times),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "losses": seen,
+    }
+
+
+def measure(cell: dict, timeout: float) -> dict:
+    """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
+    result = ask_apart(["-m", "benchmarks.training.page_step", "--worker"], cell, timeout)
+    if "failure" not in result:
+        return result
+    status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
+    return {"status": status, "detail": result["failure"]}
+
+
+def draw(cells: dict[str, dict], picture: Path) -> None:
+    """Step time and peak memory by batch size, side by side."""
+    from benchmarks.training.plots import MEASURES, plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7))
+    for row, kind in zip(axes, TEXT, strict=True):
+        batches = sorted({cell["batch"] for cell in cells.values() if cell["kind"] == kind})
+        for axis, (key, (label, style)) in zip(row, MEASURES.items(), strict=True):
+            for shift, (path, name) in zip((-0.2, 0.2), PATHS.items(), strict=True):
+                found = [cells.get(f"{kind}/{path}/batch={batch}", {"status": "not measured"}) for batch in batches]
+                places = [place + shift for place in range(len(batches))]
+                bars = axis.bar(places, [cell.get(key) or 0 for cell in found], 0.4, label=name)
+                texts = [format(cell[key], style) if cell.get(key) else cell["status"] for cell in found]
+                axis.bar_label(bars, texts, fontsize=8)
+            axis.set(title=kind, xlabel="batch", ylabel=label)
+            axis.set_xticks(range(len(batches)), batches)
+            axis.margins(y=0.15)
+            axis.spines[["top", "right"]].set_visible(False)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def markdown_table(cells: dict[str, dict]) -> str:
+    """Step time and peak memory by model and batch, with the ratio to stock."""
+    keys = sorted({(cell["kind"], cell["batch"]) for cell in cells.values()})
+    lines = [
+        "| | " + " | ".join(f"{kind}, batch {batch}" for kind, batch in keys) + " |",
+        "|---" * (len(keys) + 1) + "|",
+    ]
+    for path, name in PATHS.items():
+        entries = []
+        for kind, batch in keys:
+            cell, stock = (cells.get(f"{kind}/{one}/batch={batch}") for one in (path, "stock"))
+            if cell is None or cell["status"] != "ok":
+                entries.append("" if cell is None else cell["status"])
+                continue
+            entries.append(f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB")
+            if path != "stock" and stock and stock["status"] == "ok":
+                entries[-1] += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
+        lines.append(f"| {name} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=list(TEXT), default=list(TEXT))
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
+    parser.add_argument("--results", type=Path, default=RESULTS / "page_step.json")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
+    parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        serve(run_cell)
+        return
+    cells = json.loads(options.results.read_text()) if options.results.exists() else {}
+    for kind in options.kinds:
+        for batch in options.batches:
+            for path in options.paths:
+                name = f"{kind}/{path}/batch={batch}"
+                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
+                    continue
+                cells[name] = {"kind": kind, "path": path, "batch": batch}
+                how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
+                cells[name] |= measure({**cells[name], **how}, options.timeout)
+                cells[name] |= {"environment": environment() | {"colpali-engine": version("colpali-engine")}}
+                write(options.results, cells)
+                print(
+                    name, {key: cells[name].get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True
+                )
+    draw(cells, options.results.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

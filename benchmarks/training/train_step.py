@@ -1,0 +1,137 @@
+"""Full training steps of ModernBERT-base: stock PyLate, PyLate with each fused-kernel peer, and this package.
+
+    python -m benchmarks.training.train_step                       # measure what is missing, then print the table
+    python -m benchmarks.training.train_step --render-only         # table and plot from the committed results
+
+A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query; what this command does
+not know itself, as another loss, it hands on to cell.py (benchmarks/README.md has those commands). Each cell
+runs in a process of its own and is written to the results file as soon as it is known; a finished cell is not run
+again, so several short runs on a GPU fill one file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import environment, write
+from benchmarks.training.cell_processes import OUT_OF_MEMORY, measure
+
+PATHS = {
+    "stock": "PyLate",
+    "lik": "PyLate + late-interaction-kernels",
+    "flash": "PyLate + flash-maxsim",
+    "fast": "PyLate + pylate-fastmaxsim",
+}
+
+
+def cell_name(path: str, batch: int, compiled: bool, checkpointing: bool) -> str:
+    return f"{path}/batch={batch}/compile={int(compiled)}/checkpointing={int(checkpointing)}"
+
+
+def mark_of_runs(cell: dict, other: dict) -> str:
+    """‡ where two runs measured the cells; of cells without the time of their run, where day or machine differ."""
+    keys = ("run", "date", "device", "host")
+    return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
+
+
+def row_title(path: str, compiled: bool) -> str:
+    if not compiled:
+        return PATHS[path]
+    return PATHS[path] + (", `compile=True`" if path == "fast" else " + torch.compile")
+
+
+def time_and_memory(cell: dict) -> str:
+    """What a step took, or why there is none; on a CPU memory is not measured, and † says that the host's clock timed."""
+    if cell["status"] != "ok":
+        return cell["status"]
+    text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
+    return text + ("" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB")
+
+
+def markdown_table(cells: dict, checkpointing: bool) -> str:
+    """Step time and peak memory by path and batch, with the ratio to stock of the same batch, ‡ if of another run.
+
+    A cell that was not measured is out of memory where a smaller batch of its row was.
+    """
+    keys = [cell["cell"] for cell in cells.values() if cell["cell"]["checkpointing"] == checkpointing]
+    batches = sorted({key["batch"] for key in keys})
+    lines = ["| path | " + " | ".join(f"batch {b}" for b in batches) + " |", "|---|" + "---|" * len(batches)]
+    for compiled, path in itertools.product([False, True], PATHS):
+        entries = []
+        for batch in batches:
+            cell = cells.get(cell_name(path, batch, compiled, checkpointing))
+            stock = cells.get(cell_name("stock", batch, False, checkpointing))
+            if cell is None:
+                smaller = (cells.get(cell_name(path, b, compiled, checkpointing), {}) for b in batches if b < batch)
+                failed = any(other.get("status") == OUT_OF_MEMORY for other in smaller)
+                entries.append(OUT_OF_MEMORY if failed else "")
+            else:
+                text = time_and_memory(cell)
+                if stock and stock["status"] == cell["status"] == "ok" and cell is not stock:
+                    text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
+                entries.append(text)
+        if any(entries):
+            lines.append(f"| {row_title(path, compiled)} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS / "train_step.json")
+    parser.add_argument("--output", type=Path, help="write results here instead of over --results")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
+    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
+    parser.add_argument(
+        "--timeout", type=float, default=240, help="seconds that warming up a cell may take, or measuring it"
+    )
+    parser.add_argument(
+        "--together", type=int, default=1, help="cells that warm up side by side; each is measured alone"
+    )
+    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
+    parser.add_argument("--render-only", action="store_true")
+    options, extra = parser.parse_known_args()
+    if options.together < 1:
+        parser.error("--together must be at least 1")
+    content = json.loads(options.results.read_text()) if options.results.exists() else {"cells": {}}
+    target = options.output or options.results
+    choices = {"no": [False], "yes": [True], "both": [False, True]}
+    began = time.monotonic()
+    if not options.render_only:
+        recorded = environment()
+        wanted = [
+            {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
+            for checkpointing, compiled, batch, path in itertools.product(
+                choices[options.checkpointing], choices[options.compile], options.batches, options.paths
+            )
+        ]
+        cells = {cell_name(*cell.values()): cell for cell in wanted}
+        names = [name for name in cells if options.again or name not in content["cells"]]
+        for first in range(0, len(names), options.together):
+            if time.monotonic() - began > options.budget:
+                break
+            group = names[first : first + options.together]
+            for index, result in measure([cells[name] for name in group], extra, options.timeout):
+                name = group[index]
+                content["cells"][name] = {"cell": cells[name], "options": extra, **result, "environment": recorded}
+                print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
+                write(target, content)
+    from benchmarks.training.plots import plot
+
+    rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}
+    for checkpointing, ending in ((False, ".png"), (True, "_checkpointing.png")):
+        if any(cell["cell"]["checkpointing"] == checkpointing for cell in content["cells"].values()):
+            print(f"\nGradient checkpointing: {'on' if checkpointing else 'off'}\n")
+            print(markdown_table(content["cells"], checkpointing))
+            plot(content["cells"], rows, target.with_name(target.stem + ending), checkpointing)
+
+
+if __name__ == "__main__":
+    main()
