@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._tracing import is_plain
-
-
-def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
-    """Raise TypeError unless the argument ``name`` of ``where`` is a tensor; ``allowed`` is its dtype and shape.
-
-    A nested or sparse one is a ValueError.
-    """
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{where}: {name} must be a tensor {allowed}, got {type(value).__name__}.")
-    if value.is_nested:
-        raise ValueError(
-            f"{where}: {name} must be a plain tensor {allowed}, got a nested one; token vectors x of the layout "
-            "torch.jagged are TokenBatch.from_packed(x.values(), x.offsets())."
-        )
-    if value.layout != torch.strided:
-        raise ValueError(f"{where}: {name} must be a dense tensor {allowed}, got one of the layout {value.layout}.")
-
-
-def _has_numbers(*tensors: Tensor) -> bool:
-    """Whether the numbers in tensors of one device can be looked at, and nothing has to wait for that."""
-    return tensors[0].is_cpu and is_plain(*tensors)
-
-
-def _which_count(where: str, name: str, mask: Tensor, device: torch.device) -> Tensor:
-    """The argument ``name`` of ``where``, a mask, as bool on the device, after ValueError if it holds more than 0 and 1.
-
-    An additive mask, 0 where a token counts, would select just the others. Looked at on a CPU only.
-    """
-    if mask.dtype != torch.bool:
-        counts = mask != 0
-        if _has_numbers(mask) and bool((other := counts & (mask != 1)).any()):
-            raise ValueError(
-                f"{where}: {name} must hold 1 for tokens that count and 0 for others, got {mask[other][0]}."
-            )
-        mask = counts
-    return mask.to(device=device)
-
-
-def require_batches(where: str, name: str, value: object) -> None:
-    """Raise TypeError unless the argument ``name`` of ``where`` can be gone through, and is no single batch."""
-    one = "one " if isinstance(value, (TokenBatch, Tensor)) else ""
-    if one or not isinstance(value, Iterable):
-        raise TypeError(
-            f"{where}: {name} must be batches of documents, as a list of TokenBatch, got {one}{type(value).__name__}."
-        )
-
-
-def require_count(where: str, name: str, value: object) -> int:
-    """The argument ``name`` of ``where``, after TypeError or ValueError unless it is an integer of at least 1."""
-    if isinstance(value, bool):
-        raise TypeError(f"{where}: {name} must be an integer, at least 1, got {value!r}.")
-    count = require_integer(f"{where}: {name}", value, ", at least 1")
-    if count < 1:
-        raise ValueError(f"{where}: {name} must be at least 1, got {count}.")
-    return count
+from pylate_fastmaxsim._checks import as_mask, has_numbers, require_integer, require_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +97,7 @@ class TokenBatch:
                 )
             if self.keep.device != device:
                 raise ValueError(f"TokenBatch: keep must be on {device}, as values, got {self.keep.device}.")
-        if _has_numbers(self.starts, self.lengths):
+        if has_numbers(self.starts, self.lengths):
             self._check_numbers()
 
     def _check_numbers(self) -> None:
@@ -256,7 +199,7 @@ class TokenBatch:
             )
         if mask.is_meta and not values.is_meta:
             raise ValueError(f"{where}: {mask_name} is on the meta device, which holds no numbers.")
-        keep = _which_count(where, mask_name, mask, device)
+        keep = as_mask(where, mask_name, mask, device)
         if length == 0:
             lengths = torch.zeros_like(starts)
         else:
@@ -306,7 +249,7 @@ class TokenBatch:
                     f"TokenBatch.from_packed: keep must be [T] with T = {values.shape[0]}, "
                     f"got shape {tuple(keep.shape)}."
                 )
-            keep = _which_count("TokenBatch.from_packed", "keep", keep, values.device)
+            keep = as_mask("TokenBatch.from_packed", "keep", keep, values.device)
         if max_length is not None:
             max_length = require_integer("TokenBatch.from_packed: max_length", max_length)
         if max_length is None and torch.compiler.is_compiling():
@@ -317,7 +260,7 @@ class TokenBatch:
             )
         if max_length is None and torch._C._functorch.is_batchedtensor(cu_seqlens):
             raise ValueError("TokenBatch.from_packed: max_length must be passed where torch.vmap maps cu_seqlens.")
-        if max_length is None or _has_numbers(cu_seqlens):
+        if max_length is None or has_numbers(cu_seqlens):
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length
         # A copy, since whoever owns the bounds may fill them again for the next batch.
@@ -425,21 +368,6 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
-
-
-def require_integer(name: str, value: object, allowed: str = "") -> int:
-    """The value as a number that kernels take, after TypeError unless it is an integer; ``allowed`` says more of it.
-
-    NumPy's integers compare and hash like Python's, but are none to a kernel.
-    """
-    if isinstance(value, (int, torch.SymInt)):
-        return value
-    try:
-        if isinstance(value, np.bool_):  # an index in NumPy before 2.3
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer{allowed}, got {value!r}.") from None
 
 
 def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:

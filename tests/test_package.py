@@ -32,11 +32,11 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 
 # From the bottom up: a room may import those of its line and below.
 ROOMS = [
-    {"_dtypes", "_tracing", "_winners"},
+    {"_checks", "_dtypes", "_tracing", "_winners"},
     {"tokens"},
     {"reference", "kernels", "cpu"},
     {"ops"},
-    {"retrieval", "search", "corpus", "tuning"},
+    {"retrieval", "search", "corpus"},
     {"integrations"},
     {"recipes"},
     {"cli", "run"},

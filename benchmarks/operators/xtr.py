@@ -156,8 +156,9 @@ def profile_kernels(host: str, shape: Shape, device: torch.device) -> None:
 
 def sweep(shape: Shape, device: torch.device) -> None:
     """Times the forward with each choice of tiles, one of the two at a time; results must be those of the table."""
-    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+    from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
     from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
+    from pylate_fastmaxsim.kernels.xtr.tiles import CollectTiles, XtrTiles
 
     queries, documents, mask = inputs(shape, device)
     q = TokenBatch.from_padded(queries.detach())
@@ -165,9 +166,9 @@ def sweep(shape: Shape, device: torch.device) -> None:
     tensors = (q.values, q.starts, q.lengths, q.keep, d.values, d.starts, d.lengths, d.keep, None, None)
     arguments = (*tensors, shape.k, False, q.max_length, d.max_length, True, "highest")
     expected = xtr_launch.forward(*arguments)
-    choices = [maxsim_tiles.XtrTiles()]
-    choices += [maxsim_tiles.XtrTiles(forward=maxsim_tiles.ForwardTiles(*tiles)) for tiles in MAXIMA]
-    choices += [maxsim_tiles.XtrTiles(collect=maxsim_tiles.CollectTiles(*tiles)) for tiles in COLLECT]
+    choices = [XtrTiles()]
+    choices += [XtrTiles(forward=ForwardTiles(*tiles)) for tiles in MAXIMA]
+    choices += [XtrTiles(collect=CollectTiles(*tiles)) for tiles in COLLECT]
     for tiles in choices:
         call = partial(xtr_launch.forward, *arguments, tiles=tiles)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,7 +22,6 @@ from pylate_fastmaxsim.recipes.files.write import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 BAD_RECIPE = 2
-NO_GPU = 2
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -338,47 +336,3 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
         with Console(stderr=True, emoji=False).status("training two steps on each size of batch"):
             steps = warm_up(loaded)
     plain.print(warmup_table(loaded.name, steps))
-
-
-class Dtype(str, Enum):
-    """Of token vectors, as ``tune`` takes it."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-@app.command()
-def tune(
-    d: Annotated[int, typer.Option("--d", min=1, help="Numbers per token vector.")] = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of the token vectors.")] = Dtype.bf16,
-    budget: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0, help="Seconds to search, shared equally by the families of kernels."),
-    ] = 300.0,
-) -> None:
-    """For developers: find the fastest tile sizes on this GPU and print rows for kernels/launch.py."""
-    import torch
-
-    if not torch.cuda.is_available():
-        _end_with("fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.", NO_GPU)
-
-    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-    from pylate_fastmaxsim.tuning import gpu
-    from pylate_fastmaxsim.tuning.report import measured_table, row_text
-    from pylate_fastmaxsim.tuning.search import TuningError
-
-    architecture = maxsim_tiles.architecture(torch.device("cuda"))
-    arithmetic = maxsim_tiles.arithmetic(gpu.DTYPES[dtype.value], gpu.PRECISION)
-    rows = []
-    try:
-        for family, found in gpu.tune(d, dtype.value, budget):
-            errors.print(measured_table(family, found, gpu.SHAPES[family]))
-            table = gpu.table_name(family, d, gpu.DTYPES[dtype.value])
-            rows.append(row_text(table, architecture, arithmetic, d, found))
-    except TuningError as error:
-        _end_with(f"fastmaxsim: {error}")
-    finally:
-        # What was found before an error or an interrupt is worth keeping.
-        if rows:
-            typer.echo("\n".join(rows))

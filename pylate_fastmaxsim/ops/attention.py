@@ -8,6 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.kernels.runtime.arch import architecture
+from pylate_fastmaxsim.ops.dispatch import has_kernels
+
 # A step with fewer tokens waits for the host, which launches FlashAttention with less work.
 FEWEST_TOKENS = 2**14
 # Without a window FlashAttention is faster for longer texts: of 180 tokens these kernels were 1.18 times as fast on an
@@ -93,18 +96,14 @@ def _measured_on(device: torch.device) -> bool:
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    try:
-        from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-    except ImportError:  # without Triton
-        return False
-    return device.type == "cuda" and torch.version.cuda is not None and maxsim_tiles.architecture(device) == 90
+    return device.type == "cuda" and has_kernels(device) and architecture(device) == 90
 
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.attention import launch as attention_launch
+    from pylate_fastmaxsim.kernels.attention import launch
 
-    return attention_launch
+    return launch
 
 
 torch.library.define(

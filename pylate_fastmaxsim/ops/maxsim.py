@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-import logging
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._tracing import inside_transform, is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
-
-logger = logging.getLogger("pylate_fastmaxsim")
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def maxsim(
@@ -247,34 +244,16 @@ def check_choice(
             )
 
 
-def path(values: Tensor) -> ModuleType:
-    """The module that scores such values: Triton for what it can run, else blocked PyTorch."""
-    if values.is_cuda and values.dtype in KERNEL_DTYPES and _has_tiles(values.device):
-        return _kernels()
-    return blocked
-
-
-@functools.cache
-def _has_tiles(device: torch.device) -> bool:
-    if torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0):
-        return True
-    logger.warning(
-        "maxsim: the kernels are made for NVIDIA GPUs of compute capability 8.0 and newer; tensors on %s (%s) are scored "
-        "by blocked PyTorch.",
-        device,
-        torch.cuda.get_device_name(device),
-    )
-    return False
+def _path(values: Tensor) -> ModuleType:
+    """The module that scores such values."""
+    return _kernels() if runs_kernels(values) else blocked
 
 
 @functools.cache
 def _kernels() -> ModuleType:
-    try:
-        from pylate_fastmaxsim.kernels.maxsim import launch as kernels
-    except ImportError as error:
-        logger.warning("maxsim: Triton cannot be imported (%s), so CUDA tensors are scored by blocked PyTorch.", error)
-        return blocked
-    return kernels
+    from pylate_fastmaxsim.kernels.maxsim import launch
+
+    return launch
 
 
 _TENSORS = (
@@ -297,7 +276,7 @@ torch.library.define(
 
 # The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
 def _scores_and_winners(q_values, *arguments):
-    return path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
+    return _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
 
 
 def require_numbers(operator: str, q_values, q_starts, q_lengths, q_keep, *arguments) -> None:
@@ -326,7 +305,7 @@ def _forward(*arguments):
 def _backward(grad_scores, winners, q_values, *arguments):
     *arguments, need_q, need_d = arguments
     precision = float32_precision(q_values.dtype)
-    return path(q_values).backward(grad_scores, winners, q_values, *arguments, precision, need_q, need_d)
+    return _path(q_values).backward(grad_scores, winners, q_values, *arguments, precision, need_q, need_d)
 
 
 torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutograd", _forward)

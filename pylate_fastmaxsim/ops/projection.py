@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._tracing import inside_transform
-from pylate_fastmaxsim.cpu import maxsim as blocked_scoring
 from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.ops.maxsim import KERNEL_DTYPES, as_batch, check_choice, maxsim
-from pylate_fastmaxsim.ops.maxsim import path as scoring_path
-from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
+from pylate_fastmaxsim.ops.maxsim import as_batch, check_choice, maxsim
+from pylate_fastmaxsim.tokens import TokenBatch
 
 Projected = Literal["documents", "queries", "both"]
 
@@ -196,12 +197,15 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) 
 
 
 def _path(values: Tensor) -> ModuleType:
-    """The module that projects such values: Triton for what it can run, else blocked PyTorch."""
-    if scoring_path(values) is blocked_scoring:
-        return blocked
-    from pylate_fastmaxsim.kernels.projection import launch as projection_launch
+    """The module that projects such values."""
+    return _kernels() if runs_kernels(values) else blocked
 
-    return projection_launch
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from pylate_fastmaxsim.kernels.projection import launch
+
+    return launch
 
 
 # Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.

@@ -10,14 +10,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._winners import winner_layout
-from pylate_fastmaxsim.cpu import maxsim as blocked_maxsim
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops import maxsim as maxsim_ops
+from pylate_fastmaxsim.ops.dispatch import runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.tokens import TokenBatch, require_count
+from pylate_fastmaxsim.tokens import TokenBatch
 
 Normalizer = Literal["positive", "retrieved"]
 
@@ -147,15 +148,15 @@ def _check_normalizer(normalizer: Normalizer, zero_floor: Tensor | None) -> None
 
 
 def _path(values: Tensor) -> ModuleType:
-    """The module that scores such values: Triton for what it can run, else blocked PyTorch."""
-    return blocked if maxsim_ops.path(values) is blocked_maxsim else _kernels()
+    """The module that scores such values."""
+    return _kernels() if runs_kernels(values) else blocked
 
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
+    from pylate_fastmaxsim.kernels.xtr import launch
 
-    return xtr_launch
+    return launch
 
 
 torch.library.define(

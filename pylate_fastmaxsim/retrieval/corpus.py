@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_count, require_integer
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
-from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count, require_integer
+from pylate_fastmaxsim.retrieval.checks import require_batches
+from pylate_fastmaxsim.tokens import TokenBatch
 
 # Written last, so that a folder that has it is complete.
 DESCRIPTION_FILE = "corpus.json"

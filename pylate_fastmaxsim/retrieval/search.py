@@ -7,9 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.tokens import TokenBatch, require_batches, require_count
+from pylate_fastmaxsim.retrieval.checks import require_batches
+from pylate_fastmaxsim.retrieval.topk import merge
+from pylate_fastmaxsim.tokens import TokenBatch
 
 # Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in
 # turn. While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in
@@ -72,29 +75,7 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
         if len(batch) == 0:
             continue
         rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
-        merged = [_merge(scores[part], positions[part], maxsim(queries.select(part), batch), seen, k) for part in rows]
+        merged = [merge(scores[part], positions[part], maxsim(queries.select(part), batch), seen, k) for part in rows]
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)
     return scores, positions
-
-
-def _merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` best of those so far and of new ones, of which ``first`` is the position of the first."""
-    new = torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
-    scores, positions = torch.cat([best, scores], dim=1), torch.cat([positions, new], dim=1)
-    order = _best(scores, min(k, scores.shape[1]))
-    return scores.gather(1, order), positions.gather(1, order)
-
-
-def _best(scores: Tensor, k: int) -> Tensor:
-    """Columns of the ``k`` largest scores of each row, the largest first, of equal ones the first column first."""
-    if scores.dtype != torch.float32:
-        return scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-    # topk takes a fraction of the time of a stable sort, but picks any of equal values, so that the result would depend
-    # on the batches. Of these keys no two are equal: the bits of the score, which as integers are in the order of the
-    # scores once those of negative numbers are inverted, and below them the column, counted from the end.
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    bits = torch.where(scores.isnan(), torch.iinfo(torch.int32).max, bits ^ (bits >> 31 & 0x7FFFFFFF))
-    last = scores.shape[1] - 1
-    keys = (bits.long() << 32) + (last - torch.arange(last + 1, device=scores.device))
-    return last - (keys.topk(k, dim=1).values & 0xFFFFFFFF)

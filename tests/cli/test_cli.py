@@ -40,7 +40,7 @@ def fastmaxsim(*arguments, code="", **options):
 def test_version_and_help():
     assert CliRunner().invoke(app, ["--version"]).output == f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}\n"
     listed = fastmaxsim("--help").stdout
-    assert all(command in listed for command in ("train", "compare", "warmup", "tune", "run", "doctor"))
+    assert all(command in listed for command in ("train", "compare", "warmup", "run", "doctor"))
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

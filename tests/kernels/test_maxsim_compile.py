@@ -27,7 +27,9 @@ from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel  # noqa: E40
 from pylate_fastmaxsim.kernels.maxsim.query_gradient import query_gradient_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim.winner_buckets import count_kernel, place_kernel, row_query_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES, INPUT_PRECISION  # noqa: E402
 from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE  # noqa: E402
+from pylate_fastmaxsim.kernels.xtr.tiles import maxima_tiles  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not isinstance(forward_kernel.kernel, triton.runtime.JITFunction), reason="kernels are interpreted in this process"
@@ -114,7 +116,7 @@ def kind(operand):
 
 
 def precision(operand):
-    return maxsim_tiles.INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
+    return INPUT_PRECISION["highest"] if kind(operand) == "half" else operand
 
 
 CASES = [("bf16", 128), ("bf16", 96), ("bf16", 256), ("bf16", 768), ("fp16", 128)]
@@ -144,7 +146,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize("name", BATCHES)
 def test_forward(arch, operand, dim, name, tmp_path):
@@ -177,7 +179,7 @@ def test_forward(arch, operand, dim, name, tmp_path):
         assert unit in ptx
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", [("bf16", 128), ("bf16", 768), ("bf16x6", 128)])
 @pytest.mark.parametrize("absent", [("candidates",), ("row_query",)], ids=["all", "candidates"])
 def test_query_gradient(arch, operand, dim, absent, tmp_path):
@@ -196,7 +198,7 @@ def test_query_gradient(arch, operand, dim, absent, tmp_path):
     check(arch, operand, ptx, shared, tmp_path)
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 def test_document_gradient(arch, operand, dim, tmp_path):
     tile = maxsim_tiles.document_gradient_tiles(arch, kind(operand), dim)
@@ -215,7 +217,7 @@ def test_document_gradient(arch, operand, dim, tmp_path):
     check(arch, operand, ptx, shared, tmp_path)
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim", CASES)
 @pytest.mark.parametrize("write_zeros", [False, True], ids=["zeros-there", "zeros-written"])
 @pytest.mark.parametrize("absent", [(), ("pairs", "pair_offsets")], ids=["ordered", "scanned"])
@@ -239,7 +241,7 @@ def test_candidate_document_gradient(arch, operand, dim, absent, write_zeros, tm
     check(arch, operand, ptx, shared, tmp_path)
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("winners", [torch.uint8, torch.int16])
 def test_buckets(arch, winners, tmp_path):
     tile = maxsim_tiles.document_gradient_tiles(arch, "half", 128)
@@ -249,7 +251,7 @@ def test_buckets(arch, winners, tmp_path):
         check(arch, "bf16", *scan, tmp_path)
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_helpers(arch, tmp_path):
     check(arch, "bf16", *compiled(row_query_kernel, arch, "bf16", {"num_warps": 1}, BLOCK=128), tmp_path)
     order = compiled(candidate_order_kernel, arch, "bf16", {"num_warps": 4}, BLOCK=8, BLOCK_SCAN=1024)
@@ -262,6 +264,6 @@ def test_tiles_shrink_to_the_input():
     assert (tiles.block_m, tiles.block_k, tiles.num_stages) == (64, 64, 2)
     tiles = maxsim_tiles.forward_tiles(90, "half", 48, 5, False)
     assert (tiles.block_m, tiles.block_k, tiles.num_warps, tiles.num_stages) == (32, 64, 1, 3)
-    assert maxsim_tiles.xtr_maxima_tiles(90, "half", 48, 5).block_m == 64
+    assert maxima_tiles(90, "half", 48, 5).block_m == 64
     assert maxsim_tiles.document_gradient_tiles(90, "half", 7).block_d == 16
     assert maxsim_tiles.query_gradient_tiles(90, "half", 1).block_d == 1

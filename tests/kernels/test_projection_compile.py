@@ -6,13 +6,13 @@ pytest.importorskip("triton")
 
 from test_maxsim_compile import check, compiled, kind, precision, pytestmark  # noqa: E402, F401
 
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.projection.backward import (  # noqa: E402
     hidden_gradient_kernel,
     weight_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES  # noqa: E402
 
 CASES = [
     ("bf16", 768, 128),
@@ -27,7 +27,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("operand, dim_in, dim_out", CASES)
 @pytest.mark.parametrize("absent", [("bias", "grad_biases"), ()], ids=["no bias", "bias"])
 @pytest.mark.parametrize("kernel", ["project", "hidden_gradient", "weight_gradient"])
@@ -61,7 +61,7 @@ def test_kernels(arch, operand, dim_in, dim_out, absent, kernel, tmp_path):
         assert unit in ptx
 
 
-@pytest.mark.parametrize("arch", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("operand", ["bf16", "bf16x6"])
 def test_normalize(arch, operand, tmp_path):
     ptx, shared = compiled(

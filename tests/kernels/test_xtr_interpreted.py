@@ -21,13 +21,12 @@ else:
 
     from pylate_fastmaxsim import TokenBatch, reference
     from pylate_fastmaxsim.cpu import xtr as blocked
-    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+    from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
     from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
+    from pylate_fastmaxsim.kernels.xtr.tiles import CollectTiles, XtrTiles
 
     # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-    TILES = maxsim_tiles.XtrTiles(
-        maxsim_tiles.ForwardTiles(16, 32, 64, 2, 4, 1), maxsim_tiles.CollectTiles(16, 16, 4, 1)
-    )
+    TILES = XtrTiles(ForwardTiles(16, 32, 64, 2, 4, 1), CollectTiles(16, 16, 4, 1))
 
     @pytest.fixture(autouse=True, scope="module")
     def _mended():
@@ -97,7 +96,7 @@ else:
         assert torch.equal(sums, expected[0]) and torch.equal(counts, expected[1]) and winners.numel() == 0
 
     def test_tiles_of_the_table(generator):
-        check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20, tiles=maxsim_tiles.XtrTiles())
+        check(batch(generator, [3, 5], 32), batch(generator, [70, 1, 90], 32), 20, tiles=XtrTiles())
 
     def test_every_row_has_a_winner_where_one_token_passes(generator):
         queries, documents = batch(generator, [9, 8], 96, masked=False), batch(generator, [21] * 4, 96, masked=False)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
-from pylate_fastmaxsim.ops import maxsim as ops
+from pylate_fastmaxsim.ops import dispatch
 
 
 def batches(dtype=torch.float32, dim=16, queries=(5, 5, 3, 0, 5), documents=(7, 0, 20, 3, 9, 1), masked=True, seed=0):
@@ -371,20 +371,20 @@ def test_older_gpus_are_scored_by_pytorch_and_that_is_said_once(capability, suff
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    ops._has_tiles.cache_clear()
+    dispatch.has_kernels.cache_clear()
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert [ops._has_tiles(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
-    ops._has_tiles.cache_clear()
-    assert [("8.0 and newer" in message) for message in caplog.messages] == [True] * (not suffices)
+        assert [dispatch.has_kernels(torch.device("cuda", 0)) for _ in range(2)] == [suffices] * 2
+    dispatch.has_kernels.cache_clear()
+    assert [("capability 8.0 or newer" in message) for message in caplog.messages] == [True] * (not suffices)
 
 
 def test_without_triton_cuda_tensors_are_scored_by_pytorch_and_that_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.maxsim.launch", None)
     monkeypatch.delattr("pylate_fastmaxsim.kernels.maxsim.launch", raising=False)
-    ops._kernels.cache_clear()
+    dispatch._has_triton.cache_clear()
     with caplog.at_level(logging.WARNING, "pylate_fastmaxsim"):
-        assert ops._kernels() is ops._kernels() is blocked
-    ops._kernels.cache_clear()
+        assert not dispatch._has_triton() and not dispatch._has_triton()
+    dispatch._has_triton.cache_clear()
     assert len(caplog.records) == 1 and "Triton cannot be imported" in caplog.text
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pylate_fastmaxsim import TokenBatch, maxsim
 from pylate_fastmaxsim.retrieval import search as module
 from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.topk import largest
 
 
 def documents(count: int, seed: int = 0) -> list[torch.Tensor]:
@@ -49,13 +50,13 @@ def test_equal_to_sorting_all_scores(sizes, k, queries, held):
 
 def test_nothing_of_a_batch_is_kept_but_its_best(monkeypatch):
     held = []
-    merge = module._merge
+    merge = module.merge
 
     def recording(best, positions, scores, first, k):
         held.append((best.shape[1], scores.numel()))
         return merge(best, positions, scores, first, k)
 
-    monkeypatch.setattr(module, "_merge", recording)
+    monkeypatch.setattr(module, "merge", recording)
     monkeypatch.setattr(module, "SCORES_AT_ONCE", 20)
     queries = TokenBatch.from_list(documents(7, seed=1))
     search(queries, batches(documents(50), [10] * 5), k=3)
@@ -118,9 +119,9 @@ def test_the_best_are_those_of_a_stable_sort(k, device):
     many = torch.randn(20, 2000, generator=generator)
     for scores in (many, some, torch.cat([some, many], dim=1), many[:, :0]):
         expected = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-        assert torch.equal(module._best(scores.to(device), min(k, scores.shape[1])).cpu(), expected)
+        assert torch.equal(largest(scores.to(device), min(k, scores.shape[1])).cpu(), expected)
     doubles = many.double()
-    assert torch.equal(module._best(doubles, min(k, 2000)), doubles.argsort(dim=1, descending=True)[:, :k])
+    assert torch.equal(largest(doubles, min(k, 2000)), doubles.argsort(dim=1, descending=True)[:, :k])
 
 
 def test_no_gradient_is_recorded():

@@ -1,22 +1,17 @@
-"""The search of `fastmaxsim tune` with measurements that are made up; what it measures itself needs a GPU."""
+"""The search of tools/tune.py with made-up measurements; what it measures itself needs a GPU."""
 
-import io
 import math
 
 import pytest
 import torch
 
-pytest.importorskip("typer")
-pytest.importorskip("pylate")
+pytest.importorskip("triton")
 
-from rich.console import Console
-from typer.testing import CliRunner
+import tune
+from tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-from pylate_fastmaxsim.tuning import gpu
-from pylate_fastmaxsim.tuning.report import measured_table, row_text
-from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search
+from pylate_fastmaxsim.kernels.runtime import arch
 
 ROW = maxsim_tiles.QueryGradientTiles(4, 128, 8, 2)
 VALUES = {"block_rows": (1, 2, 4, 8), "unroll": (4, 8, 16), "num_warps": (1, 2, 4)}
@@ -88,10 +83,10 @@ def test_a_row_of_the_table_that_fails_is_an_error():
 @pytest.mark.parametrize("dim", [1, 48, 128, 1024])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
-    monkeypatch.setattr(maxsim_tiles, "architecture", lambda device: 90)
-    assert set(CANDIDATES) == set(maxsim_tiles.Tiles._fields) == set(gpu.SHAPES)
+    monkeypatch.setattr(arch, "architecture", lambda device: 90)
+    assert set(CANDIDATES) == set(maxsim_tiles.Tiles._fields) == set(tune.SHAPES)
     for family in CANDIDATES:
-        row = gpu.table_row(family, dim, dtype)
+        row = tune.table_row(family, dim, dtype)
         for name, values in choices(family, dim).items():
             for value in values:
                 assert getattr(row._replace(**{name: value}), name) == value
@@ -102,61 +97,57 @@ def test_the_row_can_be_pasted_and_says_where():
     own = Measured(maxsim_tiles.ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
     out = Measured(own.tiles._replace(num_warps=4), problem="OutOfResources: shared memory")
     found = Search(own, best, [own, out, best], True)
-    comment, row = row_text("_FORWARD", 86, "half", 128, found).splitlines()
+    comment, row = tune.row_text("_FORWARD", 86, "half", 128, found).splitlines()
     assert comment == '# _FORWARD[86, "half"]: 1.41 times as fast as the table\'s row'
     assert eval(row, vars(maxsim_tiles)) == ((128, best.tiles),)
-    console = Console(width=200, file=io.StringIO())
-    console.print(measured_table("forward", found, gpu.IN_BATCH))
-    lines = console.file.getvalue().splitlines()
-    changed = ["block_m=64", "the table's row", "num_warps=4"]
-    assert [name for line in lines for name in changed if name in line and "relative" not in line] == changed
-    assert "256x32 vs 512x300" in lines[2] and "OutOfResources: shared memory" in console.file.getvalue()
+    lines = tune.measured_text("forward", found, tune.IN_BATCH).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:]] == ["block_m=64", "the table's row", "num_warps=4"]
+    assert "256x32 vs 512x300" in lines[0] and lines[3].endswith("OutOfResources: shared memory")
 
 
-@pytest.mark.parametrize("architecture", maxsim_tiles.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", arch.ARCHITECTURES)
 @pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (1024, torch.bfloat16), (128, torch.float32)])
 @pytest.mark.parametrize("family", CANDIDATES)
 def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, family, monkeypatch):
-    monkeypatch.setattr(maxsim_tiles, "architecture", lambda device: architecture)
+    monkeypatch.setattr(arch, "architecture", lambda device: architecture)
     table, kind = (
-        getattr(maxsim_tiles, gpu.table_name(family, dim, dtype)),
-        maxsim_tiles.arithmetic(dtype, gpu.PRECISION),
+        getattr(maxsim_tiles, tune.table_name(family, dim, dtype)),
+        arch.arithmetic(dtype, tune.PRECISION),
     )
-    smaller = gpu.table_row(family, dim, dtype)._replace(num_warps=1)
+    smaller = tune.table_row(family, dim, dtype)._replace(num_warps=1)
     own = table.get((architecture, kind), [])
     monkeypatch.setitem(table, (architecture, kind), [(dim, smaller), *own])
     tiles = getattr(maxsim_tiles, f"{family}_tiles")
     tiles.cache_clear()
     try:
-        assert gpu.table_row(family, dim, dtype).num_warps == 1
+        assert tune.table_row(family, dim, dtype).num_warps == 1
         # Larger vectors still have a row.
-        assert gpu.table_row(family, 4096, dtype)
+        assert tune.table_row(family, 4096, dtype)
     finally:
         tiles.cache_clear()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_it_is_one_sentence_and_exit_code_2():
-    done = CliRunner().invoke(app, ["tune", "--d", "96", "--dtype", "fp16", "--budget", "5"])
-    assert done.exit_code == 2 and not done.stdout
-    assert done.stderr == "fastmaxsim: tune measures a CUDA GPU, and PyTorch finds none on this machine.\n"
+def test_without_a_gpu_it_is_one_sentence_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tune.main(["--d", "96", "--dtype", "fp16"])
+    assert capsys.readouterr().err.endswith("tuning measures a CUDA GPU, and PyTorch finds none on this machine\n")
 
 
 @pytest.mark.cuda
-def test_on_a_gpu_it_prints_a_row_for_every_family():
-    done = CliRunner().invoke(app, ["tune", "--budget", "20"])
-    assert done.exit_code == 0, done.output
-    rows = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+def test_on_a_gpu_it_prints_a_row_for_every_family(capsys):
+    tune.main(["--budget", "20"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     assert len(rows) == len(CANDIDATES)
     for row, family in zip(rows, CANDIDATES, strict=True):
         ((dim, tiles),) = eval(row, vars(maxsim_tiles))
-        assert dim == 128 and type(tiles) is type(gpu.table_row(family, 128, torch.bfloat16))
+        assert dim == 128 and type(tiles) is type(tune.table_row(family, 128, torch.bfloat16))
 
 
 @pytest.mark.cuda
 def test_tiles_with_a_wrong_result_are_found_out(monkeypatch):
-    case = gpu._Case(gpu.Shape(8, 32, 16, 100), 128, torch.bfloat16)
-    row = gpu.table_row("document_gradient", 128, torch.bfloat16)
+    case = tune._Case(tune.Shape(8, 32, 16, 100), 128, torch.bfloat16)
+    row = tune.table_row("document_gradient", 128, torch.bfloat16)
     assert case.problem("document_gradient", row) is None
     backward = case._kernels.backward
     monkeypatch.setattr(case._kernels, "backward", lambda *args, **kwargs: [1.1 * g for g in backward(*args, **kwargs)])

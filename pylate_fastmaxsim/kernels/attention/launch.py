@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.kernels.attention.long import long_attention_gradient_kernel, long_attention_kernel
 from pylate_fastmaxsim.kernels.attention.short import short_attention_gradient_kernel, short_attention_kernel
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.runtime.arch import cdiv
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
 
@@ -106,7 +106,7 @@ def _launches(
     for is_long, tile in (*((False, tile) for tile in tiles.short), (True, tiles.long)):
         if longer_than >= max_length:
             break
-        grid = (programs, maxsim_tiles.cdiv(max_length, tile.block)) if is_long else (programs,)
+        grid = (programs, cdiv(max_length, tile.block)) if is_long else (programs,)
         yield (
             is_long,
             grid,

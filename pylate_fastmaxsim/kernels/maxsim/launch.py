@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 from pylate_fastmaxsim.kernels.maxsim.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.maxsim.document_gradient import (
     candidate_document_gradient_kernel,
@@ -13,8 +12,17 @@ from pylate_fastmaxsim.kernels.maxsim.document_gradient import (
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
 from pylate_fastmaxsim.kernels.maxsim.plan import forward_plan
 from pylate_fastmaxsim.kernels.maxsim.query_gradient import query_gradient_kernel
+from pylate_fastmaxsim.kernels.maxsim.tiles import (
+    FROM_TABLES,
+    Tiles,
+    candidate_gradient_tiles,
+    document_gradient_tiles,
+    query_gradient_tiles,
+)
 from pylate_fastmaxsim.kernels.maxsim.winner_buckets import count_kernel, place_kernel, row_query_kernel
-from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, live_tokens_of, on_device_of
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
+from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 
 # Rows times documents whose buckets are held at once: 32 MiB of entries and weights, and at most as much of counts.
 _BUCKET_ENTRIES = 2**22
@@ -42,7 +50,7 @@ def forward(
     d_gapless: bool,
     want_winners: bool,
     precision: str,
-    tiles: maxsim_tiles.Tiles = maxsim_tiles.FROM_TABLES,
+    tiles: Tiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
@@ -61,7 +69,7 @@ def forward(
         return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
 
     plan = forward_plan(
-        maxsim_tiles.architecture(q_values.device), q_values.dtype, precision, dim, num_queries, max_q_length, num_slots,
+        architecture(q_values.device), q_values.dtype, precision, dim, num_queries, max_q_length, num_slots,
         candidates is not None, want_winners, index_dtype, tiles.forward,
     )  # fmt: skip
     # Of a query that is cut into blocks, what each of them adds to its scores.
@@ -115,7 +123,7 @@ def backward(
     precision: str,
     need_q: bool,
     need_d: bool,
-    tiles: maxsim_tiles.Tiles = maxsim_tiles.FROM_TABLES,
+    tiles: Tiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
 
@@ -167,12 +175,10 @@ def _query_gradient(
     max_q_length, precision, tiles, grad_q, row_query,
 ):  # fmt: skip
     dim = d_values.shape[1]
-    kind = maxsim_tiles.arithmetic(d_values.dtype, precision)
-    tile = tiles.query_gradient or maxsim_tiles.query_gradient_tiles(
-        maxsim_tiles.architecture(d_values.device), kind, dim
-    )
-    row_blocks = maxsim_tiles.cdiv(max_q_length, tile.block_rows)
-    query_gradient_kernel[(q_starts.shape[0] * row_blocks, maxsim_tiles.cdiv(dim, tile.block_d))](
+    kind = arithmetic(d_values.dtype, precision)
+    tile = tiles.query_gradient or query_gradient_tiles(architecture(d_values.device), kind, dim)
+    row_blocks = cdiv(max_q_length, tile.block_rows)
+    query_gradient_kernel[(q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))](
         grad_scores,
         winners,
         q_starts,
@@ -199,14 +205,12 @@ def _document_gradient(
     max_d_length, d_gapless, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
-    kind = maxsim_tiles.arithmetic(q_values.dtype, precision)
-    tile = tiles.document_gradient or maxsim_tiles.document_gradient_tiles(
-        maxsim_tiles.architecture(q_values.device), kind, dim
-    )
+    kind = arithmetic(q_values.dtype, precision)
+    tile = tiles.document_gradient or document_gradient_tiles(architecture(q_values.device), kind, dim)
     device = q_values.device
     num_documents = d_starts.shape[0]
-    tiles_per_document = maxsim_tiles.cdiv(max_d_length, tile.block_t)
-    num_chunks = maxsim_tiles.cdiv(num_rows, tile.block_scan)
+    tiles_per_document = cdiv(max_d_length, tile.block_t)
+    num_chunks = cdiv(num_rows, tile.block_scan)
     # An entry and its weight for each row and document, and a count and its sum for each tile and chunk; a part of the
     # documents at a time, to bound this.
     at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_rows, tiles_per_document * num_chunks)))
@@ -242,7 +246,7 @@ def _document_gradient(
             tiles_per_document,
             DIM=dim,
             WRITE_ZEROS=d_gapless,
-            PRECISION=maxsim_tiles.INPUT_PRECISION[precision],
+            PRECISION=INPUT_PRECISION[precision],
             BLOCK_T=tile.block_t,
             BLOCK_R=tile.block_r,
             BLOCK_D=tile.block_d,
@@ -256,10 +260,8 @@ def _candidate_document_gradient(
     max_q_length, max_d_length, d_gapless, precision, tiles, grad_d,
 ):  # fmt: skip
     num_rows, dim = q_values.shape
-    kind = maxsim_tiles.arithmetic(q_values.dtype, precision)
-    tile = tiles.candidate_gradient or maxsim_tiles.candidate_gradient_tiles(
-        maxsim_tiles.architecture(q_values.device), kind, dim
-    )
+    kind = arithmetic(q_values.dtype, precision)
+    tile = tiles.candidate_gradient or candidate_gradient_tiles(architecture(q_values.device), kind, dim)
     num_documents = d_starts.shape[0]
     candidates = candidates.contiguous()
     num_pairs = candidates.numel()
@@ -267,11 +269,11 @@ def _candidate_document_gradient(
     # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles,
     # and those for the others would come only to go.
     alone = short_queries and num_pairs <= num_documents
-    programs_per_document = 1 if alone else maxsim_tiles.cdiv(max_d_length, tile.block_t)
+    programs_per_document = 1 if alone else cdiv(max_d_length, tile.block_t)
     pairs = pair_offsets = None
     if not alone or num_pairs > _SCANNED_PAIRS:
         pairs, pair_offsets = _candidate_order(candidates, num_documents)
-    grid = (num_documents * programs_per_document, maxsim_tiles.cdiv(dim, tile.block_d))
+    grid = (num_documents * programs_per_document, cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
         grad_scores,
         winners,
@@ -292,7 +294,7 @@ def _candidate_document_gradient(
         SENTINEL=no_winner(winners.dtype),
         SHORT_QUERIES=short_queries,
         WRITE_ZEROS=d_gapless,
-        PRECISION=maxsim_tiles.INPUT_PRECISION[precision],
+        PRECISION=INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,
         BLOCK_D=tile.block_d,
@@ -315,7 +317,7 @@ def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Te
     pairs = candidates.new_empty(num_pairs)
     pair_offsets = candidates.new_empty(num_documents + 1)
     block = 8
-    candidate_order_kernel[(maxsim_tiles.cdiv(num_pairs + num_documents + 1, block),)](
+    candidate_order_kernel[(cdiv(num_pairs + num_documents + 1, block),)](
         candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=1024
     )
     return pairs, pair_offsets

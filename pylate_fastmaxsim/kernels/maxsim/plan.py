@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 
 from pylate_fastmaxsim._winners import no_winner
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program, forward_tiles
+from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, arithmetic, cdiv, next_power_of_2
 
 
 class ForwardPlan(NamedTuple):
@@ -31,27 +32,25 @@ def forward_plan(
     with_candidates: bool,
     want_winners: bool,
     index_dtype: torch.dtype,
-    tiles: maxsim_tiles.ForwardTiles | None,
+    tiles: ForwardTiles | None,
 ) -> ForwardPlan:
     """Each query scores `num_slots` documents, `with_candidates` its own; `tiles` are the tables' if `None`."""
     # A power of two, so that queries fill a tile.
-    rows_per_query = maxsim_tiles.next_power_of_2(max_q_length)
+    rows_per_query = next_power_of_2(max_q_length)
     rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries
-    kind = maxsim_tiles.arithmetic(dtype, precision)
-    tile = tiles or maxsim_tiles.forward_tiles(architecture, kind, dim, rows_in_all, want_winners, rows_per_query)
+    kind = arithmetic(dtype, precision)
+    tile = tiles or forward_tiles(architecture, kind, dim, rows_in_all, want_winners, rows_per_query)
     one_query = with_candidates or rows_per_query >= tile.block_m
-    row_blocks = maxsim_tiles.cdiv(max_q_length, tile.block_m)
-    num_tiles = (
-        num_queries * row_blocks if one_query else maxsim_tiles.cdiv(num_queries, tile.block_m // rows_per_query)
-    )
-    per_program = maxsim_tiles.documents_per_program(tile, num_tiles, num_slots)
+    row_blocks = cdiv(max_q_length, tile.block_m)
+    num_tiles = num_queries * row_blocks if one_query else cdiv(num_queries, tile.block_m // rows_per_query)
+    per_program = documents_per_program(tile, num_tiles, num_slots)
     constants = {
         "DIM": dim,
         "ROWS_PER_QUERY": tile.block_m if one_query else rows_per_query,
         "ONE_QUERY": one_query,
         "WANT_WINNERS": want_winners,
         "SENTINEL": no_winner(index_dtype),
-        "PRECISION": maxsim_tiles.INPUT_PRECISION[precision],
+        "PRECISION": INPUT_PRECISION[precision],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -59,6 +58,4 @@ def forward_plan(
         "num_stages": tile.num_stages,
         "maxnreg": tile.max_registers,
     }
-    return ForwardPlan(
-        num_tiles * maxsim_tiles.cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants
-    )
+    return ForwardPlan(num_tiles * cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants)

@@ -1,18 +1,10 @@
-"""Tile sizes of the kernels of MaxSim and XTR, from tables: by GPU architecture, arithmetic and size of a token vector.
-
-Those of the projection are in head_tiles.py.
-"""
+"""Tile sizes of MaxSim's kernels, from tables: by GPU architecture, arithmetic and size d of a token vector."""
 
 import functools
 from typing import NamedTuple
 
-import torch
-
+from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, cdiv, next_power_of_2, table_row
 from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
-
-# The most that a thread can have. Left to itself (None), ptxas may allow itself fewer, to fit one more block on a
-# multiprocessor, and spill a few values for that.
-ALL_REGISTERS = 255
 
 
 class ForwardTiles(NamedTuple):
@@ -62,15 +54,6 @@ class CandidateGradientTiles(NamedTuple):
     max_registers: int | None = ALL_REGISTERS
 
 
-class CollectTiles(NamedTuple):
-    """`block_m` query rows by `block_n` document tokens, with the `block_k` of the maxima."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
 class Tiles(NamedTuple):
     """One of each family; `None` means: take it from the tables."""
 
@@ -82,21 +65,6 @@ class Tiles(NamedTuple):
 
 FROM_TABLES = Tiles()
 
-
-class XtrTiles(NamedTuple):
-    """Of XTR's own forward; `None` means: take it from the tables. The backward is that of MaxSim."""
-
-    forward: ForwardTiles | None = None
-    collect: CollectTiles | None = None
-
-
-XTR_FROM_TABLES = XtrTiles()
-
-
-# How float32 is multiplied (see products.py) under each float32_matmul_precision; 16-bit operands are as they are.
-INPUT_PRECISION = {"highest": "bf16x6", "high": "bf16x3", "medium": "tf32"}
-# 86 (for sm_86 and sm_89) and 120 are GPUs with less shared memory for a program.
-ARCHITECTURES = (80, 86, 90, 100, 120)
 
 # (architecture, arithmetic), or the arithmetic alone for every architecture without a row of its own ->
 # (largest d, tiles); the last row is for any larger d. block_k and block_d shrink to fit d.
@@ -141,18 +109,6 @@ _FORWARD_WITH_WINNERS = {
     ]
 }
 _FORWARD_OF_LONG_QUERIES_WITH_WINNERS = {(90, "half"): [(128, ForwardTiles(256, 64, 128, 8, 8, 2, 128))]}
-# Of XTR's maxima where those of the forward have too few registers, and of its collecting, which shares block_k with
-# them.
-_XTR_MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
-_COLLECT = {
-    (90, "half"): [(128, CollectTiles(64, 32, 4, 3)), (None, CollectTiles(64, 64, 4, 2))],
-    "half": [(128, CollectTiles(128, 64, 8, 3)), (None, CollectTiles(64, 64, 4, 2))],
-    **dict.fromkeys(
-        [(arch, kind) for arch in (90, 100) for kind in ("tf32", "bf16x3", "bf16x6")],
-        [(128, CollectTiles(128, 64, 8, 2)), (None, CollectTiles(64, 32, 4, 2))],
-    ),
-    **dict.fromkeys(("tf32", "bf16x3", "bf16x6"), [(None, CollectTiles(64, 32, 4, 2))]),
-}
 _QUERY_GRADIENT = {
     (90, "half"): [(64, QueryGradientTiles(16, 64, 8, 4)), (None, QueryGradientTiles(4, 128, 8, 2))],
     **dict.fromkeys(("half", "tf32", "bf16x3", "bf16x6"), [(None, QueryGradientTiles(4, 128, 8, 2))]),
@@ -181,63 +137,27 @@ _CANDIDATE_GRADIENT = {
 _ENOUGH_ROWS = 2**17
 
 
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def arithmetic(dtype: torch.dtype, precision: str) -> str:
-    """Name of the matrix arithmetic: half, or how float32 is multiplied."""
-    return INPUT_PRECISION[precision] if dtype == torch.float32 else "half"
-
-
-@functools.cache
-def architecture(device: torch.device) -> int:
-    """Table row of a GPU: the newest known architecture that is not newer than it."""
-    if device.type != "cuda":
-        return ARCHITECTURES[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return max((known for known in ARCHITECTURES if known <= 10 * major + minor), default=ARCHITECTURES[0])
-
-
-def row(table: dict, arch: int, kind: str, dim: int):
-    """A table's tiles for vectors of `dim` numbers, the architecture's own before those of all; None: it has none."""
-    # An architecture's own rows need not reach to the largest d.
-    rows = [*table.get((arch, kind), []), *table.get(kind, [])]
-    return next((tiles for largest, tiles in rows if largest is None or dim <= largest), None)
-
-
 @functools.lru_cache(maxsize=256)
 def forward_tiles(
     arch: int, kind: str, dim: int, rows_in_all: int, want_winners: bool, longest_query: int = 1
 ) -> ForwardTiles:
     """Tiles of the forward; `rows_in_all` query rows share tiles, and a query has at most `longest_query` of them."""
-    tiles = row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
+    tiles = table_row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
     if tiles is None or rows_in_all > tiles.block_m:
-        tiles = _forward_row(arch, kind, dim, want_winners, longest_query)
-    return _fitted(tiles, arch, dim, rows_in_all)
+        tiles = forward_row(arch, kind, dim, want_winners, longest_query)
+    return fitted(tiles, arch, dim, rows_in_all)
 
 
-def _forward_row(arch: int, kind: str, dim: int, want_winners: bool, longest_query: int) -> ForwardTiles:
-    tiles = row(_FORWARD, arch, kind, dim)
+def forward_row(arch: int, kind: str, dim: int, want_winners: bool, longest_query: int) -> ForwardTiles:
+    tiles = table_row(_FORWARD, arch, kind, dim)
     if want_winners:
-        tiles = row(_FORWARD_WITH_WINNERS, arch, kind, dim) or tiles
+        tiles = table_row(_FORWARD_WITH_WINNERS, arch, kind, dim) or tiles
         if longest_query >= tiles.block_m:
-            tiles = row(_FORWARD_OF_LONG_QUERIES_WITH_WINNERS, arch, kind, dim) or tiles
+            tiles = table_row(_FORWARD_OF_LONG_QUERIES_WITH_WINNERS, arch, kind, dim) or tiles
     return tiles
 
 
-def xtr_maxima_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
-    """Tiles of XTR's maxima; `rows_in_all` is how many query rows there are to share a tile."""
-    # Not the tiles of few rows: XTR compares these similarities bit by bit with those that it collects, and fewer than
-    # 64 rows go to other matrix instructions.
-    return _fitted(row(_XTR_MAXIMA, arch, kind, dim) or _forward_row(arch, kind, dim, True, 1), arch, dim, rows_in_all)
-
-
-def _fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> ForwardTiles:
+def fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> ForwardTiles:
     # The matrix units of sm_90 and sm_100 take 64 rows; fewer go to older and slower instructions, so only a table says
     # so.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
@@ -258,13 +178,6 @@ def _fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> Forwa
     )
 
 
-def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTiles:
-    """Tiles of XTR's collecting; `rows_in_all` is how many query rows there are to share a tile."""
-    tiles = row(_COLLECT, arch, kind, dim)
-    block_m = max(64, min(tiles.block_m, next_power_of_2(rows_in_all)))
-    return tiles._replace(block_m=block_m, num_warps=max(4, tiles.num_warps * block_m // tiles.block_m))
-
-
 def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -> int:
     """Documents that a program takes in turn: as the table says, but fewer where the GPU would run out of programs."""
     # The forward holds the scores of no more than 8.
@@ -277,17 +190,17 @@ def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -
 
 @functools.lru_cache(maxsize=256)
 def query_gradient_tiles(arch: int, kind: str, dim: int) -> QueryGradientTiles:
-    tiles = row(_QUERY_GRADIENT, arch, kind, dim)
+    tiles = table_row(_QUERY_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=min(tiles.block_d, next_power_of_2(dim)))
 
 
 @functools.lru_cache(maxsize=256)
 def document_gradient_tiles(arch: int, kind: str, dim: int) -> DocumentGradientTiles:
-    tiles = row(_DOCUMENT_GRADIENT, arch, kind, dim)
+    tiles = table_row(_DOCUMENT_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))
 
 
 @functools.lru_cache(maxsize=256)
 def candidate_gradient_tiles(arch: int, kind: str, dim: int) -> CandidateGradientTiles:
-    tiles = row(_CANDIDATE_GRADIENT, arch, kind, dim)
+    tiles = table_row(_CANDIDATE_GRADIENT, arch, kind, dim)
     return tiles._replace(block_d=max(16, min(tiles.block_d, next_power_of_2(dim))))

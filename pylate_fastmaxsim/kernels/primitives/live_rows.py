@@ -1,9 +1,12 @@
 """Lists of what counts, of each sequence and of all in turn, so that kernels meet neither padding nor masks."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes
 
 
 @Launcher
@@ -39,3 +42,13 @@ def live_rows_kernel(starts, live_tokens, offsets, rows, BLOCK: tl.constexpr):
         if live_tokens is not None:
             token = tl.load(live_tokens + start + index, mask=index < count, other=0)
         tl.store(rows + begin + index, (start + token).to(tl.int32), mask=index < count)
+
+
+def live_tokens_of(starts: Tensor, lengths: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the live tokens of each sequence, ``[T]`` from its start on, and how many there are, ``[N]``."""
+    live_tokens = torch.empty(keep.shape, dtype=torch.int32, device=keep.device)
+    live_lengths = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
+    live_tokens_kernel[(starts.shape[0],)](
+        starts, lengths, as_bytes(keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
+    )
+    return live_tokens, live_lengths

@@ -4,10 +4,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
 from pylate_fastmaxsim.kernels.projection.backward import hidden_gradient_kernel, weight_gradient_kernel
 from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel
+from pylate_fastmaxsim.kernels.projection.tiles import (
+    FROM_TABLES,
+    HeadTiles,
+    hidden_gradient_tiles,
+    project_tiles,
+    rows_per_part,
+    weight_gradient_tiles,
+)
+from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
 
@@ -17,7 +24,7 @@ def forward(
     bias: Tensor | None,
     normalize: bool,
     precision: str,
-    tiles: projection_tiles.HeadTiles = projection_tiles.FROM_TABLES,
+    tiles: HeadTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings ``[T, d]`` in the dtype of ``hidden``, and 1 over their norms, ``[T]`` (``[0]`` unless normalised)."""
     num_rows, dim_in = hidden.shape
@@ -26,16 +33,14 @@ def forward(
     inverse_norms = hidden.new_empty(num_rows if normalize else 0, dtype=torch.float32)
     if 0 in (num_rows, dim_out):
         return embeddings, inverse_norms
-    kind = maxsim_tiles.arithmetic(hidden.dtype, precision)
-    tile = tiles.project or projection_tiles.project_tiles(
-        maxsim_tiles.architecture(hidden.device), kind, dim_in, dim_out
-    )
-    column_blocks = maxsim_tiles.cdiv(dim_out, tile.block_d)
+    kind = arithmetic(hidden.dtype, precision)
+    tile = tiles.project or project_tiles(architecture(hidden.device), kind, dim_in, dim_out)
+    column_blocks = cdiv(dim_out, tile.block_d)
     squares = None
     if normalize and column_blocks > 1:
         squares = torch.empty(num_rows, column_blocks, dtype=torch.float32, device=hidden.device)
     with on_device_of(hidden):
-        project_kernel[(maxsim_tiles.cdiv(num_rows, tile.block_t) * column_blocks,)](
+        project_kernel[(cdiv(num_rows, tile.block_t) * column_blocks,)](
             hidden.contiguous(),
             weight.to(hidden.dtype).contiguous(),
             None if bias is None else bias.contiguous(),
@@ -46,7 +51,7 @@ def forward(
             IN=dim_in,
             OUT=dim_out,
             NORMALIZE=normalize,
-            PRECISION=maxsim_tiles.INPUT_PRECISION[precision],
+            PRECISION=INPUT_PRECISION[precision],
             BLOCK_T=tile.block_t,
             BLOCK_D=tile.block_d,
             BLOCK_K=tile.block_k,
@@ -55,7 +60,7 @@ def forward(
         )
         if squares is not None:
             block_t = 16
-            normalize_kernel[(maxsim_tiles.cdiv(num_rows, block_t),)](
+            normalize_kernel[(cdiv(num_rows, block_t),)](
                 embeddings,
                 inverse_norms,
                 squares,
@@ -80,7 +85,7 @@ def backward(
     need_hidden: bool,
     need_weight: bool,
     need_bias: bool,
-    tiles: projection_tiles.HeadTiles = projection_tiles.FROM_TABLES,
+    tiles: HeadTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``hidden``, ``weight`` and bias (in the dtype of ``weight``); an empty tensor for one not needed."""
     num_rows, dim_in = hidden.shape
@@ -97,14 +102,14 @@ def backward(
         *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs, tiles)
     if 0 in (num_rows, dim_in, dim_out):
         return grad_hidden.zero_(), grad_weight, grad_bias
-    arch, kind = maxsim_tiles.architecture(hidden.device), maxsim_tiles.arithmetic(hidden.dtype, precision)
-    sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": normalize, "PRECISION": maxsim_tiles.INPUT_PRECISION[precision]}
+    arch, kind = architecture(hidden.device), arithmetic(hidden.dtype, precision)
+    sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": normalize, "PRECISION": INPUT_PRECISION[precision]}
     grad, embeddings = grad.contiguous(), embeddings.contiguous()
     scales = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
     shifts = torch.empty_like(scales)
-    tile = tiles.hidden_gradient or projection_tiles.hidden_gradient_tiles(arch, kind, dim_in, dim_out)
+    tile = tiles.hidden_gradient or hidden_gradient_tiles(arch, kind, dim_in, dim_out)
     with on_device_of(hidden):
-        hidden_gradient_kernel[(maxsim_tiles.cdiv(num_rows, tile.block_t),)](
+        hidden_gradient_kernel[(cdiv(num_rows, tile.block_t),)](
             grad,
             embeddings,
             inverse_norms,
@@ -121,10 +126,10 @@ def backward(
             num_stages=tile.num_stages,
         )
         if need_weight or need_bias:
-            tile = tiles.weight_gradient or projection_tiles.weight_gradient_tiles(arch, kind, dim_in, dim_out)
-            num_tiles = maxsim_tiles.cdiv(dim_out, tile.block_d) * maxsim_tiles.cdiv(dim_in, tile.block_k)
-            rows = projection_tiles.rows_per_part(tile, num_rows, num_tiles)
-            parts = maxsim_tiles.cdiv(num_rows, rows)
+            tile = tiles.weight_gradient or weight_gradient_tiles(arch, kind, dim_in, dim_out)
+            num_tiles = cdiv(dim_out, tile.block_d) * cdiv(dim_in, tile.block_k)
+            rows = rows_per_part(tile, num_rows, num_tiles)
+            parts = cdiv(num_rows, rows)
             grad_weights = torch.empty(parts, dim_out, dim_in, dtype=torch.float32, device=hidden.device)
             grad_biases = None
             if need_bias:

@@ -1,8 +1,8 @@
-"""Tile sizes of the projection's kernels, from tables as in launch.py."""
+"""Tile sizes of the projection's kernels, from tables as in maxsim/tiles.py."""
 
 from typing import NamedTuple
 
-from pylate_fastmaxsim.kernels.maxsim.tiles import cdiv, next_power_of_2, row
+from pylate_fastmaxsim.kernels.runtime.arch import cdiv, next_power_of_2, table_row
 from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 
 # Programs that the parts of the weight's gradient add up to: a few for each multiprocessor of the largest GPU.
@@ -42,7 +42,7 @@ class HeadTiles(NamedTuple):
 FROM_TABLES = HeadTiles()
 
 _FLOAT32 = ("tf32", "bf16x3", "bf16x6")
-# Keyed as in launch.py, by d_out.
+# By d_out.
 _PROJECT = {
     "half": [
         (128, ProjectionTiles(128, 128, 64, 8, 3)),
@@ -73,11 +73,11 @@ def _fitted(tiles, dim_in: int, dim_out: int):
 
 
 def project_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
-    return _fitted(row(_PROJECT, arch, kind, dim_out), dim_in, dim_out)
+    return _fitted(table_row(_PROJECT, arch, kind, dim_out), dim_in, dim_out)
 
 
 def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
-    tiles = _fitted(row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+    tiles = _fitted(table_row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
     # This release cannot compile loads of 16-bit gradients ahead of their use in the loop over parts of d.
     if RELEASE == (3, 5) and kind == "half" and dim_out > tiles.block_d:
         tiles = tiles._replace(num_stages=1)
@@ -85,7 +85,7 @@ def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> Pr
 
 
 def weight_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> WeightGradientTiles:
-    return _fitted(row(_WEIGHT_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
+    return _fitted(table_row(_WEIGHT_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
 
 
 def rows_per_part(tiles: WeightGradientTiles, num_rows: int, num_tiles: int) -> int:

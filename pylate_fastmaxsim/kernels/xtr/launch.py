@@ -6,11 +6,20 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._winners import no_winner, winner_layout
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel
-from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, live_tokens_of, on_device_of
+from pylate_fastmaxsim.kernels.maxsim.tiles import documents_per_program
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel, live_tokens_of
+from pylate_fastmaxsim.kernels.runtime.arch import (
+    ALL_REGISTERS,
+    INPUT_PRECISION,
+    architecture,
+    arithmetic,
+    cdiv,
+    next_power_of_2,
+)
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 from pylate_fastmaxsim.kernels.xtr.kth_largest import bisect_kernel, bound_kernel, collect_kernel, select_kernel
 from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
+from pylate_fastmaxsim.kernels.xtr.tiles import FROM_TABLES, XtrTiles, collect_tiles, maxima_tiles
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 
 # Groups and collected similarities of as many query rows as fit are held at once.
@@ -60,7 +69,7 @@ def forward(
     max_d_length: int,
     want_winners: bool,
     precision: str,
-    tiles: maxsim_tiles.XtrTiles = maxsim_tiles.XTR_FROM_TABLES,
+    tiles: XtrTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
     q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
@@ -92,7 +101,7 @@ def forward(
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
         counts = torch.empty_like(sums)
         block_s = 16
-        slot_blocks = maxsim_tiles.cdiv(num_slots, block_s)
+        slot_blocks = cdiv(num_slots, block_s)
         xtr_scores_kernel[(num_queries * slot_blocks,)](
             maxima,
             thresholds,
@@ -115,7 +124,7 @@ def forward(
             BLOCK_S=block_s,
             BLOCK_R=32,
             num_warps=4,
-            maxnreg=maxsim_tiles.ALL_REGISTERS,
+            maxnreg=ALL_REGISTERS,
         )
     return sums, counts, winners
 
@@ -132,12 +141,12 @@ def _thresholds_and_maxima(
     num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
     num_rows = maxima.shape[1]
     most_rows, most_tokens = len(queries.rows), len(documents.rows)
-    arch, kind = maxsim_tiles.architecture(device), maxsim_tiles.arithmetic(q_values.dtype, precision)
-    tile = tiles.forward or maxsim_tiles.xtr_maxima_tiles(arch, kind, dim, most_rows)
-    collect = tiles.collect or maxsim_tiles.collect_tiles(arch, kind, dim, most_rows)
+    arch, kind = architecture(device), arithmetic(q_values.dtype, precision)
+    tile = tiles.forward or maxima_tiles(arch, kind, dim, most_rows)
+    collect = tiles.collect or collect_tiles(arch, kind, dim, most_rows)
     want_winners = winners.numel() > 0
-    arithmetic = {"DIM": dim, "PRECISION": maxsim_tiles.INPUT_PRECISION[precision], "BLOCK_K": tile.block_k}
-    options = arithmetic | {
+    products = {"DIM": dim, "PRECISION": INPUT_PRECISION[precision], "BLOCK_K": tile.block_k}
+    options = products | {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
@@ -148,17 +157,17 @@ def _thresholds_and_maxima(
     # Where there cannot be more than k tokens, all of them pass, and thresholds stay as they are.
     select = k < most_tokens
     num_groups = 8 * num_documents
-    capacity = min(most_tokens, max(_PLACES_OF_K * maxsim_tiles.next_power_of_2(k), _PLACES // most_rows))
+    capacity = min(most_tokens, max(_PLACES_OF_K * next_power_of_2(k), _PLACES // most_rows))
     block = max(tile.block_m, collect.block_m)
-    rows_at_once = maxsim_tiles.cdiv(most_rows, block) * block
+    rows_at_once = cdiv(most_rows, block) * block
     if select:
         rows_at_once = min(rows_at_once, max(1, _SCRATCH_BYTES // (2 * num_groups + 4 * capacity) // block) * block)
         groups = torch.empty((rows_at_once, num_groups), dtype=torch.int16, device=device)
         pool = torch.empty((rows_at_once, 1 + capacity), dtype=torch.int32, device=device)
         bounds, pending = torch.empty((2, rows_at_once), dtype=torch.int32, device=device)
     num_tiles = rows_at_once // tile.block_m
-    per_program = maxsim_tiles.documents_per_program(tile, num_tiles, num_documents)
-    document_parts = maxsim_tiles.cdiv(num_documents, per_program)
+    per_program = documents_per_program(tile, num_tiles, num_documents)
+    document_parts = cdiv(num_documents, per_program)
     num_collect_tiles = rows_at_once // collect.block_m
     token_parts = max(1, min(_PROGRAMS // num_collect_tiles, most_tokens // (4 * collect.block_n)))
     for first_row in range(0, most_rows, rows_at_once):
@@ -193,7 +202,7 @@ def _thresholds_and_maxima(
             num_groups,
             k,
             capacity,
-            BLOCK=min(4096, maxsim_tiles.next_power_of_2(num_groups)),
+            BLOCK=min(4096, next_power_of_2(num_groups)),
             num_warps=4,
         )
         for _ in range(_ROUNDS):
@@ -210,7 +219,7 @@ def _thresholds_and_maxima(
                 num_collect_tiles,
                 token_parts,
                 capacity,
-                **arithmetic,
+                **products,
                 BLOCK_M=collect.block_m,
                 BLOCK_N=collect.block_n,
                 num_warps=collect.num_warps,
@@ -225,7 +234,7 @@ def _thresholds_and_maxima(
                 first_row,
                 k,
                 capacity,
-                BLOCK=min(2048, maxsim_tiles.next_power_of_2(capacity)),
+                BLOCK=min(2048, next_power_of_2(capacity)),
                 num_warps=4,
             )
         bisect_kernel[(num_collect_tiles,)](
@@ -239,15 +248,15 @@ def _thresholds_and_maxima(
             first_row,
             num_documents,
             k,
-            **arithmetic,
+            **products,
             BLOCK_M=collect.block_m,
             BLOCK_N=collect.block_n,
             num_warps=collect.num_warps,
             num_stages=collect.num_stages,
-            maxnreg=maxsim_tiles.ALL_REGISTERS,
+            maxnreg=ALL_REGISTERS,
         )
     if select and zeros_compete:
-        num_tiles = maxsim_tiles.cdiv(most_rows, tile.block_m)
+        num_tiles = cdiv(most_rows, tile.block_m)
         negative_maxima_kernel[(num_tiles * document_parts,)](
             q_values,
             *queries,

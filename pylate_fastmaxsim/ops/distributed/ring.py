@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._winners import queries_at_once, winner_dtype
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.distributed.layout import describe, rank_and_ranks
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import prepared, recording
-from pylate_fastmaxsim.tokens import TokenBatch, require_tensor
+from pylate_fastmaxsim.tokens import TokenBatch
 
 # Winners that are kept for the backward, of all shards together. Those of further shards are found again there, so that
 # memory does not grow with the number of ranks.

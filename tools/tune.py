@@ -1,19 +1,28 @@
-"""Measure tile configurations on the GPU at hand, each held to the result of the table's own."""
+"""Find the fastest tile sizes of MaxSim's kernels on this GPU, and print rows for kernels/maxsim/tiles.py.
+
+    python tools/tune.py --d 128 --dtype bf16 --budget 300
+
+The rows go to stdout, every measurement to stderr. A configuration must give the result of the table's own row.
+"""
 
 from __future__ import annotations
 
+import argparse
+import math
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
 from torch import Tensor
 
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
-from pylate_fastmaxsim.tokens import TokenBatch
-from pylate_fastmaxsim.tuning.search import CANDIDATES, Measured, Search, TuningError, choices, search
+from pylate_fastmaxsim import TokenBatch
+from pylate_fastmaxsim.kernels.maxsim import tiles as tile_tables
+from pylate_fastmaxsim.kernels.runtime import arch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The exact products of the default float32_matmul_precision; for 16-bit vectors it has no meaning.
@@ -91,20 +100,20 @@ def tune(dim: int, dtype: str, budget: float) -> Iterator[tuple[str, Search]]:
 
 
 def table_name(family: str, dim: int, dtype: torch.dtype) -> str:
-    """Of the table in kernels/launch.py that this GPU's row is in."""
+    """Name of the table in kernels/maxsim/tiles.py that this GPU's row is in."""
     # The forward is measured with winners, as training needs it.
-    if family == "forward" and maxsim_tiles.row(maxsim_tiles._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
+    if family == "forward" and arch.table_row(tile_tables._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
         return "_FORWARD_WITH_WINNERS"
     return f"_{family.upper()}"
 
 
 def _key(dim: int, dtype: torch.dtype) -> tuple[int, str, int]:
-    return maxsim_tiles.architecture(torch.device("cuda")), maxsim_tiles.arithmetic(dtype, PRECISION), dim
+    return arch.architecture(torch.device("cuda")), arch.arithmetic(dtype, PRECISION), dim
 
 
 def table_row(family: str, dim: int, dtype: torch.dtype) -> NamedTuple:
     """What the tables hold for this GPU."""
-    row = getattr(maxsim_tiles, f"{family}_tiles")
+    row = getattr(tile_tables, f"{family}_tiles")
     arguments = _key(dim, dtype)
     # Enough rows for a tile of any size.
     return row(*arguments, rows_in_all=2**20, want_winners=True) if family == "forward" else row(*arguments)
@@ -135,11 +144,11 @@ class _Case:
         )  # fmt: skip
         self._scores, self._winners = maxsim_launch.forward(*self._arguments, True, PRECISION)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
-        self._grad_q, self._grad_d = self._backward(True, True, maxsim_tiles.FROM_TABLES)
+        self._grad_q, self._grad_d = self._backward(True, True, tile_tables.FROM_TABLES)
 
     def run(self, family: str, tiles: NamedTuple) -> tuple[Tensor, Tensor]:
         """The one kernel family, with these tiles."""
-        override = maxsim_tiles.Tiles(**{family: tiles})
+        override = tile_tables.Tiles(**{family: tiles})
         if family == "forward":
             return self._kernels.forward(*self._arguments, True, PRECISION, tiles=override)
         return self._backward(family == "query_gradient", family != "query_gradient", override)
@@ -159,7 +168,7 @@ class _Case:
             return f"wrong gradient, off by {error:.1g}"
         return None
 
-    def _backward(self, need_q: bool, need_d: bool, tiles: maxsim_tiles.Tiles) -> tuple[Tensor, Tensor]:
+    def _backward(self, need_q: bool, need_d: bool, tiles: tile_tables.Tiles) -> tuple[Tensor, Tensor]:
         return self._kernels.backward(
             self._grad, self._winners, *self._arguments, PRECISION, need_q, need_d, tiles=tiles
         )
@@ -200,3 +209,59 @@ def _unwritten_memory_shows() -> Iterator[None]:
 def _relative_error(ours: Tensor, expected: Tensor) -> float:
     expected = expected.double()
     return ((ours.double() - expected).norm() / expected.norm()).item()
+
+
+def row_text(table: str, architecture: int, arithmetic: str, dim: int, found: Search) -> str:
+    """Python text: a comment that says where the row belongs, and the row.
+
+    ``table`` is the name of a table, ``architecture`` that of its rows which this GPU takes.
+    """
+    if found.best is found.table:
+        verdict = "the table's own row, nothing was clearly faster"
+    else:
+        verdict = f"{1 / found.best.relative_to(found.table):.2f} times as fast as the table's row"
+    return f'# {table}[{architecture}, "{arithmetic}"]: {verdict}\n({dim}, {found.best.tiles}),'
+
+
+def measured_text(family: str, found: Search, shapes: Sequence[Shape]) -> str:
+    """A line for every configuration that was tried, the fastest first: what it changes in the table's row, its times.
+
+    The last column is the time relative to the table's row, the geometric mean over the shapes.
+    """
+    lines = [f"{family}, milliseconds at {', '.join(map(str, shapes))}"]
+    lines[0] += "" if found.finished else " (stopped by the budget)"
+    for one in sorted(found.measured, key=lambda one: one.relative_to(found.table)):
+        relative = one.relative_to(found.table)
+        times = " ".join(f"{milliseconds:10.4f}" for milliseconds in one.milliseconds)
+        lines.append(
+            f"{_changed(one.tiles, found.table.tiles):50} {one.problem if math.isinf(relative) else times}"
+            + ("" if math.isinf(relative) else f" {relative:8.1%}")
+        )
+    return "\n".join(lines)
+
+
+def _changed(tiles: NamedTuple, own: NamedTuple) -> str:
+    changed = [f"{name}={value}" for name, value in tiles._asdict().items() if value != getattr(own, name)]
+    return ", ".join(changed) or "the table's row"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--d", type=int, default=128, help="numbers of a token vector")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the token vectors")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds, shared equally by the kernel families")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("tuning measures a CUDA GPU, and PyTorch finds none on this machine")
+    architecture, arithmetic, _ = _key(options.d, DTYPES[options.dtype])
+    try:
+        for family, found in tune(options.d, options.dtype, options.budget):
+            print(measured_text(family, found, SHAPES[family]), file=sys.stderr, flush=True)
+            table = table_name(family, options.d, DTYPES[options.dtype])
+            print(row_text(table, architecture, arithmetic, options.d, found), flush=True)
+    except TuningError as error:
+        sys.exit(f"tune: {error}")
+
+
+if __name__ == "__main__":
+    main()
