@@ -136,7 +136,7 @@ def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any
     """Train and evaluate what a cell says, in this process."""
     from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection, load_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
-    from pylate_fastmaxsim.recipes.models.text import load_model
+    from pylate_fastmaxsim.recipes.models.load import load_model
     from pylate_fastmaxsim.recipes.training.train import train
 
     recipe = load(cell, data, output, extra)

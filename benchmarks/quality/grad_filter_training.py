@@ -23,7 +23,7 @@ from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.records import environment, write
 from pylate_fastmaxsim.ops import grad_filter
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare

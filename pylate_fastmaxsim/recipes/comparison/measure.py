@@ -12,31 +12,29 @@ import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from datasets import Dataset
-from pylate.models import ColBERT
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from transformers import Trainer, TrainerCallback, TrainerState
+from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
+from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
-from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, PhaseTrainer, median_phases
+from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, median_phases
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.files.write import write_whole_text
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
-
-if TYPE_CHECKING:
-    from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
 
 FINISHED = "finished"
 OUT_OF_MEMORY = "out of memory"
@@ -116,13 +114,13 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
 
 def _train(
     recipe: Recipe,
-    model: ColBERT | VisualRetriever,
+    model: Retriever,
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
     steps_file: Path,
 ) -> tuple[PeakMemory, TrainerState]:
     with open(steps_file, "w", encoding="utf-8") as lines:
-        trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[0])
+        trainer = build_trainer(recipe, model, rows, arguments, backend(recipe.model, __package__).MeasuredTrainer)
         trainer.add_callback(_StepWriter(trainer, lines))
         memory = PeakMemory(arguments.device)
         try:
@@ -133,41 +131,12 @@ def _train(
 
 
 def _phases(
-    recipe: Recipe, model: ColBERT | VisualRetriever, rows: Dataset, arguments: SentenceTransformerTrainingArguments
+    recipe: Recipe, model: Retriever, rows: Dataset, arguments: SentenceTransformerTrainingArguments
 ) -> dict[str, float]:
     """Seconds of each phase of a step, in a few more steps of the trained model."""
-    trainer = build_trainer(recipe, model, rows, arguments, _trainers(recipe)[1])
+    trainer = build_trainer(recipe, model, rows, arguments, backend(recipe.model, __package__).PhaseTrainer)
     trainer.train()
     return median_phases(trainer.laps)
-
-
-def _trainers(recipe: Recipe) -> tuple[type[Trainer], type[Trainer]]:
-    """Of the measured steps, and of those in which the phases are told apart."""
-    if not recipe.model.visual:
-        return MeasuredTrainer, PhaseTrainer
-    from pylate_fastmaxsim.recipes.models.visual import MeasuredPageTrainer, PagePhaseTrainer
-
-    return MeasuredPageTrainer, PagePhaseTrainer
-
-
-class MeasuredTrainer(Counted, SentenceTransformerTrainer):
-    """The trainer of text encoders, which counts; not twice what GradCache encodes without gradients first."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        encoder = self.model[0].auto_model
-        self.stop_counting = encoder.register_forward_pre_hook(self._count_encoded, with_kwargs=True).remove
-
-    def count(self, inputs: dict[str, Any]) -> None:
-        (queries, *documents), _ = self.collect_features(inputs)
-        self.measured["query_tokens"] += queries["input_ids"].numel()
-        for column in documents:
-            self.measured["documents"] += len(column["attention_mask"])
-            self.measured["live"] += column["attention_mask"].sum()
-
-    def _count_encoded(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self.measured["encoded"] += kwargs["input_ids"].numel()
 
 
 class _StepWriter(TrainerCallback):

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformerTrainer
 from tqdm import tqdm
 from transformers import TrainerCallback
 
@@ -110,10 +109,6 @@ class Phases:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-class PhaseTrainer(Phases, SentenceTransformerTrainer):
-    """The trainer of text encoders with a stopwatch."""
 
 
 class _Laps(TrainerCallback):

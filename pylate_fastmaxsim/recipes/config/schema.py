@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any, Literal
 
 # Of sizes that are handed to code which counts in 32 bits with a sign.
@@ -205,6 +205,11 @@ class LossSection:
     in_batch_term_weight: float | None = key(None, minimum=0, maximum=1)
     norm_tol: float | None = key(None, minimum=0)
     max_batch_size: int | None = key(None, minimum=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the loss that are given."""
+        return {name: value for name, value in asdict(self).items() if name != "name" and value is not None}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pylate_fastmaxsim.recipes.mining.negatives import hard_negatives, lowest_po
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import digest_of, files_digest, grade, load_teacher
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 
 LOCK_FILE = "lock"

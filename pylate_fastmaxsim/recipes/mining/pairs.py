@@ -9,7 +9,8 @@ import numpy as np
 from datasets import Dataset, Value, concatenate_datasets
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.data.rows import is_query, load_columns, require_text
+from pylate_fastmaxsim.recipes.data.rows import load_columns
+from pylate_fastmaxsim.recipes.data.text import is_query, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 TEXTS_AT_ONCE = 1000

@@ -24,7 +24,7 @@ from pylate_fastmaxsim.recipes.files.digest import content_digest, model_files
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.models.text import NO_TOKENIZER, is_empty, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
 
 # A query and documents for it, by their numbers, in each row.
 Candidates = list[tuple[int, list[int]]]

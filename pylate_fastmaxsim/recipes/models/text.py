@@ -1,51 +1,36 @@
-"""The model of a recipe, loaded from the Hub or from disk."""
+"""PyLate's ColBERT models."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from pylate import models
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-
-if TYPE_CHECKING:
-    from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
-
-NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
-MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
+from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
-def load_model(
-    section: ModelSection, device: torch.device | str, seed: int, key: str = "model.name_or_path"
-) -> models.ColBERT | VisualRetriever:
-    """A ColBERT model or one of pages; a projection or adapters that the checkpoint lacks are drawn from ``seed``.
+def load(section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> models.ColBERT:
+    """The model of a section; a projection that it lacks is drawn from the random numbers in force.
 
-    ``key`` is what an error says of the recipe.
+    Parameters
+    ----------
+    section
+        A section of ``kind`` colbert.
+    device
+        Where the weights go.
+    key
+        What an error calls the model.
+    checkpoint
+        A checkpoint of the training of this section, which is loaded instead.
     """
-    visual = _visual(section) if section.visual else None
-    set_seed(seed)
-    try:
-        if visual is not None:
-            retriever = visual.load_retriever(section, device)
-            if is_empty(retriever.processor.tokenizer):
-                raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
-            return retriever
-        model = new_colbert(section, device)
-    except RecipeError:
-        raise
-    except Exception as error:  # weights, tokenizer and configuration are read by libraries with errors of their own
-        raise model_failure(key, section, error) from error
-    if is_empty(model.tokenizer):
-        raise RecipeError(NO_TOKENIZER.format(key, section.name_or_path))
+    if checkpoint is not None:
+        section = replace(section, name_or_path=str(checkpoint))
+    model = new_colbert(section, device)
     _check_embedding_size(section, model, key)
     check_lengths(section, model)
     config = model[0].auto_model.config
@@ -55,6 +40,11 @@ def load_model(
             "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
         )
     return model
+
+
+def tokenizer_of(model: models.ColBERT) -> PreTrainedTokenizerBase:
+    """The tokenizer that a model was loaded with."""
+    return model.tokenizer
 
 
 def new_colbert(section: ModelSection, device: torch.device | str) -> models.ColBERT:
@@ -111,70 +101,3 @@ def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
             raise RecipeError(
                 f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
             )
-
-
-def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
-    """The sentence for an error of the libraries that load the model that ``key`` names."""
-    name = section.name_or_path
-    # Of a file that may not be read they say that it is not there, or that there is no tokenizer.
-    files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
-    if file := next((path for path in files if not os.access(path, os.R_OK)), None):
-        return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
-    if file := next(filter(_is_cut, files), None):  # of which safetensors does not say the name
-        return RecipeError(
-            f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
-            "without Git LFS."
-        )
-    if lacks_tokenizer(section):
-        return RecipeError(NO_TOKENIZER.format(key, name))
-    reason = repr(error) if isinstance(error, KeyError) else first_line(error)  # it says no more than the key
-    return RecipeError(f"{key} {name} cannot be loaded: {reason}")
-
-
-def _is_cut(file: Path) -> bool:
-    """Whether a file of weights has another size than it begins with, or does not begin as one."""
-    if file.suffix != ".safetensors":
-        return False
-    try:
-        with safe_open(file, framework="pt"):
-            return False
-    except SafetensorError:
-        return True
-
-
-def lacks_tokenizer(section: ModelSection) -> bool:
-    """Whether the model is there and its tokenizer is not: transformers says so in many ways, none of them plain."""
-    options = {"trust_remote_code": section.trust_remote_code}
-    try:
-        AutoConfig.from_pretrained(section.name_or_path, **options)
-    except Exception:
-        return False
-    try:
-        AutoTokenizer.from_pretrained(section.name_or_path, **options)
-    except Exception:
-        return True
-    return False
-
-
-def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
-    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-
-
-def load_trained(
-    section: ModelSection, checkpoint: Path, device: torch.device | str
-) -> models.ColBERT | VisualRetriever:
-    """The model of a section with the weights of a checkpoint of its training."""
-    if section.visual:
-        return _visual(section).load_retriever(section, device, checkpoint)
-    return load_model(replace(section, name_or_path=str(checkpoint)), device, 0, key="output_dir")
-
-
-def _visual(section: ModelSection) -> ModuleType:
-    try:
-        from pylate_fastmaxsim.recipes.models import visual
-    except ModuleNotFoundError as error:
-        raise RecipeError(
-            f'model.kind {section.kind} needs colpali-engine: pip install "pylate-fastmaxsim[recipes,colpali]" ({error}).'
-        ) from error
-    return visual

@@ -10,6 +10,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, get_scheduler
 from transformers.integrations import is_tensorboard_available, is_wandb_available
 
+from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.hardware import gpu_has_bf16
@@ -37,14 +38,11 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     precision = _precision(recipe, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
-    if recipe.model.visual:
-        # Images are turned into inputs by the collator; with adapters the inputs of a layer need no gradient.
-        options["remove_unused_columns"] = False
-        options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     try:
         arguments = SentenceTransformerTrainingArguments(
             **{
                 **options,
+                **backend(recipe.model, __package__).ARGUMENTS,
                 "output_dir": recipe.output_dir,
                 "run_name": recipe.name,
                 "max_steps": recipe.training.max_steps or -1,

@@ -12,13 +12,14 @@ from sentence_transformers.model_card import SentenceTransformerModelCardCallbac
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 
 
 def name_recipe(folder: Path, recipe: Recipe) -> None:
     """Write recipe and versions below the card that the host library wrote into ``folder``."""
-    host = "colpali-engine" if recipe.model.visual else "PyLate"
+    host = backend(recipe.model, __package__).HOST
     with open(folder / "README.md", "a", encoding="utf-8") as card:
         card.write(
             f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "

@@ -6,13 +6,13 @@ import logging
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import gather_object
-from pylate import models
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
+from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FastSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
@@ -21,7 +21,8 @@ from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.lock import only_command
 from pylate_fastmaxsim.recipes.files.write import write_whole_folder
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
-from pylate_fastmaxsim.recipes.models.text import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.training.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
@@ -34,9 +35,6 @@ from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import open_output
 from pylate_fastmaxsim.recipes.training.sharded import loaded_whole, require_reduced_once
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
-
-if TYPE_CHECKING:
-    from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +106,7 @@ def _train(
         else:
             with loaded_whole(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
-            if not recipe.model.visual:  # whose cards say nothing of the training but the recipe
+            if backend(recipe.model, __package__).CARD_HAS_TRAINING:
                 trainer = build_trainer(trained_with, model, data.train, arguments, SentenceTransformerTrainer)
                 restore_card_metadata(trainer, state, begun)
             del begun
@@ -152,9 +150,7 @@ def require_same_checkpoint(recipe: Recipe, checkpoint: Path | None) -> None:
         )
 
 
-def _evaluate_saved(
-    recipe: Recipe, prepared: Recipe, model: models.ColBERT | VisualRetriever, data: RecipeData
-) -> dict[str, float | None]:
+def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: Retriever, data: RecipeData) -> dict[str, float | None]:
     """Evaluate, and say where the model is if that does not come to its end."""
     directory = Path(recipe.output_dir)
     saved = f"the trained model is in {directory / MODEL_DIRECTORY}, and {directory / RESULT_FILE} has no metrics"
@@ -192,7 +188,7 @@ def _close_bar(trainer: Trainer) -> None:
             callback.training_bar.close()
 
 
-def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
+def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     directory = Path(recipe.output_dir)
 
     def write(folder: Path) -> None:
@@ -205,9 +201,9 @@ def _save(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[
     _write_result(recipe, result)
 
 
-def _save_metrics(recipe: Recipe, model: models.ColBERT | VisualRetriever, result: dict[str, Any]) -> None:
+def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     """Bring what the evaluation adds into the card and ``train.json``; the weights on disk stay untouched."""
-    if not recipe.model.visual:  # evaluators of pages write nothing into a card
+    if backend(recipe.model, __package__).CARD_HAS_TRAINING:
         directory = Path(recipe.output_dir, MODEL_DIRECTORY)
         model._create_model_card(str(directory))
         name_recipe(directory, recipe)

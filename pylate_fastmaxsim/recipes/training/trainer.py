@@ -1,50 +1,26 @@
-"""The trainer of a recipe: its loss, its collator, and what it must have done."""
+"""The trainer of a recipe, and what it must have done."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
-
 from datasets import Dataset
-from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer, TrainerState
 
+from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
-
-if TYPE_CHECKING:
-    from pylate_fastmaxsim.recipes.models.visual import VisualRetriever
-
-
-LOSSES = {
-    "contrastive": losses.Contrastive,
-    "cached_contrastive": losses.CachedContrastive,
-    "distillation": losses.Distillation,
-}
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
 
 def build_trainer(
     recipe: Recipe,
-    model: models.ColBERT | VisualRetriever,
+    model: Retriever,
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
     trainer_class: type[Trainer] | None = None,
 ) -> Trainer:
     """A trainer with the loss and the collator of PyLate or colpali-engine, as they document it."""
-    options = {name: value for name, value in asdict(recipe.loss).items() if name != "name" and value is not None}
-    if recipe.model.visual:
-        from pylate_fastmaxsim.recipes.models.visual import build_page_trainer
-
-        return build_page_trainer(recipe.loss.name, options, model, rows, arguments, trainer_class)
-    return (trainer_class or RecipeTrainer)(
-        model=model,
-        args=arguments,
-        train_dataset=rows,
-        loss=LOSSES[recipe.loss.name](model=model, **options),
-        data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
-    )
+    return backend(recipe.model, __package__).build_trainer(recipe.loss, model, rows, arguments, trainer_class)
 
 
 def require_steps(recipe: Recipe, state: TrainerState) -> None:

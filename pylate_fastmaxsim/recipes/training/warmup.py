@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data

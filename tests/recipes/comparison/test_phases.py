@@ -13,9 +13,10 @@ import torch
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.comparison import phases
-from pylate_fastmaxsim.recipes.comparison.phases import PHASES, WARM_UP_STEPS, PhaseTrainer, Stopwatch, median_phases
+from pylate_fastmaxsim.recipes.comparison.phases import PHASES, WARM_UP_STEPS, Stopwatch, median_phases
+from pylate_fastmaxsim.recipes.comparison.text import PhaseTrainer
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data

@@ -14,7 +14,7 @@ from tiny_recipe import few_steps, hub_dataset, text
 
 from pylate_fastmaxsim.recipes.evaluation.held_out import retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 

@@ -34,7 +34,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives, resumable
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
-from pylate_fastmaxsim.recipes.models.text import load_model
+from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.train import train
 
 RECIPE = RECIPES / "colbert_kd_mine.yaml"

@@ -25,14 +25,14 @@ from tiny_recipe import text
 from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
-from pylate_fastmaxsim import recipes
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
+from pylate_fastmaxsim.recipes.evaluation.visual import evaluate_pages
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.text import load_model, load_trained
-from pylate_fastmaxsim.recipes.models.visual import CLASSES, evaluate_pages
+from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.visual import CLASSES
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
@@ -309,8 +309,7 @@ def test_rows_with_more_negatives_than_others_are_refused(recipe, tmp_path):
 def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeypatch):
     loaded = recipe("colqwen2")
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
-    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.models.visual")
-    monkeypatch.delattr(recipes, "visual")
+    monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.training.visual", raising=False)
     with pytest.raises(RecipeError, match=r'pip install "pylate-fastmaxsim\[recipes,colpali\]"'):
         train(loaded)
 

@@ -1,0 +1,34 @@
+"""What differs between texts and pages: each package has it in its modules ``text`` and ``visual``."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+
+def backend(model: ModelSection, package: str) -> ModuleType:
+    """The module ``text`` or ``visual`` of a package, by the kind of model. Both have the same functions.
+
+    Raises
+    ------
+    RecipeError
+        The model retrieves pages, and colpali-engine is not installed.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.backend import backend
+    >>> from pylate_fastmaxsim.recipes.config.schema import ModelSection
+    >>> backend(ModelSection(kind="colbert"), "pylate_fastmaxsim.recipes.training").HOST
+    'PyLate'
+    """
+    if not model.visual:
+        return import_module(f"{package}.text")
+    try:
+        return import_module(f"{package}.visual")
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f'model.kind {model.kind} needs colpali-engine: pip install "pylate-fastmaxsim[recipes,colpali]" ({error}).'
+        ) from error

@@ -1,0 +1,132 @@
+"""Columns of texts, by whose names PyLate's collator tells queries, documents and scores apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data.distillation import list_lengths
+from pylate_fastmaxsim.recipes.data.tables import require_texts, require_utf8
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+ROWS_AT_ONCE = 100_000
+
+LABEL_COLUMNS = ("label", "scores")  # what PyLate's collator reads as teacher scores, whatever the loss
+RESERVED_COLUMN = "return_loss"  # of the trainer, as is dataset_name, which is an id here
+
+
+def is_id(column: str) -> bool:
+    """Whether PyLate's collator leaves a column out of the texts."""
+    return "_id" in column or column == "dataset_name"
+
+
+def is_query(column: str) -> bool:
+    """Whether PyLate's collator encodes the texts of a column as queries."""
+    return "query" in column or "anchor" in column
+
+
+def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+    """PyLate's collator tells queries, documents and scores apart by the names of the columns."""
+    for column in filter(is_id, columns):
+        raise RecipeError(
+            f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
+            "in its name; leave it out as well, or rename it if it holds texts."
+        )
+    query, *others = columns
+    if not is_query(query):
+        raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
+    for column in filter(is_query, others):
+        raise RecipeError(
+            f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
+            "in its name; rename it, or leave it out."
+        )
+    if RESERVED_COLUMN in others:
+        raise RecipeError(
+            f"data.columns: Sentence Transformers keeps the name {RESERVED_COLUMN!r} for itself; rename the column, or leave "
+            "it out."
+        )
+    labels = [column for column in columns if column in LABEL_COLUMNS]
+    if recipe.loss.name == "distillation":
+        if len(others) != 2 or labels != others[1:]:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+            )
+        require_text(dataset, [query], "data")
+        _require_a_score_each(dataset, *others)
+        return
+    if labels:
+        raise RecipeError(
+            f"data.columns: PyLate's collator reads {labels[0]!r} as scores, which the {recipe.loss.name} loss does not "
+            "take; name only the query, its positive and any negatives, and rename the column if it holds texts."
+        )
+    if not others:
+        raise RecipeError(
+            f"data.columns must be the query, its positive and any negatives, got [{query}]; "
+            "a column with _id in its name counts as an id."
+        )
+    if recipe.data.columns is None:
+        _require_positive_first(others, query)
+    require_text(dataset, columns, "data")
+
+
+def _require_positive_first(documents: list[str], query: str) -> None:
+    """Refuse columns in the order of the data by which a negative would be trained as the positive."""
+    positives = [column for column in documents if "positive" in column]
+    if positives and "negative" in documents[0]:
+        ordered = [query, positives[0], *(column for column in documents if column != positives[0])]
+        raise RecipeError(
+            f"data.columns must be given where the data has {documents[0]!r} before {positives[0]!r}, because the first "
+            f"column after the query is its positive; for example [{', '.join(ordered)}]."
+        )
+
+
+def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
+    """Refuse rows that do not have equally many documents and teacher scores, in each row and from row to row.
+
+    Every document must be a text and every score a finite number.
+    """
+    ways, before = None, 0
+    for table in dataset.select_columns([documents, scores]).with_format("arrow").iter(ROWS_AT_ONCE):
+        lengths = [list_lengths(table, name, f"data.columns: {name!r}") for name in (documents, scores)]
+        ways = ways or max(2, lengths[0][0].as_py())
+        wrong = pc.index(pc.or_(*(pc.not_equal(length, ways) for length in lengths)), True).as_py()
+        if wrong >= 0:
+            row = before + wrong
+            found = [length[wrong].as_py() for length in lengths]
+            raise RecipeError(
+                f"data.columns: every row must have {ways} {documents}{', as the first has,' if row else ''} and a score "
+                f"for each, but row {row} has {found[0]} and {found[1]} {scores}."
+            )
+        _require_values(
+            table, documents, "texts", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        )
+        _require_values(
+            table, scores, "finite numbers", lambda kind: pa.types.is_integer(kind) or pa.types.is_floating(kind)
+        )
+        before += table.num_rows
+
+
+def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable[[pa.DataType], bool]) -> None:
+    """Refuse lists of other values than ``wanted``, and those in which a value is missing, nan or infinite."""
+    values = pc.list_flatten(table[column])
+    if not allowed(values.type):
+        raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
+    if values.null_count:
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are missing.")
+    if pa.types.is_floating(values.type) and not pc.all(pc.is_finite(values)).as_py():
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted}, but some are nan or infinite.")
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        raise RecipeError(f"data.columns: {column!r} must hold {wanted} in UTF-8, but some are not.") from None
+
+
+def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
+    """Refuse columns that do not hold text in every row."""
+    for column in columns:
+        require_texts(f"{section}.columns: {column!r}", dataset, column)
+        require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))

@@ -1,0 +1,27 @@
+"""Evaluation of text encoders: a collection, NanoBEIR or rows that were held out."""
+
+from __future__ import annotations
+
+from pylate.models import ColBERT
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.evaluation import held_out
+from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection
+from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import evaluate_nano_beir
+from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
+
+
+def evaluate(recipe: Recipe, model: ColBERT, data: RecipeData) -> dict[str, float]:
+    """Metrics by name, of whichever of the three there is."""
+    with only_finite(model):
+        if data.collection is not None:
+            return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)
+        if data.nano_beir is not None:
+            return evaluate_nano_beir(model, data.nano_beir)
+        return held_out.evaluate_held_out(recipe, model, data.held_out)
+
+
+def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
+    """The names of what :func:`evaluate` returns."""
+    return list(METRICS) if data.held_out is None else held_out.names_of_metrics(recipe, data.held_out)

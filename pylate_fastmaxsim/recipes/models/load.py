@@ -1,0 +1,97 @@
+"""Load the model of a recipe from the Hub or from disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+
+from pylate_fastmaxsim.recipes.backend import backend
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
+
+NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
+MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
+
+
+def load_model(
+    section: ModelSection, device: torch.device | str, seed: int, key: str = "model.name_or_path"
+) -> Retriever:
+    """The model of a section; a projection or adapters that its checkpoint lacks are drawn from ``seed``.
+
+    ``key`` is what an error calls it.
+    """
+    return _load(section, device, seed, key, None)
+
+
+def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> Retriever:
+    """The model of a section with the weights of a checkpoint of its training."""
+    return _load(section, device, 0, "output_dir", checkpoint)
+
+
+def _load(section: ModelSection, device: torch.device | str, seed: int, key: str, checkpoint: Path | None) -> Retriever:
+    kind = backend(section, __package__)
+    loaded = section if checkpoint is None else replace(section, name_or_path=str(checkpoint))
+    set_seed(seed)
+    try:
+        model = kind.load(section, device, key, checkpoint)
+    except RecipeError:
+        raise
+    except Exception as error:  # weights, tokenizer and configuration are read by libraries with errors of their own
+        raise model_failure(key, loaded, error) from error
+    if is_empty(kind.tokenizer_of(model)):
+        raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
+    return model
+
+
+def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
+    """The sentence for an error of the libraries that load the model that ``key`` names."""
+    name = section.name_or_path
+    # Of a file that may not be read they say that it is not there, or that there is no tokenizer.
+    files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
+    if file := next((path for path in files if not os.access(path, os.R_OK)), None):
+        return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
+    if file := next(filter(_is_cut, files), None):  # of which safetensors does not say the name
+        return RecipeError(
+            f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
+            "without Git LFS."
+        )
+    if lacks_tokenizer(section):
+        return RecipeError(NO_TOKENIZER.format(key, name))
+    reason = repr(error) if isinstance(error, KeyError) else first_line(error)  # it says no more than the key
+    return RecipeError(f"{key} {name} cannot be loaded: {reason}")
+
+
+def _is_cut(file: Path) -> bool:
+    """Whether a file of weights has another size than it begins with, or does not begin as one."""
+    if file.suffix != ".safetensors":
+        return False
+    try:
+        with safe_open(file, framework="pt"):
+            return False
+    except SafetensorError:
+        return True
+
+
+def lacks_tokenizer(section: ModelSection) -> bool:
+    """Whether the model is there and its tokenizer is not: transformers says so in many ways, none of them plain."""
+    options = {"trust_remote_code": section.trust_remote_code}
+    try:
+        AutoConfig.from_pretrained(section.name_or_path, **options)
+    except Exception:
+        return False
+    try:
+        AutoTokenizer.from_pretrained(section.name_or_path, **options)
+    except Exception:
+        return True
+    return False
+
+
+def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
+    return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}

@@ -1,0 +1,29 @@
+"""The two kinds of model that a recipe may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pylate.models import ColBERT
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
+    from peft import PeftModel
+
+
+@dataclass(frozen=True)
+class VisualRetriever:
+    """A model of colpali-engine, with adapters or without, and the processor that makes its inputs."""
+
+    model: PreTrainedModel | PeftModel
+    processor: BaseVisualRetrieverProcessor
+
+    def save_pretrained(self, directory: str) -> None:
+        """Save both, so that ``from_pretrained`` of colpali-engine's classes loads them."""
+        self.model.save_pretrained(directory)
+        self.processor.save_pretrained(directory)
+
+
+Retriever = ColBERT | VisualRetriever

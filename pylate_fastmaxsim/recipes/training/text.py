@@ -1,0 +1,40 @@
+"""Training of text encoders with PyLate's losses and the trainer of Sentence Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from pylate import losses, models, utils
+from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers import Trainer
+
+from pylate_fastmaxsim.recipes.config.schema import LossSection
+from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+
+HOST = "PyLate"
+ARGUMENTS: dict[str, Any] = {}
+CARD_HAS_TRAINING = True
+
+LOSSES = {
+    "contrastive": losses.Contrastive,
+    "cached_contrastive": losses.CachedContrastive,
+    "distillation": losses.Distillation,
+}
+
+
+def build_trainer(
+    loss: LossSection,
+    model: models.ColBERT,
+    rows: Dataset,
+    arguments: SentenceTransformerTrainingArguments,
+    trainer_class: type[Trainer] | None,
+) -> Trainer:
+    """The trainer of Sentence Transformers, with PyLate's collator and the loss of the recipe."""
+    return (trainer_class or RecipeTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        loss=LOSSES[loss.name](model=model, **loss.options),
+        data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
+    )

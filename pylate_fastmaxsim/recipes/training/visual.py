@@ -1,0 +1,74 @@
+"""Training of models of pages with colpali-engine's trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colpali_engine import loss as losses
+from colpali_engine.collators import VisualRetrieverCollator
+from colpali_engine.data import ColPaliEngineDataset
+from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
+from datasets import Dataset
+from transformers import TrainingArguments
+
+from pylate_fastmaxsim.recipes.config.schema import LossSection
+from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
+from pylate_fastmaxsim.recipes.training.sharded import Undivided
+
+HOST = "colpali-engine"
+# Images are turned into inputs by the collator; with adapters the inputs of a layer need no gradient.
+ARGUMENTS = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+# colpali-engine's cards say nothing of the training or the evaluation.
+CARD_HAS_TRAINING = False
+
+LOSSES = {
+    "colbert": losses.ColbertLoss,
+    "colbert_pairwise_ce": losses.ColbertPairwiseCELoss,
+    "colbert_sigmoid": losses.ColbertSigmoidLoss,
+    "colbert_negative_ce": losses.ColbertNegativeCELoss,
+    "colbert_pairwise_negative_ce": losses.ColbertPairwiseNegativeCELoss,
+}
+
+
+def build_trainer(
+    loss: LossSection,
+    retriever: VisualRetriever,
+    rows: Dataset,
+    arguments: TrainingArguments,
+    trainer_class: type[PageTrainer] | None,
+) -> PageTrainer:
+    """colpali-engine's trainer, with its collator and the loss of the recipe."""
+    query, page, *negatives = rows.column_names
+    columns = {"query_column_name": query, "pos_target_column_name": page}
+    if negatives:
+        columns["neg_target_column_name"] = negatives[0]
+    return (trainer_class or PageTrainer)(
+        loss_func=LOSSES[loss.name](**loss.options),
+        is_vision_model=True,
+        retriever=retriever,
+        args=arguments,
+        train_dataset=ColPaliEngineDataset(rows, **columns),
+        eval_dataset=None,
+        data_collator=VisualRetrieverCollator(retriever.processor),
+    )
+
+
+class PageTrainer(Undivided, ContrastiveTrainer):
+    """colpali-engine's trainer, which hands back whole models, also under FSDP and DeepSpeed."""
+
+    def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
+        self._retriever = retriever
+        super().__init__(model=retriever.model, **kwargs)
+
+    def whole_model(self) -> VisualRetriever | None:
+        """The model with all its weights. Every process must ask; of a divided one only the main process gets it."""
+        if not self.divided:
+            return self._retriever
+        weights = self._gathered()
+        if not self.args.should_save:
+            return None
+        # FSDP unties weights, and trains those that are used: ColPali's output head must not overwrite its embeddings.
+        own = {name: weights[name] for name, _ in self._whole.named_parameters()}
+        own |= {name: weights[name] for name, _ in self._whole.named_buffers() if name in weights}
+        self._whole.load_state_dict(own, strict=False)
+        return VisualRetriever(self._whole.to(self.args.device), self._retriever.processor)
