@@ -9,9 +9,9 @@ import torch
 
 import pylate_fastmaxsim
 from benchmarks.harness.records import environment
+from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import serve
 from benchmarks.losses.embedded import Step
-from benchmarks.operators.measure import peak_bytes, time_calls
 from benchmarks.training.cell import SCORING
 
 # Batches taken in turn, so that none finds its embeddings in the cache.

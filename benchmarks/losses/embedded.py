@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
@@ -12,13 +11,12 @@ from accelerate.utils import convert_outputs_to_fp32
 from pylate import losses
 from torch import Tensor, nn
 
-from benchmarks.operators.shapes import SIGMA
+from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.plans import total_to_leave
 from pylate_fastmaxsim.integrations.options import current_options
 
 QUERY_LENGTH = 32
-MEAN_TOKENS = 80.0  # as in training/cell.py
 DIM = 128
 VOCABULARY = 30_000
 MINI_BATCH = 32
@@ -100,7 +98,6 @@ def make_features(
     With ``one_column`` the documents of all columns stand in one, as distillation has them.
     """
     draw = random.Random(seed)
-    location = math.log(MEAN_TOKENS) - SIGMA**2 / 2
     device = model.lookup.table.device
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -111,7 +108,7 @@ def make_features(
         return {"input_ids": ids, "attention_mask": live.long(), **total_to_leave(live)}
 
     def documents(count: int) -> dict[str, Tensor]:
-        drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(count))
+        drawn = (log_normal(MEAN_TOKENS, draw) for _ in range(count))
         return column([min(max(length, 3), document_length) for length in drawn], document_length)
 
     shape = (1, queries * columns) if one_column else (columns, queries)

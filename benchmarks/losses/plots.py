@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.harness.plots import COLOURS, plt
 from benchmarks.losses.table import LOSS_TITLES, RING_PATHS, of_kind
-from benchmarks.training.plots import COLOURS, plt
 from benchmarks.training.train_step import PATHS
 
 MEASURES = {"ms": ("time (ms)", 1), "peak_bytes": ("peak memory (MiB)", 2**20)}

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import pylate_fastmaxsim
 from benchmarks.harness.records import environment
+from benchmarks.harness.timing import elapsed, mark
 from benchmarks.harness.workers import failure, say
 from benchmarks.losses.embedded import Step
 from benchmarks.losses.table import RING_PATHS
-from benchmarks.training.cell import elapsed, mark
 from pylate_fastmaxsim.ops.distributed import ring as distributed_ring
 
 WARM_UP = 5

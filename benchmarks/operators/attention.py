@@ -11,32 +11,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
-from benchmarks.operators.measure import time_calls
+from benchmarks.harness.timing import time_calls
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
 HEADS, DIM = 12, 64
 WINDOWS = (64, -1)
 
 
-def log_normal(mean: float, count: int, draw: random.Random) -> list[int]:
+def drawn_lengths(mean: float, count: int, draw: random.Random) -> list[int]:
     """Lengths as of the training steps (see training/cell.py): three special tokens, 300 at most."""
-    location = math.log(mean - 3) - 0.125
-    return [min(300, 3 + max(1, round(draw.lognormvariate(location, 0.5)))) for _ in range(count)]
+    return [min(300, 3 + max(1, log_normal(mean - 3, draw))) for _ in range(count)]
 
 
 def shapes() -> dict[str, tuple[list[int], list[int]]]:
     """Rows and keys of every text. Of a query 32 rows attend to the keys that its words are; nobody sees the others."""
     draw = random.Random(0)
-    documents = log_normal(80, 512, draw)
+    documents = drawn_lengths(80, 512, draw)
     words = [draw.randint(8, 15) for _ in range(256)]
     found = {
         "256 queries, 512 documents of 80": (
@@ -46,7 +45,7 @@ def shapes() -> dict[str, tuple[list[int], list[int]]]:
         "512 documents of 80": (documents, documents),
     }
     for mean, count in ((40, 1024), (150, 256)):
-        lengths = log_normal(mean, count, draw)
+        lengths = drawn_lengths(mean, count, draw)
         found[f"{count} documents of {mean}"] = lengths, lengths
     for length, count in ((32, 1280), (64, 640), (128, 320), (180, 228), (300, 136), (1024, 40)):
         found[f"{count} texts of {length} each"] = [length] * count, [length] * count

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
-from benchmarks.operators.measure import time_calls
+from benchmarks.harness.timing import time_calls
 from pylate_fastmaxsim import maxsim
 
 QUERIES, QUERY_LENGTH, DOCUMENTS, DOCUMENT_LENGTH, DIM = 256, 32, 512, 300, 128

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import matplotlib
 
+from benchmarks.harness.plots import plt
 from benchmarks.operators.results import PEERS, TITLES, Results
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
 
 COLOURS = {"fast": "#d62728", "lik": "#1f77b4", "flash": "#2ca02c", "einsum": "#555555", "compile": "#b8860b"}
 GROUPS = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16")

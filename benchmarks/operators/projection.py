@@ -22,8 +22,9 @@ import torch
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
+from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import ask_apart, serve
-from benchmarks.operators.measure import peak_bytes, relative_error, spread, time_calls
+from benchmarks.operators.measure import relative_error, spread
 from benchmarks.operators.projection_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
 from benchmarks.operators.table import table
 

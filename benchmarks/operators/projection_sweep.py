@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
+from benchmarks.harness.timing import time_calls
 from benchmarks.harness.workers import failure
-from benchmarks.operators.measure import time_calls
 from benchmarks.operators.projection_entries import Shape, make_inputs
 from pylate_fastmaxsim.kernels.projection import launch as projection_launch
 from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles

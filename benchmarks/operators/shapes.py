@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 
+from benchmarks.harness.lengths import log_normal
+
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SIGMA = 0.5  # spread of the log-normal document lengths, as in training/cell.py
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Shape:
         if self.layout != "ragged":
             return [self.document_length] * self.documents
         draw = random.Random(0)
-        location = math.log(self.document_length / 4) - SIGMA**2 / 2
-        drawn = (round(draw.lognormvariate(location, SIGMA)) for _ in range(self.documents))
+        drawn = (log_normal(self.document_length / 4, draw) for _ in range(self.documents))
         return [min(max(length, 1), self.document_length) for length in drawn]
 
     def flops(self) -> int:

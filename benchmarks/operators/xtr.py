@@ -27,8 +27,8 @@ from torch import Tensor
 import pylate_fastmaxsim
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
+from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import failure
-from benchmarks.operators.measure import peak_bytes, time_calls
 from pylate_fastmaxsim import TokenBatch
 
 # Where the scores of each host are, and its file of results.

@@ -26,14 +26,15 @@ from pylate.scores import colbert_scores
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from benchmarks.harness.lengths import SIGMA
 from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.plots import COLOURS, bars
 from benchmarks.harness.records import environment, write
-from benchmarks.training.plots import COLOURS, bars
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.search import search
 
-SPREAD, LONGEST = 0.5, 300  # of passages, as in train_step.py
+LONGEST = 300  # tokens of a passage
 # Stock holds the similarities twice, as they are and masked, and reduces them.
 SHARE_OF_MEMORY = 0.35
 CPU_CHUNK = 64  # passages
@@ -48,8 +49,8 @@ TITLES = {
 def passages(options: argparse.Namespace, device: torch.device) -> Iterator[TokenBatch]:
     """The corpus, made on the device in batches."""
     generator = torch.Generator(device).manual_seed(0)
-    logarithms = torch.randn(options.passages, generator=torch.Generator().manual_seed(0)) * SPREAD
-    lengths = (logarithms - SPREAD**2 / 2).exp().mul(options.mean).round().clamp(1, LONGEST).long()
+    logarithms = torch.randn(options.passages, generator=torch.Generator().manual_seed(0)) * SIGMA
+    lengths = (logarithms - SIGMA**2 / 2).exp().mul(options.mean).round().clamp(1, LONGEST).long()
     for part in lengths.split(max(1, TOKENS_PER_BATCH // options.mean)):
         bounds = torch.cat([part.new_zeros(1), part.cumsum(0)])
         values = torch.randn(int(bounds[-1]), options.dim, generator=generator, device=device)

@@ -18,13 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
+from benchmarks.harness.timing import elapsed, mark, peaks_gib
 from benchmarks.harness.workers import say
 
 QUERY_LENGTH = 32
 DOCUMENT_LENGTH = 300
-MEAN_TOKENS = 80.0
 SPECIAL_TOKENS = 3  # [CLS], the document prefix and [SEP]
-SIGMA = 0.5
 VOCABULARY = 30_000
 # Published sizes: EuroBERT-210m and Qwen3-Embedding-0.6B. The defaults of the others are their base.
 ENCODERS = {
@@ -104,15 +104,12 @@ def make_rows(
 
     For distillation the documents stand in one column, with a teacher's score for each.
     """
-    import math
-
-    location = math.log(mean_tokens - SPECIAL_TOKENS) - SIGMA**2 / 2
 
     def text(words: int) -> str:
         return " ".join(f"w{draw.randrange(VOCABULARY)}" for _ in range(max(words, 1)))
 
     def document() -> str:
-        return text(round(draw.lognormvariate(location, SIGMA)))
+        return text(log_normal(mean_tokens - SPECIAL_TOKENS, draw))
 
     def row() -> dict:
         query, documents = text(draw.randint(4, 12)), [document() for _ in range(1 + negatives)]
@@ -151,29 +148,6 @@ def collect_features(batch: dict) -> tuple:
     from sentence_transformers import SentenceTransformerTrainer
 
     return SentenceTransformerTrainer.collect_features(None, batch)
-
-
-def mark(cuda: bool):
-    """A point in the device's time."""
-    import torch
-
-    if not cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def elapsed(start, end) -> float:
-    """Seconds between two marks."""
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-
-
-def peaks_gib() -> list[float]:
-    """Peak memory that tensors took, and that PyTorch's allocator held, which batches of many sizes split up."""
-    import torch
-
-    return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
 
 
 def wait_for_turn(options: argparse.Namespace, rank: int) -> float:

@@ -16,12 +16,11 @@ import json
 import time
 from pathlib import Path
 
-from matplotlib import pyplot as plt
-
 from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.plots import COLOURS, plt
 from benchmarks.harness.records import environment, write
 from benchmarks.training.cell_processes import measure
-from benchmarks.training.plots import COLOURS, MEASURES
+from benchmarks.training.plots import MEASURES
 from benchmarks.training.train_step import mark_of_runs, row_title, time_and_memory
 
 PATHS = {"stock": COLOURS[0], "fast": COLOURS[-1]}

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
+from benchmarks.harness.timing import elapsed, mark, peaks_gib
 from benchmarks.harness.workers import ask_apart, serve
-from benchmarks.training.cell import DOCUMENT_LENGTH, elapsed, make_rows, mark, peaks_gib, save_encoder
+from benchmarks.training.cell import DOCUMENT_LENGTH, make_rows, save_encoder
 from benchmarks.training.torch_flash_attention import provide
 
 PATHS = {

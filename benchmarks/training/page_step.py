@@ -199,7 +199,8 @@ def measure(cell: dict, timeout: float) -> dict:
 
 def draw(cells: dict[str, dict], picture: Path) -> None:
     """Step time and peak memory by batch size, side by side."""
-    from benchmarks.training.plots import MEASURES, plt
+    from benchmarks.harness.plots import plt
+    from benchmarks.training.plots import MEASURES
 
     figure, axes = plt.subplots(2, 2, figsize=(10, 7))
     for row, kind in zip(axes, TEXT, strict=True):

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from benchmarks.harness.plots import COLOURS, bars, plt
 
 # What is drawn of a cell, its label, and how its numbers are written.
 MEASURES = {"step_ms": ("step time (ms)", ",.0f"), "peak_gib": ("peak memory (GiB)", ".1f")}
-COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]
 TITLE = "One training step of ModernBERT-base"
 
 
@@ -84,25 +82,6 @@ def _written(cell: dict, key: str, style: str) -> str:
     if cell["status"] != "ok":
         return cell["status"]
     return "" if cell[key] is None else format(cell[key], style)
-
-
-def bars(rows: list[tuple[str, str]], measures: dict[str, tuple[list, list[str]]], title: str) -> plt.Figure:
-    """Horizontal bars, a title and a colour each, for every measure: its label, its values and how they are written.
-
-    A value that is None has no bar.
-    """
-    figure, axes = plt.subplots(1, len(measures), figsize=(11, 1.2 + 0.5 * len(rows)), sharey=True)
-    for axis, (label, (values, texts)) in zip(axes, measures.items(), strict=True):
-        lengths = [value or 0 for value in values]
-        drawn = axis.barh(range(len(rows)), lengths, color=[colour for _, colour in rows])
-        axis.bar_label(drawn, texts, padding=3)
-        axis.set(xlabel=label, xlim=(0, 1.25 * max(lengths, default=0) or 1))
-        axis.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    figure.suptitle(title)
-    figure.tight_layout()
-    return figure
 
 
 def _loss(cell: dict) -> list[str]:

@@ -1,0 +1,108 @@
+"""Time and memory: of single calls, and between points of a run of steps."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle, islice
+
+import torch
+
+ITERATIONS = 25
+WARM_UP = 3
+SLEEP_LIMIT = 0.3  # seconds
+
+
+def time_calls(
+    calls: list[Callable[[], object]],
+    device: torch.device,
+    at_once: int = ITERATIONS,
+) -> dict:
+    """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
+
+    So many calls ``at_once`` are queued while the device idles. A queue holds some 1,000 launches; calls that launch
+    more than that together keep the host waiting, and then the device.
+
+    ``host_ms`` is what queueing one call costs the host: where it exceeds ``ms``, a program that calls nothing else
+    is bound by the host. Where a call itself waits for the device, ``ms`` holds that wait as well.
+    """
+    turns = cycle(calls)
+    for call in islice(turns, WARM_UP):
+        call()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    next(turns)()
+    host = time.perf_counter() - began
+    if cuda:
+        torch.cuda.synchronize()
+    once = time.perf_counter() - began
+    iterations = max(5, min(ITERATIONS, int(2 / once)))
+    gc.collect()
+    gc.disable()
+    try:
+        if not cuda:
+            times = []
+            for call in islice(turns, iterations):
+                began = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - began) * 1e3)
+            return {"ms": statistics.median(times), "host_ms": None, "iterations": iterations}
+        times, host_times = [], []
+        while len(times) < iterations:
+            count = min(at_once, iterations - len(times))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            # The device idles while the host fills its queue (about 2e9 cycles a second).
+            torch.cuda._sleep(int(2e9 * min(SLEEP_LIMIT, 1e-3 + 1.5 * count * host)))
+            marks[0].record()
+            for mark, call in zip(marks[1:], turns, strict=False):
+                began = time.perf_counter()
+                call()
+                mark.record()
+                host_times.append((time.perf_counter() - began) * 1e3)
+            torch.cuda.synchronize()
+            times += [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
+    finally:
+        gc.enable()
+    return {
+        "ms": statistics.median(times),
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "host_ms": statistics.median(host_times),
+        "iterations": iterations,
+    }
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory that one call holds beyond what was held before it."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept = call()
+    torch.cuda.synchronize()
+    del kept
+    return torch.cuda.max_memory_allocated() - before
+
+
+def mark(cuda: bool) -> torch.cuda.Event | float:
+    """A point in the device's time."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Seconds between two marks."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+def peaks_gib() -> list[float]:
+    """Peak memory that tensors took, and that PyTorch's allocator held, which batches of many sizes split up."""
+    return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
