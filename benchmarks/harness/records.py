@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
+import time
 from pathlib import Path
 
 import torch
@@ -64,3 +66,50 @@ def write(results: Path, content: dict) -> None:
     temporary = results.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(results)
+
+
+# Choices of --compile and --checkpointing.
+SWITCH = {"no": [False], "yes": [True], "both": [False, True]}
+
+
+def add_options(parser: argparse.ArgumentParser, results: Path | None, timeout: float) -> None:
+    """The options of every command whose cells are kept in a results file."""
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--output", type=Path, help="write here instead of over --results")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="start no further cell after so many seconds"
+    )
+    parser.add_argument("--timeout", type=float, default=timeout, help="seconds a cell may take")
+    parser.add_argument("--again", action="store_true", help="measure cells anew that the file holds")
+    parser.add_argument("--render-only", action="store_true", help="tables and plots of the results file, no measuring")
+
+
+class Results:
+    """A results file: which cells are still to be measured, and those that are known, written one by one.
+
+    The cells are under the key ``cells``, or are the file itself (``flat``).
+    """
+
+    def __init__(self, options: argparse.Namespace, flat: bool = False) -> None:
+        exists = options.results.exists()
+        self.content = json.loads(options.results.read_text()) if exists else {} if flat else {"cells": {}}
+        self.cells: dict[str, dict] = self.content if flat else self.content["cells"]
+        self.target = options.output or options.results
+        self.again = options.again
+        self.ends = time.monotonic() + options.budget
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.ends - time.monotonic()
+
+    def wants(self, name: str) -> bool:
+        """Whether to measure a cell; one of a step that failed is tried again."""
+        known = name in self.cells and self.cells[name].get("status") != "failed"
+        return (self.again or not known) and self.left > 0
+
+    def add(self, name: str, cell: dict, shown: object) -> None:
+        """Keep a cell, and print what is shown of it."""
+        self.cells[name] = cell
+        print(name, shown, flush=True)
+        write(self.target, self.content)

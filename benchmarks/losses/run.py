@@ -17,12 +17,10 @@ import argparse
 import itertools
 import json
 import socket
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.workers import Worker
 from benchmarks.losses.ceiling import GRID, next_batch, try_batch
 from benchmarks.losses.table import LOSS_TITLES, RING_PATHS, markdown
@@ -72,47 +70,32 @@ def ring_command(ranks: int, cells: list[dict]) -> list[str]:
     return [*command, "--master-port", str(port), "--module", "benchmarks.losses.ring", "--cells", json.dumps(cells)]
 
 
-class Results:
-    """The results file, and how long this run may still go on."""
+def wanted(results: Results, cells: Iterable[dict]) -> Iterator[dict]:
+    return (cell for cell in cells if results.wants(name_of(cell)))
 
-    def __init__(self, source: Path, target: Path, budget: float, again: bool) -> None:
-        self.content = json.loads(source.read_text()) if source.exists() else {"cells": {}}
-        self.target, self.again = target, again
-        self.ends = time.monotonic() + budget
 
-    @property
-    def left(self) -> float:
-        return self.ends - time.monotonic()
-
-    def wants(self, cell: dict) -> bool:
-        return (self.again or name_of(cell) not in self.content["cells"]) and self.left > 0
-
-    def add(self, cell: dict, result: dict) -> None:
-        self.content["cells"][name_of(cell)] = {"cell": cell, **result}
-        shown = {
-            key: value for key, value in result.items() if key not in ("environment", "stderr", "losses", "each_ms")
-        }
-        print(name_of(cell), shown, flush=True)
-        write(self.target, self.content)
+def keep(results: Results, cell: dict, result: dict) -> None:
+    hidden = ("environment", "stderr", "losses", "each_ms")
+    results.add(name_of(cell), {"cell": cell, **result}, {k: v for k, v in result.items() if k not in hidden})
 
 
 def measure_embedded(options: argparse.Namespace, results: Results) -> None:
     for path, cells in itertools.groupby(embedded_cells(options), lambda cell: cell["path"]):
         command = ["-m", "benchmarks.losses.cell", "--path", path]
         with Worker(command, options.timeout) as worker:
-            for cell in filter(results.wants, cells):
-                results.add(cell, worker.ask(cell))
+            for cell in wanted(results, cells):
+                keep(results, cell, worker.ask(cell))
 
 
 def measure_ring(options: argparse.Namespace, results: Results) -> None:
     for ranks, cells in itertools.groupby(ring_cells(options), lambda cell: cell["ranks"]):
-        wanted = list(filter(results.wants, cells))
-        if wanted:
-            with Worker(ring_command(ranks, wanted), options.timeout) as worker:
+        missing = list(wanted(results, cells))
+        if missing:
+            with Worker(ring_command(ranks, missing), options.timeout) as worker:
                 worker.start()
-                for cell in wanted:
+                for cell in missing:
                     if results.left > 0:
-                        results.add(cell, worker.answer())
+                        keep(results, cell, worker.answer())
 
 
 def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
@@ -130,7 +113,7 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
             while results.left > 0:
                 tried = {
                     cell["cell"]["batch"]: cell
-                    for cell in results.content["cells"].values()
+                    for cell in results.cells.values()
                     if cell["cell"] == {**group, "batch": cell["cell"].get("batch")}
                 }
                 batch = next_batch(tried, options.first, capacity, options.largest)
@@ -140,13 +123,12 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
                 result = try_batch(loss, path, compiled, batch, layers, options.chunks, timeout)
                 if result["status"].startswith("not finished") and timeout < options.timeout:
                     return  # cut short by the budget, which says nothing about the batch
-                results.add({**group, "batch": batch}, {**result, "environment": recorded})
+                keep(results, {**group, "batch": batch}, {**result, "environment": recorded})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "losses.json")
-    parser.add_argument("--output", type=Path, help="write results here instead of over --results")
+    add_options(parser, RESULTS / "losses.json", timeout=120)
     parser.add_argument("--ring", action="store_true", help="documents in a ring against gathered ones")
     parser.add_argument("--ceiling", action="store_true", help="the largest batch that each path trains")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
@@ -163,14 +145,10 @@ def main() -> None:
     parser.add_argument(
         "--chunks", type=int, help="with --ceiling, of GradCache: only the memory, up to so many chunks of scores"
     )
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds one cell may take")
-    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
-    parser.add_argument("--render-only", action="store_true")
     options = parser.parse_args()
     if options.chunks is not None and (options.paths, options.losses) != (["fast"], ["cached_contrastive"]):
         parser.error("--chunks goes with --paths fast and --losses cached_contrastive")
-    results = Results(options.results, options.output or options.results, options.budget, options.again)
+    results = Results(options)
     if not options.render_only:
         measure = measure_ring if options.ring else measure_ceilings if options.ceiling else measure_embedded
         measure(options, results)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from pathlib import Path
+import itertools
 
 import torch
 
 from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import ask_apart, serve
 from benchmarks.operators.measure import relative_error, spread
@@ -127,12 +126,9 @@ def targets(found: dict[str, dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "head.json")
+    add_options(parser, RESULTS / "head.json", timeout=120)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=[n for n in SHAPES if "tiny" not in n])
     parser.add_argument("--entries", nargs="+", choices=list(ENTRIES), default=list(ENTRIES))
-    parser.add_argument("--timeout", type=float, default=120, help="seconds one cell may take")
-    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
-    parser.add_argument("--render-only", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="time tile sizes of each kernel instead")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -145,23 +141,20 @@ def main() -> None:
 
         sweep(SHAPES["in-batch"])
         return
-    cells = json.loads(options.results.read_text()) if options.results.exists() else {}
+    results = Results(options, flat=True)
     if not options.render_only:
         if not torch.cuda.is_available() and any("tiny" not in name for name in options.shapes):
             raise SystemExit("These shapes need a CUDA GPU, and there is none; pass --shapes tiny.")
-        for name in options.shapes:
-            for entry in options.entries:
-                if options.again or f"{name}/{entry}" not in cells:
-                    result = ask_apart(
-                        ["-m", "benchmarks.operators.projection", "--worker"],
-                        {"shape": name, "entry": entry},
-                        options.timeout,
-                    )
-                    cells[f"{name}/{entry}"] = {"shape": dataclasses.asdict(SHAPES[name]), **result}
-                    brief = {k: v.get("ms", v) if isinstance(v, dict) else v for k, v in result.items()}
-                    print(name, entry, {k: v for k, v in brief.items() if k != "environment"}, flush=True)
-                    write(options.results, cells)
-    print("\n" + markdown(cells))
+        for shape, entry in itertools.product(options.shapes, options.entries):
+            if results.wants(name := f"{shape}/{entry}"):
+                command = ["-m", "benchmarks.operators.projection", "--worker"]
+                result = ask_apart(command, {"shape": shape, "entry": entry}, options.timeout)
+                brief = {
+                    key: value.get("ms", value) if isinstance(value, dict) else value for key, value in result.items()
+                }
+                brief.pop("environment", None)
+                results.add(name, {"shape": dataclasses.asdict(SHAPES[shape]), **result}, brief)
+    print("\n" + markdown(results.cells))
 
 
 if __name__ == "__main__":

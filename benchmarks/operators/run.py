@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import time
 from importlib.util import find_spec
-from pathlib import Path
+
+import torch
 
 from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import write
+from benchmarks.harness.records import Results, add_options
 from benchmarks.harness.workers import Worker
 from benchmarks.operators.results import TITLES
 from benchmarks.operators.shapes import BY_NAME, GROUPS, SHAPES, Shape
@@ -45,7 +44,7 @@ def chosen(names: list[str] | None) -> list[Shape]:
     return [shape for shape in SHAPES if shape.name in names or shape.group in names]
 
 
-def todo(shapes: list[Shape], competitors: list[str], done: dict, again: bool) -> dict[str, dict]:
+def wanted_cells(shapes: list[Shape], competitors: list[str], results: Results) -> dict[str, dict]:
     """What to ask the worker, by cell name."""
     cells: dict[str, dict] = {}
     if "fast" in competitors:
@@ -55,16 +54,14 @@ def todo(shapes: list[Shape], competitors: list[str], done: dict, again: bool) -
             if competitor in shape.competitors:
                 name = f"{shape.name}/{competitor}"
                 cells[name] = {"kind": "shape", "shape": shape.name, "competitor": competitor}
-    return {name: cell for name, cell in cells.items() if again or name not in done}
+    return {name: cell for name, cell in cells.items() if results.wants(name)}
 
 
-def measure(options: argparse.Namespace, content: dict, target: Path) -> None:
-    import torch
-
+def measure(options: argparse.Namespace, results: Results) -> None:
     shapes = chosen(options.shapes)
     if not torch.cuda.is_available() and any(shape.group != "tiny" for shape in shapes):
         raise SystemExit("These shapes need a CUDA GPU, and there is none; pass --shapes tiny.")
-    cells = todo(shapes, options.competitors, content["cells"], options.again)
+    cells = wanted_cells(shapes, options.competitors, results)
     if not cells:
         return
     used = {cell["competitor"] for cell in cells.values() if cell["kind"] == "shape"}
@@ -73,21 +70,19 @@ def measure(options: argparse.Namespace, content: dict, target: Path) -> None:
         raise SystemExit(
             f'{" and ".join(missing)} cannot be imported; pip install ".[bench]", or name others in --competitors.'
         )
-    began = time.monotonic()
+    runs = results.content["runs"]
     with Worker(["-m", "benchmarks.operators.worker"], options.timeout) as worker:
         measured = worker.ask({"kind": "ceilings"})
         if "failure" in measured:
             raise SystemExit(f"The device's own rates could not be measured: {measured['failure']}")
-        content["runs"].append({"environment": measured["environment"], "ceilings": measured["ceilings"]})
+        runs.append({"environment": measured["environment"], "ceilings": measured["ceilings"]})
         for name, cell in cells.items():
-            if time.monotonic() - began > options.budget:
+            if results.left <= 0:
                 break
             result = worker.ask(cell)
             if cell["kind"] == "shape":
                 cell = {**cell, "shape": dataclasses.asdict(BY_NAME[cell["shape"]])}
-            content["cells"][name] = {**cell, "run": len(content["runs"]) - 1, **result}
-            print(name, summary(result), flush=True)
-            write(target, content)
+            results.add(name, {**cell, "run": len(runs) - 1, **result}, summary(result))
 
 
 def summary(result: dict) -> str:
@@ -104,23 +99,18 @@ def summary(result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "operators.json")
-    parser.add_argument("--output", type=Path, help="write results here instead of over --results")
+    add_options(parser, RESULTS / "operators.json", timeout=120)
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"shapes, or groups: {', '.join(GROUPS)}")
     parser.add_argument("--competitors", nargs="+", choices=list(TITLES), default=list(TITLES)[:-1])
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds one cell may take")
-    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
-    parser.add_argument("--render-only", action="store_true")
     options = parser.parse_args()
-    content = json.loads(options.results.read_text()) if options.results.exists() else {"runs": [], "cells": {}}
-    target = options.output or options.results
+    results = Results(options)
+    results.content.setdefault("runs", [])
     if not options.render_only:
-        measure(options, content, target)
-    print("\n" + markdown(content) + "\n\n" + targets(content))
+        measure(options, results)
+    print("\n" + markdown(results.content) + "\n\n" + targets(results.content))
     from benchmarks.operators.plots import plot_all  # last: measuring and the tables do not need matplotlib
 
-    plot_all(content, target)
+    plot_all(results.content, results.target)
 
 
 if __name__ == "__main__":

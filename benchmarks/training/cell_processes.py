@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from benchmarks.harness.workers import child_variables, last_error, said
+from benchmarks.harness.workers import ask_apart, child_variables, last_error, said
 
 CELL = ["-m", "benchmarks.training.cell"]
 OUT_OF_MEMORY = "out of memory"
@@ -95,3 +95,12 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
     if "CUDA error: out of memory" in text:  # where PyTorch's allocator was not the one that asked
         return {"status": OUT_OF_MEMORY, "detail": "CUDA out of memory"}
     return {"status": "failed", "detail": last_error(text), "stderr": text[-3000:]}
+
+
+def step_apart(command: list[str], cell: dict, timeout: float) -> dict:
+    """The result of a cell of a benchmark of steps, measured in a process of its own."""
+    result = ask_apart(command, cell, timeout)
+    if "failure" not in result:
+        return result
+    status = OUT_OF_MEMORY if result["failure"].startswith(OUT_OF_MEMORY) else "failed"
+    return {"status": status, "detail": result["failure"]}

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import time
 from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.plots import COLOURS, plt
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.training.cell_processes import measure
 from benchmarks.training.plots import MEASURES
 from benchmarks.training.train_step import mark_of_runs, row_title, time_and_memory
@@ -84,34 +82,27 @@ def plot(cells: dict, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "lengths.json")
+    add_options(parser, RESULTS / "lengths.json", timeout=240)
     parser.add_argument("--tokens", type=int, nargs="+", default=[40, 80, 150, 300, 3000], help="means of the lengths")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further pair after this many s")
-    parser.add_argument(
-        "--timeout", type=float, default=240, help="seconds that warming up a cell may take, or measuring it"
-    )
-    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
-    parser.add_argument("--render-only", action="store_true")
+    parser.add_argument("--compile", choices=list(SWITCH), default="both")
     options, extra = parser.parse_known_args()
-    content = json.loads(options.results.read_text()) if options.results.exists() else {"cells": {}}
-    cells, began = content["cells"], time.monotonic()
-    compile_too = {"no": [False], "yes": [True], "both": [False, True]}[options.compile]
-    for compiled, tokens in [] if options.render_only else itertools.product(compile_too, options.tokens):
-        pair = [path for path in PATHS if options.again or cell_name(path, tokens, compiled) not in cells]
-        if not pair or time.monotonic() - began > options.budget:
+    results = Results(options)
+    pairs = itertools.product(SWITCH[options.compile], options.tokens)
+    for compiled, tokens in [] if options.render_only else pairs:
+        names = {path: cell_name(path, tokens, compiled) for path in PATHS}
+        missing = [path for path in PATHS if results.wants(names[path])]
+        if not missing:
             continue
-        shared = {"batch": options.batch, "compile": compiled, "checkpointing": False}
-        wanted = [{"path": path, **shared} for path in pair]
-        for index, result in measure(wanted, [*extra, "--mean-tokens", str(tokens)], options.timeout):
-            name = cell_name(pair[index], tokens, compiled)
-            cells[name] = {"cell": wanted[index], "tokens": tokens, "options": extra, **result}
-            cells[name]["environment"] = environment()
-            print(name, result["status"], result.get("step_ms"), result.get("peak_gib"), flush=True)
-            write(options.results, content)
-    print(markdown_table(cells))
-    plot(cells, options.results.with_suffix(".png"))
+        cells = [
+            {"path": path, "batch": options.batch, "compile": compiled, "checkpointing": False} for path in missing
+        ]
+        for index, result in measure(cells, [*extra, "--mean-tokens", str(tokens)], options.timeout):
+            cell = {"cell": cells[index], "tokens": tokens, "options": extra, **result, "environment": environment()}
+            shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
+            results.add(names[missing[index]], cell, shown)
+    print(markdown_table(results.cells))
+    plot(results.cells, results.target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ stands in for it (torch_flash_attention.py). Each cell runs in a process of its 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import math
 import random
 import statistics
@@ -22,10 +22,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.harness.timing import elapsed, mark, peaks_gib
-from benchmarks.harness.workers import ask_apart, serve
+from benchmarks.harness.workers import serve
 from benchmarks.training.cell import DOCUMENT_LENGTH, make_rows, save_encoder
+from benchmarks.training.cell_processes import step_apart
 from benchmarks.training.torch_flash_attention import provide
 
 PATHS = {
@@ -160,42 +161,34 @@ def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, help="default: multi_vector_step.json or multi_vector_gradcache.json")
+    add_options(parser, None, timeout=240)
     parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of so many texts")
     parser.add_argument("--mini-batch-tokens", type=int, help="and at most so many tokens, in place of so many texts")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
-    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--compile", choices=list(SWITCH), default="both")
     parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
     parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         serve(run_cell)
         return
-    results = options.results or RESULTS / f"multi_vector_{'gradcache' if options.mini_batch else 'step'}.json"
-    cells = json.loads(results.read_text()) if results.exists() else {}
-    for compiled in {"no": [False], "yes": [True], "both": [False, True]}[options.compile]:
-        for batch in options.batches:
-            for path in options.paths:
-                cell = {"path": path, "batch": batch, "compile": compiled}
-                keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
-                cell |= {key: getattr(options, key) for key in keys}
-                name = cell_name(batch, *row_of(cell))
-                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
-                    continue
-                result = ask_apart(["-m", "benchmarks.training.multi_vector_step", "--worker"], cell, options.timeout)
-                if "failure" in result:
-                    status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
-                    result = {"status": status, "detail": result["failure"]}
-                cells[name] = {**cell, **result, "environment": environment()}
-                print(name, {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True)
-                write(results, cells)
-    ordered = sorted(cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
-    print(markdown_table(cells, list(dict.fromkeys(map(row_of, ordered)))))
+    options.results = options.results or RESULTS / f"multi_vector_{'gradcache' if options.mini_batch else 'step'}.json"
+    results = Results(options, flat=True)
+    choices = itertools.product(SWITCH[options.compile], options.batches, options.paths)
+    for compiled, batch, path in [] if options.render_only else choices:
+        cell = {"path": path, "batch": batch, "compile": compiled}
+        keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
+        cell |= {key: getattr(options, key) for key in keys}
+        if results.wants(name := cell_name(batch, *row_of(cell))):
+            result = step_apart(["-m", "benchmarks.training.multi_vector_step", "--worker"], cell, options.timeout)
+            shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
+            results.add(name, {**cell, **result, "environment": environment()}, shown)
+    ordered = sorted(results.cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
+    print(markdown_table(results.cells, list(dict.fromkeys(map(row_of, ordered)))))
 
 
 if __name__ == "__main__":

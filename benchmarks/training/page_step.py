@@ -12,7 +12,7 @@ written to the results file as soon as it is known; a finished cell is not run a
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import statistics
 import time
@@ -20,8 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
-from benchmarks.harness.workers import ask_apart, serve
+from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.harness.workers import serve
+from benchmarks.training.cell_processes import step_apart
 
 PATHS = {"stock": "colpali-engine", "fast": "colpali-engine + pylate-fastmaxsim"}
 QUERY_TOKENS = 25
@@ -188,15 +189,6 @@ def run_cell(cell: dict) -> dict:
     }
 
 
-def measure(cell: dict, timeout: float) -> dict:
-    """Run one cell in its own process. A cell that fails or runs too long is a result as well."""
-    result = ask_apart(["-m", "benchmarks.training.page_step", "--worker"], cell, timeout)
-    if "failure" not in result:
-        return result
-    status = "out of memory" if result["failure"].startswith("out of memory") else "failed"
-    return {"status": status, "detail": result["failure"]}
-
-
 def draw(cells: dict[str, dict], picture: Path) -> None:
     """Step time and peak memory by batch size, side by side."""
     from benchmarks.harness.plots import plt
@@ -237,7 +229,8 @@ def markdown_table(cells: dict[str, dict]) -> str:
             if cell is None or cell["status"] != "ok":
                 entries.append("" if cell is None else cell["status"])
                 continue
-            entries.append(f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB")
+            memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
+            entries.append(f"{cell['step_ms']:,.0f} ms{memory}")
             if path != "stock" and stock and stock["status"] == "ok":
                 entries[-1] += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
         lines.append(f"| {name} | " + " | ".join(entries) + " |")
@@ -249,8 +242,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(TEXT), default=list(TEXT))
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
-    parser.add_argument("--results", type=Path, default=RESULTS / "page_step.json")
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds a cell may take")
+    add_options(parser, RESULTS / "page_step.json", timeout=240)
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
@@ -259,22 +251,18 @@ def main() -> None:
     if options.worker:
         serve(run_cell)
         return
-    cells = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for kind in options.kinds:
-        for batch in options.batches:
-            for path in options.paths:
-                name = f"{kind}/{path}/batch={batch}"
-                if cells.get(name, {}).get("status") in ("ok", "out of memory"):
-                    continue
-                cells[name] = {"kind": kind, "path": path, "batch": batch}
-                how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
-                cells[name] |= measure({**cells[name], **how}, options.timeout)
-                cells[name] |= {"environment": environment() | {"colpali-engine": version("colpali-engine")}}
-                write(options.results, cells)
-                print(
-                    name, {key: cells[name].get(key) for key in ("status", "step_ms", "peak_gib", "detail")}, flush=True
-                )
-    draw(cells, options.results.with_suffix(".png"))
+    results = Results(options, flat=True)
+    how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
+    choices = itertools.product(options.kinds, options.batches, options.paths)
+    for kind, batch, path in [] if options.render_only else choices:
+        if results.wants(name := f"{kind}/{path}/batch={batch}"):
+            cell = {"kind": kind, "path": path, "batch": batch}
+            result = step_apart(["-m", "benchmarks.training.page_step", "--worker"], cell | how, options.timeout)
+            recorded = environment() | {"colpali-engine": version("colpali-engine")}
+            shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
+            results.add(name, {**cell, **result, "environment": recorded}, shown)
+    print(markdown_table(results.cells))
+    draw(results.cells, results.target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import time
-from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
-from benchmarks.harness.records import environment, write
+from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.training.cell_processes import OUT_OF_MEMORY, measure
 
 PATHS = {
@@ -82,55 +79,47 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS / "train_step.json")
-    parser.add_argument("--output", type=Path, help="write results here instead of over --results")
+    add_options(parser, RESULTS / "train_step.json", timeout=240)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
-    parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
-    parser.add_argument("--checkpointing", choices=["no", "yes", "both"], default="both")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="start no further cell after this many s")
-    parser.add_argument(
-        "--timeout", type=float, default=240, help="seconds that warming up a cell may take, or measuring it"
-    )
-    parser.add_argument(
-        "--together", type=int, default=1, help="cells that warm up side by side; each is measured alone"
-    )
-    parser.add_argument("--again", action="store_true", help="measure cells that the file holds already once more")
-    parser.add_argument("--render-only", action="store_true")
+    parser.add_argument("--compile", choices=list(SWITCH), default="both")
+    parser.add_argument("--checkpointing", choices=list(SWITCH), default="both")
+    parser.add_argument("--together", type=int, default=1, help="cells that warm up at once; each is measured alone")
     options, extra = parser.parse_known_args()
     if options.together < 1:
         parser.error("--together must be at least 1")
-    content = json.loads(options.results.read_text()) if options.results.exists() else {"cells": {}}
-    target = options.output or options.results
-    choices = {"no": [False], "yes": [True], "both": [False, True]}
-    began = time.monotonic()
+    results = Results(options)
     if not options.render_only:
         recorded = environment()
-        wanted = [
-            {"path": path, "batch": batch, "compile": compiled, "checkpointing": checkpointing}
-            for checkpointing, compiled, batch, path in itertools.product(
-                choices[options.checkpointing], choices[options.compile], options.batches, options.paths
-            )
-        ]
-        cells = {cell_name(*cell.values()): cell for cell in wanted}
-        names = [name for name in cells if options.again or name not in content["cells"]]
+        choices = itertools.product(
+            SWITCH[options.checkpointing], SWITCH[options.compile], options.batches, options.paths
+        )
+        cells = {
+            cell_name(path, batch, compiled, checkpointing): {
+                "path": path,
+                "batch": batch,
+                "compile": compiled,
+                "checkpointing": checkpointing,
+            }
+            for checkpointing, compiled, batch, path in choices
+        }
+        names = list(filter(results.wants, cells))
         for first in range(0, len(names), options.together):
-            if time.monotonic() - began > options.budget:
+            if results.left <= 0:
                 break
             group = names[first : first + options.together]
             for index, result in measure([cells[name] for name in group], extra, options.timeout):
-                name = group[index]
-                content["cells"][name] = {"cell": cells[name], "options": extra, **result, "environment": recorded}
-                print(name, {k: v for k, v in result.items() if k not in ("losses", "each_ms", "stderr")}, flush=True)
-                write(target, content)
+                cell = {"cell": cells[group[index]], "options": extra, **result, "environment": recorded}
+                shown = {key: value for key, value in result.items() if key not in ("losses", "each_ms", "stderr")}
+                results.add(group[index], cell, shown)
     from benchmarks.training.plots import plot
 
     rows = {path: {compiled: row_title(path, compiled) for compiled in (False, True)} for path in PATHS}
     for checkpointing, ending in ((False, ".png"), (True, "_checkpointing.png")):
-        if any(cell["cell"]["checkpointing"] == checkpointing for cell in content["cells"].values()):
+        if any(cell["cell"]["checkpointing"] == checkpointing for cell in results.cells.values()):
             print(f"\nGradient checkpointing: {'on' if checkpointing else 'off'}\n")
-            print(markdown_table(content["cells"], checkpointing))
-            plot(content["cells"], rows, target.with_name(target.stem + ending), checkpointing)
+            print(markdown_table(results.cells, checkpointing))
+            plot(results.cells, rows, results.target.with_name(results.target.stem + ending), checkpointing)
 
 
 if __name__ == "__main__":
