@@ -142,12 +142,12 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it to have any search for attended tokens fail from then on that would wait for a device."""
-    from pylate_fastmaxsim.integrations.encoding import plans as encoding_plans
+    from pylate_fastmaxsim.integrations.encoding import batch as encoding_batch
 
-    attended_index = encoding_plans.attended_index
+    attended_index = encoding_batch.attended_index
 
     def known(mask, total=None):
         assert total is not None, "counted the attended tokens that the collator had counted"
         return attended_index(mask, total)
 
-    return lambda: monkeypatch.setattr(encoding_plans, "attended_index", known)
+    return lambda: monkeypatch.setattr(encoding_batch, "attended_index", known)

@@ -12,8 +12,8 @@ from pylate import losses
 from torch import Tensor, nn
 
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.plans import total_to_leave
+from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.encoding.token_counts import total_to_leave
 from pylate_fastmaxsim.integrations.options import current_options
 
 QUERY_LENGTH = 32
@@ -144,7 +144,7 @@ class Step:
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.loss_function([dict(column) for column in self.features], self.labels)
         loss.backward()
-        if current_options() is not None and "padded" in encoding_encode._modes[self.model].values():
+        if current_options() is not None and "padded" in modes.chosen[self.model].values():
             raise RuntimeError("The documents were padded, and so is what would be measured.")
         # Here and not before, so that gradients count to the memory of the step that made them.
         self.model.zero_grad()

@@ -127,7 +127,7 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
         return collator(make_rows(options.batch, options.negatives, options.loss, draw, options.mean_tokens))
     import torch
 
-    from pylate_fastmaxsim.integrations.encoding.plans import TOKEN_TOTAL
+    from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
 
     batch = collator(make_rows(options.tile, options.negatives, options.loss, draw, options.mean_tokens))
     copies = -(-options.batch // options.tile)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
-from pylate_fastmaxsim.integrations.encoding.plans import Documents
 from pylate_fastmaxsim.integrations.models.encoders import positions, takes_token_types
 
 

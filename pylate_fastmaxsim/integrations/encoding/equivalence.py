@@ -15,20 +15,14 @@ from torch.nn.utils import parametrize
 
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, rows_of
 from pylate_fastmaxsim.integrations.encoding.calls import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.encoding.joint import joint_call
 from pylate_fastmaxsim.integrations.encoding.mask_changes import changed, masks_of
 from pylate_fastmaxsim.integrations.encoding.mode_cache import holds_up_to
-from pylate_fastmaxsim.integrations.encoding.plans import (
-    Documents,
-    EncodingPlan,
-    grouped_plan,
-    nothing_skipped,
-    packed_plan,
-    rows_of,
-    without_total,
-)
+from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, nothing_skipped, packed_plan
 from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
+from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.encoders import (
     encoder_of,
     inputs_of,

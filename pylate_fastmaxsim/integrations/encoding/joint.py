@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.attention import packed_mask, packed_mask_with_keys
-from pylate_fastmaxsim.integrations.encoding.plans import attended_tokens
+from pylate_fastmaxsim.integrations.encoding.batch import attended_tokens
 from pylate_fastmaxsim.integrations.models.encoders import positions
 
 

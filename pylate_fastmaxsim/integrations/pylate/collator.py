@@ -8,7 +8,8 @@ from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.encoding.plans import attach_token_counts, has_gaps, total_to_leave
+from pylate_fastmaxsim.integrations.encoding.batch import has_gaps
+from pylate_fastmaxsim.integrations.encoding.token_counts import attach_token_counts, total_to_leave
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 

@@ -26,7 +26,7 @@ from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changes_masks, settle
-from pylate_fastmaxsim.integrations.encoding.plans import without_total
+from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, no_grad_sync, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options

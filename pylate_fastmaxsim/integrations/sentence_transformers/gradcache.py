@@ -23,8 +23,8 @@ from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorM
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
-from pylate_fastmaxsim.integrations.encoding.plans import Documents
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.options import current_options

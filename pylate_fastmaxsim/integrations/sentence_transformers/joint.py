@@ -23,8 +23,8 @@ from sentence_transformers.multi_vector_encoder.losses import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_fastmaxsim.integrations.encoding.encode import MOST_TOKENS_BESIDE_QUERIES
-from pylate_fastmaxsim.integrations.encoding.plans import Documents, padded_again
+from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
+from pylate_fastmaxsim.integrations.encoding.modes import MOST_TOKENS_BESIDE_QUERIES
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, hooks_change_nothing
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping

@@ -25,8 +25,9 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import plans as encoding_plans
-from pylate_fastmaxsim.integrations.encoding.plans import Documents
+from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
+from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 
 
 def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
@@ -47,7 +48,7 @@ def tokens_of(batch):
 def padded_tokens(model, batch):
     """The same from stock."""
     masks = losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
-    outputs = [model(encoding_plans.without_total(column))["token_embeddings"] for column in batch[1:]]
+    outputs = [model(without_total(column))["token_embeddings"] for column in batch[1:]]
     return [
         rows[live] for output, mask in zip(outputs, masks, strict=True) for rows, live in zip(output, mask, strict=True)
     ]
@@ -61,7 +62,7 @@ def assert_encodes_as_stock(model, batch, tolerance: float = 1e-10):
 
 
 def mode_of(model) -> set[str]:
-    return set(encoding_encode._modes[model].values())
+    return set(modes.chosen[model].values())
 
 
 def calls_of(model, action) -> list[dict]:
@@ -147,7 +148,7 @@ def test_deciding_leaves_no_trace(encoder, mode):
     training = {name: module.training for name, module in model.named_modules()}
     random_state = torch.get_rng_state()
     pylate_fastmaxsim.enable()
-    encoding_encode.mode_for(model, batch_of(model)[1:], None)
+    modes.mode_for(model, batch_of(model)[1:], None)
     assert mode_of(model) == {mode}
     assert training == {name: module.training for name, module in model.named_modules()}
     assert torch.equal(random_state, torch.get_rng_state())
@@ -163,10 +164,10 @@ def test_attention_that_cannot_drop_is_not_packed_in_training(encoder, monkeypat
     monkeypatch.setattr(encoding_attention, "variable_length_attention", undropped)
     model = load_model(encoder("bert", attention_probs_dropout_prob=0.2))
     pylate_fastmaxsim.enable()
-    encoding_encode.mode_for(model, batch_of(model)[1:], None)
+    modes.mode_for(model, batch_of(model)[1:], None)
     assert mode_of(model) == {"grouped"}
     model.eval()
-    assert encoding_encode.mode_for(model, batch_of(model)[1:], None) == "packed"
+    assert modes.mode_for(model, batch_of(model)[1:], None) == "packed"
 
 
 def test_dropout_reaches_packed_attention(encoder, monkeypatch):
@@ -220,25 +221,25 @@ def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
     model.float()
     pylate_fastmaxsim.enable()
     columns = batch_of(model)[1:]
-    assert encoding_encode.mode_for(model, columns, None) == "grouped"
+    assert modes.mode_for(model, columns, None) == "grouped"
     with torch.autocast("cpu", torch.bfloat16):
-        assert encoding_encode.mode_for(model, columns, None) == "packed"
+        assert modes.mode_for(model, columns, None) == "packed"
 
     # What accelerate does.
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
-    assert encoding_encode.mode_for(model, columns, None) == "packed"
+    assert modes.mode_for(model, columns, None) == "packed"
 
 
 def test_it_is_decided_anew_when_the_dtype_of_the_parameters_changes(model, monkeypatch):
     monkeypatch.setattr(encoding_attention, "variable_length_attention", half_only)
     pylate_fastmaxsim.enable()
     columns = batch_of(model)[1:]
-    modes = []
+    found = []
     for dtype in (torch.bfloat16, torch.float64, torch.bfloat16):
         model.to(dtype)
         encode(model, [{}, *columns])
-        modes.append(encoding_encode.mode_for(model, columns, None))
-    assert modes == ["packed", "grouped", "packed"]
+        found.append(modes.mode_for(model, columns, None))
+    assert found == ["packed", "grouped", "packed"]
 
 
 def test_it_is_decided_anew_when_the_attention_changes(encoder, packed):
@@ -258,7 +259,7 @@ def test_release_puts_everything_back(model, packed):
         encode(model, batch_of(model))
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not before["sdpa"]
     assert dict(ALL_ATTENTION_FUNCTIONS._global_mapping) == before
-    assert len(encoding_encode._modes) == 0
+    assert len(modes.chosen) == 0
 
 
 def test_release_does_not_wait_for_the_garbage_collector(model, packed):
@@ -391,7 +392,7 @@ def test_texts_that_are_dictionaries(encoder, mode, loss_class, padding_free):
     pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
     for _ in range(2):
         torch.testing.assert_close(loss_function(texts_with_keys(model)), expected)
-    assert all(decided for joins in encoding_encode._joint.values() for decided in joins.values())
+    assert all(decided for joins in modes.joined.values() for decided in joins.values())
 
 
 def test_texts_that_are_dictionaries_in_a_compiled_model(model, mode):

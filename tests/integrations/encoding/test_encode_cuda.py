@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 
 pytestmark = pytest.mark.cuda
@@ -201,7 +202,7 @@ def test_loss_and_gradients_are_as_exact_as_stock(small, stock, dtype, family, l
     with pylate_fastmaxsim.enabled(stock_masking=True):
         ours = _losses(model, [batch], loss_class, autocast=dtype, **options)
         joint = loss_class is losses.Contrastive and family in ("wide modernbert", "bert")
-        assert (set(encoding_encode._joint.get(model, {}).values()) == {True}) == joint
+        assert (set(modes.joined.get(model, {}).values()) == {True}) == joint
     _assert_as_exact(ours, expected)
 
 
@@ -221,7 +222,7 @@ def test_a_small_batch_of_what_is_grouped_is_one_call(small):
     batch = _batch(model)
     with torch.autocast("cuda", torch.bfloat16):
         plan = encoding_encode.plan_documents(model, batch[1:], model.skiplist)
-    assert set(encoding_encode._modes[model].values()) == {"grouped"}
+    assert set(modes.chosen[model].values()) == {"grouped"}
     assert len(plan.calls) == 1
 
 
@@ -351,7 +352,7 @@ def test_rows_of_everything_in_a_column_are_divided(small, stock, divide):
     assert "token_total" in _batch(model)[1]
     ours = _losses(model, parts())
     _assert_as_exact(ours, expected)
-    assert set(encoding_encode._modes[model].values()) == {"packed"}
+    assert set(modes.chosen[model].values()) == {"packed"}
 
 
 def test_a_mask_changed_behind_its_collator_is_noticed(small):
@@ -371,4 +372,4 @@ def test_a_mask_changed_behind_its_collator_is_noticed(small):
                 loss_function(columns, None)
                 torch.cuda.synchronize()
         loss_function(batch, None)
-    assert next(iter(encoding_encode._modes[model].values())) == "packed"
+    assert next(iter(modes.chosen[model].values())) == "packed"

@@ -20,8 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import equivalence, mask_changes, mode_cache
+from pylate_fastmaxsim.integrations.encoding import equivalence, mask_changes, mode_cache, modes
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, unwrap
 
 RANKS = 2
@@ -62,9 +61,9 @@ def _compare(
             step()
             core[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(args[0]["input_ids"].numel())))
             ours = step()
-            assert set(encoding_encode._modes[core].values()) == {"packed" if packed else "grouped"}
+            assert set(modes.chosen[core].values()) == {"packed" if packed else "grouped"}
             if packed and loss_class is losses.Contrastive:
-                assert set(encoding_encode._joint[core].values()) == {True} and len(calls) == 1
+                assert set(modes.joined[core].values()) == {True} and len(calls) == 1
         assert ours[0] == pytest.approx(stock[0], rel=tolerance)
         largest = max(gradient.abs().max() for gradient in stock[1].values())
         for name, gradient in stock[1].items():
@@ -89,7 +88,7 @@ def _disagreeing(folder: str) -> None:
         encoding_attention.variable_length_attention = attend_to_own_document
     pylate_fastmaxsim.enable()
     losses.Contrastive(DistributedDataParallel(core))(_batch(core, dist.get_rank())).backward()
-    assert set(encoding_encode._modes[core].values()) == {"grouped"}
+    assert set(modes.chosen[core].values()) == {"grouped"}
 
 
 def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
@@ -103,7 +102,7 @@ def _one_finds_a_difference(wrap: Callable) -> Callable[[str], None]:
         wrapped = wrap(core)
         with patch.object(equivalence, "_TOLERANCE", tolerance):
             losses.Contrastive(wrapped)(_batch(core, dist.get_rank())).backward()
-        assert set(encoding_encode._modes[unwrap(wrapped)].values()) == {"padded"}
+        assert set(modes.chosen[unwrap(wrapped)].values()) == {"padded"}
 
     return run
 
@@ -166,7 +165,7 @@ def _hook_on_one_rank(wrap: Callable) -> Callable[[str], None]:
         loss = loss_function([dict(column) for column in batch])
         loss.backward()
         assert loss.item() == pytest.approx(stock, rel=1e-8)
-        assert set(encoding_encode._modes[unwrap(wrapped)].values()) == {"padded"}
+        assert set(modes.chosen[unwrap(wrapped)].values()) == {"padded"}
 
     return run
 

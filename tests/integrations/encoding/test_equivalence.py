@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 
 
 def test_a_cpu_is_no_reason_to_warn(model, caplog):
@@ -156,11 +156,11 @@ def test_what_an_encoder_makes_of_padding_is_looked_at_before_there_is_any(encod
 @pytest.mark.parametrize("family", ["longrope", "dynamic rope"])
 def test_rotary_positions_that_the_longest_text_of_a_call_scales(encoder, mode, family):
     pylate_fastmaxsim.enable()
-    for length, modes in ((32, {"padded"}), (16, {mode})):
+    for length, expected in ((32, {"padded"}), (16, {mode})):
         model = load_model(encoder(family), document_length=length).double()
         for words in (13, 2):
             assert_encodes_as_stock(model, features(model, texts_of(2), texts_of(words)))
-        assert mode_of(model) == modes
+        assert mode_of(model) == expected
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
@@ -293,13 +293,13 @@ def test_a_limit_between_the_first_batch_and_the_widest(model, monkeypatch):
 def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
     _refuse_beyond(16, monkeypatch)
     pylate_fastmaxsim.enable()
-    modes = []
+    found = []
     for width in (16, 64, 16):
         model.document_length = width
         batch = features(model, texts_of(2), texts_of(60))
         assert_encodes_as_stock(model, batch)
-        modes.append(encoding_encode.mode_for(model, batch[1:], None))
-    assert modes == ["packed", "grouped", "packed"]
+        found.append(modes.mode_for(model, batch[1:], None))
+    assert found == ["packed", "grouped", "packed"]
 
 
 def test_a_backward_that_is_still_to_come(encoder, mode):
@@ -321,7 +321,7 @@ def test_every_width_takes_as_many_calls(encoder, packed):
         model = load_model(encoder("bert"), document_length=width)
         made = []
         model[0].register_forward_pre_hook(looking(lambda _module, _args: made.append(None)))
-        encoding_encode.mode_for(model, batch_of(model)[1:], None)
+        modes.mode_for(model, batch_of(model)[1:], None)
         return len(made)
 
     pylate_fastmaxsim.enable()

@@ -15,8 +15,7 @@ from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import mode_cache
+from pylate_fastmaxsim.integrations.encoding import mode_cache, modes
 
 
 class _Normalised(Behind):
@@ -53,7 +52,7 @@ def state_of(model):
 
 def assert_deciding_changes_nothing(model, columns):
     buffers, plain = state_of(model)
-    mode = encoding_encode.mode_for(model, columns, None)
+    mode = modes.mode_for(model, columns, None)
     torch.testing.assert_close(state_of(model)[0], buffers, rtol=0, atol=0)
     assert state_of(model)[1] == plain
     return mode
@@ -88,14 +87,14 @@ def test_statistics_behind_an_encoder_that_is_not_in_training(model, mode):
 def test_another_encoder_is_decided_about_anew_and_what_is_gone_is_forgotten(model, mode, encoder):
     pylate_fastmaxsim.enable()
     batch = batch_of(model)
-    assert encoding_encode.mode_for(model, batch[1:], None) == mode
+    assert modes.mode_for(model, batch[1:], None) == mode
     model[0].auto_model = load_model(encoder("fnet")).to(model.dtype)[0].auto_model
-    assert encoding_encode.mode_for(model, batch[1:], None) == "padded"
+    assert modes.mode_for(model, batch[1:], None) == "padded"
     for _ in range(3):
         model[1] = Behind(model[1].dense if isinstance(model[1], Behind) else model[1])
-        encoding_encode.mode_for(model, batch[1:], None)
+        modes.mode_for(model, batch[1:], None)
         gc.collect()
-    assert len(encoding_encode._modes[model]) <= 3
+    assert len(modes.chosen[model]) <= 3
 
 
 def test_a_module_at_the_address_of_one_that_is_gone_is_another(model):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import mode_cache
+from pylate_fastmaxsim.integrations.encoding import mode_cache, modes
 
 WIDE = {"local_attention": 24}  # of ModernBERT: local layers see 12 tokens to each side, all of a query of 12
 EXPANDED = {}
@@ -47,7 +47,7 @@ def calls_of(model, action) -> int:
 
 
 def joins(model) -> set[bool]:
-    return set(encoding_encode._joint[model].values())
+    return set(modes.joined[model].values())
 
 
 def assert_as_stock(model, batch, *args):
@@ -83,7 +83,7 @@ def test_beside_many_documents_queries_have_a_call_of_their_own(encoder, packed,
     tokens = sum(int(column["attention_mask"].sum()) for column in many[1:])
     for most, together in ((tokens - 1, False), (tokens, True)):
         encoding_encode.release()
-        monkeypatch.setattr(encoding_encode, "MOST_TOKENS_BESIDE_QUERIES", most)
+        monkeypatch.setattr(modes, "MOST_TOKENS_BESIDE_QUERIES", most)
         with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
             assert_as_stock(model, many)
         # The first batch decides for all.
@@ -108,7 +108,7 @@ def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder
     model = load_model(encoder(family, **changes)).double()
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
         assert_as_stock(model, batch_of(model))
-    assert joins(model) == {False} and set(encoding_encode._modes[model].values()) == {"packed"}
+    assert joins(model) == {False} and set(modes.chosen[model].values()) == {"packed"}
     assert calls_of(model, partial(step, model, batch_of(model))) == 2
     (said,) = [record for record in caplog.records if "in a call of their own" in record.message]
     assert said.levelno == logging.WARNING and "have to see the same tokens as all others" in said.message
@@ -171,7 +171,7 @@ def test_queries_that_grow_beyond_a_window_of_attention_have_a_call_of_their_own
 def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, packed, monkeypatch):
     model = load(encoder)
     batch = batch_of(model)
-    monkeypatch.setattr(encoding_encode, "group_in_step", lambda *_, **__: True)
+    monkeypatch.setattr(modes, "group_in_step", lambda *_, **__: True)
     monkeypatch.setattr(mode_cache, "_on_all_ranks", lambda here, **_: here)
     assert_as_stock(model, batch)
     assert joins(model) == {True}

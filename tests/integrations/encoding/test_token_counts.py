@@ -10,7 +10,7 @@ from test_pylate_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import token_counts
-from pylate_fastmaxsim.integrations.encoding.plans import attended_index
+from pylate_fastmaxsim.integrations.encoding.batch import attended_index
 
 
 def reordered(column, order):

@@ -29,7 +29,7 @@ from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.pylate import fused_head
 
 RANKS = 2
@@ -99,9 +99,9 @@ def _compare(
         heard = patch.object(fused_head, "log_once", lambda message, *values, about: said.append(message % values))
         with pylate_fastmaxsim.enabled(stock_masking=True), heard:
             losses_of_ours, ours, core = _trained(folder, stage, loss_class, checkpointing, options)
-            assert set(encoding_encode._modes[core].values()) == {"packed" if packed else "grouped"}
+            assert set(modes.chosen[core].values()) == {"packed" if packed else "grouped"}
             if packed and loss_class is losses.Contrastive:
-                assert set(encoding_encode._joint[core].values()) == {True}
+                assert set(modes.joined[core].values()) == {True}
         assert losses_of_ours == pytest.approx(losses_of_stock, rel=1e-5)
         moved = max((stock[name] - begun[name]).abs().max() for name in stock)
         assert moved > 1e-4

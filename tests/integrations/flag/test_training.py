@@ -15,9 +15,8 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from transformers import Trainer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding import plans as encoding_plans
-from pylate_fastmaxsim.integrations.encoding.plans import Documents
+from pylate_fastmaxsim.integrations.encoding import modes, token_counts
+from pylate_fastmaxsim.integrations.encoding.batch import Documents
 
 ROWS, BATCH = 24, 6
 
@@ -89,7 +88,7 @@ def test_loss_curves(encoder, mode, tmp_path, loss_class, options, data, monkeyp
     from_columns = Documents.from_columns.__func__
 
     def recording(cls, columns):
-        searches.append([encoding_plans._left(column) is None for column in columns])
+        searches.append([token_counts.known_total(column) is None for column in columns])
         return from_columns(cls, columns)
 
     def curve(**arguments):
@@ -107,7 +106,7 @@ def test_loss_curves(encoder, mode, tmp_path, loss_class, options, data, monkeyp
     # Workers found the tokens of every batch; only the documents of the trial, in training and in evaluation, were
     # searched: as they are, as often as makes a long row, and once more with queries.
     joint = mode == "packed" and loss_class is not losses.CachedContrastive
-    assert [set(found.values()) for found in encoding_encode._joint.values()] == [{True}] * joint
+    assert [set(found.values()) for found in modes.joined.values()] == [{True}] * joint
     assert sum(any(missing) for missing in searches) == (6 if joint else 4)
 
 
@@ -255,7 +254,7 @@ def test_enabled_between_building_and_training(encoder, packed, tmp_path):
     model, loss = built()
     pylate_fastmaxsim.enable(stock_masking=True)
     assert train(model, loss, _pairs(), tmp_path) == pytest.approx(stock, rel=2e-3)
-    assert set(encoding_encode._modes[model].values()) == {"packed"}
+    assert set(modes.chosen[model].values()) == {"packed"}
 
 
 @pytest.mark.parametrize("by_the_trainer", [True, False], ids=["torch_compile=True", "model.compile()"])
@@ -274,7 +273,7 @@ def test_compiled_model(encoder, packed, tmp_path, by_the_trainer):
     model, ours = curve(True, **arguments)
     torch._dynamo.reset()
     assert ours == pytest.approx(stock, rel=2e-3)
-    assert set(encoding_encode._modes[model].values()) == {"packed"}
+    assert set(modes.chosen[model].values()) == {"packed"}
 
 
 def test_a_checkpoint_is_an_ordinary_model(encoder, packed, tmp_path):

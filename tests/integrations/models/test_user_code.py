@@ -16,7 +16,7 @@ from transformers.models.bert.modeling_bert import BertLayer, BertOutput
 from user_modules import ADDED, Leaving, Tokenwise, output_of_last_layer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding.plans import without_total
+from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.models.user_code import own_code
 
 ADVICE = 'and may not treat each text by itself (if it does, switch on with padding_free="always")'

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.pylate import fused_head
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
@@ -77,9 +77,9 @@ def _compare(
             with pylate_fastmaxsim.enabled(stock_masking=True):
                 step(wrapped)
                 ours = step(wrapped)
-                assert set(encoding_encode._modes[unwrap(wrapped)].values()) == {"packed" if packed else "grouped"}
+                assert set(modes.chosen[unwrap(wrapped)].values()) == {"packed" if packed else "grouped"}
                 if packed and loss_class is losses.Contrastive:
-                    assert set(encoding_encode._joint[unwrap(wrapped)].values()) == {True}
+                    assert set(modes.joined[unwrap(wrapped)].values()) == {True}
         finally:
             fused_head.project_normalize, fused_head.log_once = originals
         assert set(projected) == {(16, 32)}

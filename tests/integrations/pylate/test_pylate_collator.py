@@ -12,13 +12,13 @@ from test_encode import assert_encodes_as_stock, batch_of, encode, mode_of
 from torch import nn
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.plans import TOKEN_TOTAL
+from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
 
 
 def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
     pylate_fastmaxsim.enable()
-    encoding_encode.mode_for(model, batch_of(model)[1:], None)
+    modes.mode_for(model, batch_of(model)[1:], None)
     batch = batch_of(model)
     assert_encodes_as_stock(model, batch)
     no_search()

@@ -14,7 +14,7 @@ from test_pylate_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import _winners
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.integrations.pylate import normalize
 from pylate_fastmaxsim.ops.maxsim import maxsim
@@ -165,6 +165,4 @@ def test_unit_is_what_normalising_in_float32_and_rounding_gives(dtype, monkeypat
 def test_packing_is_what_the_matrix_measures(model, packed):
     pylate_fastmaxsim.enable()
     losses.Contrastive(model)(batch_of(model))
-    assert set(encoding_encode._modes[model].values()) == {"packed"} and set(
-        encoding_encode._joint[model].values()
-    ) == {True}
+    assert set(modes.chosen[model].values()) == {"packed"} and set(modes.joined[model].values()) == {True}

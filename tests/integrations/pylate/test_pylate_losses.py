@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 
@@ -45,7 +45,7 @@ def assert_equal(ours, stock, tolerance: float = 1e-10):
 
 
 def mode_of(model) -> str:
-    return next(iter(encoding_encode._modes[unwrap(model)].values()))
+    return next(iter(modes.chosen[unwrap(model)].values()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,8 +30,8 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import hosts
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import mode_cache
+from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
 from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
 from pylate_fastmaxsim.integrations.sentence_transformers import xtr as sentence_transformers_xtr
@@ -94,7 +94,7 @@ def assert_equal(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
 
 
 def modes(model: MultiVectorEncoder) -> set[str]:
-    return set(encoding_encode._modes.get(model[0], {}).values())
+    return set(encoding_modes.chosen.get(model[0], {}).values())
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_wider_batches_are_decided_about_and_narrower_ones_are_not(model, packed
     widths = []
     for longest in (30, 4, 12, 40):
         model(model.preprocess(sentences(4, longest), task="document"), task="document")
-        widths.append(len(encoding_encode._modes[model[0]]))
+        widths.append(len(encoding_modes.chosen[model[0]]))
     assert widths[0] == widths[1] == widths[2]
 
 

@@ -21,7 +21,7 @@ from sharding import data_parallel, flat_sharded, fully_sharded
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 
 RANKS = 2
 
@@ -57,7 +57,7 @@ def _compare(
         with pylate_fastmaxsim.enabled():
             step()
             ours = step()
-            found = set(encoding_encode._modes.get(transformer, {}).values()) or {"padded"}
+            found = set(modes.chosen.get(transformer, {}).values()) or {"padded"}
         assert found == {mode if packs[dist.get_rank()] else "grouped"}
         assert ours[0] == pytest.approx(stock[0], rel=2e-6)
         largest = max(gradient.abs().max() for gradient in stock[1].values())

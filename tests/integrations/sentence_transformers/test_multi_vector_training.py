@@ -21,7 +21,7 @@ from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorTri
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor
-from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding import modes
 
 README = ROOT / "README.md"
 ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
@@ -67,7 +67,7 @@ def test_training_is_that_of_stock(encoder, mode, tmp_path):
     pylate_fastmaxsim.enable()
     ours, model = train(path, tmp_path / "fast")
     assert ours == pytest.approx(stock, rel=1e-4)
-    assert set(encoding_encode._modes[model[0]].values()) == {mode}
+    assert set(modes.chosen[model[0]].values()) == {mode}
     model.save_pretrained(str(tmp_path / "saved"))
     expected = model.encode_document(ROWS["positive"][:2])
     pylate_fastmaxsim.disable()
@@ -82,7 +82,7 @@ def test_mixed_precision(encoder, packed, tmp_path):
     pylate_fastmaxsim.enable()
     ours, model = train(path, tmp_path / "fast", bf16=True)
     assert ours == pytest.approx(stock, rel=0.02)
-    assert set(encoding_encode._modes[model[0]].values()) == {"packed"}
+    assert set(modes.chosen[model[0]].values()) == {"packed"}
 
 
 def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
@@ -98,7 +98,7 @@ def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
     names: dict = {}
     exec(script, names)
     assert names["trainer"].state.global_step == 1
-    assert set(encoding_encode._modes[names["model"][0]].values()) == {"packed"}
+    assert set(modes.chosen[names["model"][0]].values()) == {"packed"}
 
 
 def test_a_script_that_is_not_edited(tmp_path):
