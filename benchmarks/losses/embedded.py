@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
 from pylate_fastmaxsim.integrations.encoding import modes
-from pylate_fastmaxsim.integrations.encoding.token_counts import total_to_leave
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts
 from pylate_fastmaxsim.integrations.options import current_options
 
 QUERY_LENGTH = 32
@@ -105,7 +105,7 @@ def make_features(
         ids = torch.randint(VOCABULARY, (len(lengths), length), generator=generator, device=device)
         model.lookup.known.add(ids.untyped_storage().data_ptr())
         live = torch.arange(length, device=device) < torch.tensor(lengths, device=device)[:, None]
-        return {"input_ids": ids, "attention_mask": live.long(), **total_to_leave(live)}
+        return {"input_ids": ids, "attention_mask": live.long(), TOKEN_TOTAL: TokenCounts.of(live)}
 
     def documents(count: int) -> dict[str, Tensor]:
         drawn = (log_normal(MEAN_TOKENS, draw) for _ in range(count))

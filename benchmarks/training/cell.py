@@ -127,8 +127,6 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
         return collator(make_rows(options.batch, options.negatives, options.loss, draw, options.mean_tokens))
     import torch
 
-    from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
-
     batch = collator(make_rows(options.tile, options.negatives, options.loss, draw, options.mean_tokens))
     copies = -(-options.batch // options.tile)
 
@@ -136,11 +134,7 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
         # A column of distillation has several documents a row.
         return value.repeat(copies, 1)[: len(value) // options.tile * options.batch]
 
-    return {
-        key: tiled(value) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-        if not key.endswith(TOKEN_TOTAL)  # of the tile; the loss counts those of the batch
-    }
+    return {key: tiled(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def collect_features(batch: dict) -> tuple:

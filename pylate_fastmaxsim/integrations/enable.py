@@ -72,10 +72,10 @@ def enable(
         to treat each text by itself. Not in colpali-engine. In a MultiVectorEncoder each call of the encoder leaves out
         its own padding, and what is behind the encoder is given a padded batch as ever, with the state of a token in
         place of padding. A loss of your own has to mask that, as those of Sentence Transformers do. PyLate's collator
-        adds ``token_total`` to every column, from which the host knows how many tokens it has. Its rows may be split,
-        picked and reordered with those of the column. The trainer takes it out before a loss sees the columns. In a
-        loop of your own, code that joins columns or changes masks has to leave it out: to join it is an error of
-        PyTorch's, and after a changed mask a later batch raises a ValueError on a GPU.
+        adds ``token_total`` to every column, the number of tokens of each text, which stays on the CPU. Its rows may be
+        split, picked, reordered and joined with those of the column. The trainer takes it out before a loss sees the
+        columns. In a loop of your own, code that changes a mask has to remove it; otherwise a later batch raises a
+        ValueError on a GPU.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. Not in colpali-engine.

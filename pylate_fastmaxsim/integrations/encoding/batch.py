@@ -125,7 +125,7 @@ def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor
     >>> column = {"input_ids": mask, "attention_mask": mask}
     >>> attended_tokens([column], mask)
     (tensor([0, 1, 3]), tensor([0, 2, 3], dtype=torch.int32), False)
-    >>> attended_tokens([{**column, **token_counts.total_to_leave(mask)}], mask)[2]
+    >>> attended_tokens([{**column, "token_total": token_counts.TokenCounts.of(mask)}], mask)[2]
     True
     """
     totals = [known_total(column) for column in columns]

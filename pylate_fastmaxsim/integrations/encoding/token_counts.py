@@ -1,4 +1,4 @@
-"""Whether what the collator left with a batch still fits its masks, which a GPU is asked without waiting for it."""
+"""How many tokens each text of a column has, counted by PyLate's collator, so that nobody waits for the GPU to count."""
 
 from __future__ import annotations
 
@@ -8,89 +8,116 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
 
-# What the patched collator adds to a column.
+# Behind the name of a column: the key of its counts in a batch.
 TOKEN_TOTAL = "token_total"
 
-
-class _Answer(NamedTuple):
-    matches: Tensor  # on the host
-    there: torch.cuda.Event
+# What moves a batch to a GPU leaves counts where they are.
+_MOVES = {Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory}
 
 
-_asked: deque[_Answer] = deque()
+class TokenCounts(Tensor):
+    """Attended tokens of each text, and the width of its mask: ``[N, 2]``, int64, always on the CPU.
 
-
-def total_to_leave(attention_mask: Tensor) -> dict[str, Tensor]:
-    """What the collator leaves with a column ``[N, L]``: how many of its tokens are attended to.
+    A tensor with a row for each text, because trainers treat every value of a batch as one. Whoever splits, picks,
+    reorders or joins the rows of everything in a column does so with its counts, and they stay right. Indices on a GPU
+    are copied to the CPU for that, which waits for the GPU.
 
     Examples
     --------
-    >>> total_to_leave(torch.tensor([[1, 1, 0], [1, 0, 0]]))["token_total"].shape
-    torch.Size([2, 3, 0, 5, 3])
+    >>> counts = TokenCounts.of(torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    >>> counts.tolist(), counts.to("meta").device
+    ([[2, 3], [1, 3]], device(type='cpu'))
+    >>> torch.cat([counts[1:], counts]).tolist()
+    [[1, 3], [2, 3], [1, 3]]
     """
-    # The host knows shapes, and would have to wait for what a tensor on a device holds. So the number is the last size
-    # of a tensor without elements. It has the rows of its column: whoever splits, picks or reorders the rows of
-    # everything does so with it. And whoever cuts it or the column, by rows (a loss in mini-batches, accelerate when it
-    # dispatches) or by columns (whoever trims a batch to its longest text), leaves other rows and columns than the sum
-    # that is its last but one size.
-    count, width = attention_mask.shape
-    total = int((attention_mask != 0).sum())
-    return {TOKEN_TOTAL: torch.empty(count, width, 0, count + width, total, dtype=torch.bool)}
+
+    @classmethod
+    def of(cls, attention_mask: Tensor) -> TokenCounts:
+        """Count the tokens of a mask ``[N, L]``, which is on the CPU."""
+        attended = (attention_mask != 0).sum(dim=1)
+        return torch.stack([attended, torch.full_like(attended, attention_mask.shape[1])], dim=1).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _MOVES:
+            return args[0]
+        args, kwargs = _pytree.tree_map_only(Tensor, _on_cpu, (args, kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> TokenCounts:
+        return self.clone()
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, TokenCounts) else tensor.cpu()
 
 
 def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch without what the collator left, which the masks then carry: for as long as nobody makes others of them.
+    """The batch as stock PyLate's collator makes it. Its masks carry the counts, until somebody makes others of them.
 
     Examples
     --------
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    >>> left = {f"query_{part}": value for part, value in total_to_leave(mask).items()}
-    >>> batch = attach_token_counts({"query_input_ids": mask, "query_attention_mask": mask, **left})
+    >>> batch = {"query_input_ids": mask, "query_attention_mask": mask, "query_token_total": TokenCounts.of(mask)}
+    >>> batch = attach_token_counts(batch)
     >>> sorted(batch), known_total({"input_ids": mask, "attention_mask": batch["query_attention_mask"]})
     (['query_attention_mask', 'query_input_ids'], 3)
     """
-    left = set()
+    attached = set()
     for key, mask in batch.items():
-        if key.endswith("_attention_mask"):
-            name = key.removesuffix("attention_mask") + TOKEN_TOTAL
-            if name in batch:
-                mask.fastmaxsim_total = batch[name], writes_to(mask)
-                left.add(name)
-    if left:
-        # Of the type that it has, which somebody's own compute_loss may know.
-        batch = copy(batch)
-        for key in left:
-            del batch[key]
+        counts = key.removesuffix("attention_mask") + TOKEN_TOTAL
+        if key.endswith("_attention_mask") and counts in batch:
+            mask.fastmaxsim_counts = batch[counts], writes_to(mask)
+            attached.add(counts)
+    if not attached:
+        return batch
+    # A copy has the type of the batch, which a compute_loss of the user's may know.
+    batch = copy(batch)
+    for key in attached:
+        del batch[key]
     return batch
 
 
 def without_total(features: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Features as stock PyLate's collator makes them."""
+    """A column as stock PyLate's collator makes it."""
     return {key: value for key, value in features.items() if key != TOKEN_TOTAL}
 
 
 def known_total(column: dict[str, Tensor]) -> int | None:
-    """How many tokens are attended to, if the collator left it, and the column has its shape since.
+    """How many tokens of a column are attended to, if it has counts that fit its mask; else None.
 
-    On a CPU, where it costs nothing to look, also if the mask has so many since.
+    On a GPU only shapes are compared. :func:`verify_async` has it check the rest.
     """
-    left, mask = column.get(TOKEN_TOTAL), column["attention_mask"]
-    if left is None:
-        left, writes = getattr(mask, "fastmaxsim_total", (None, 0))
-        if left is None or writes != writes_to(mask):
+    mask = column["attention_mask"]
+    counts = column.get(TOKEN_TOTAL)
+    if counts is None:
+        counts, writes = getattr(mask, "fastmaxsim_counts", (None, 0))
+        if writes != writes_to(mask):
             return None
-    count, width = mask.shape
-    total = left.shape[-1]
-    if column["input_ids"].shape != mask.shape or left.shape != (count, width, 0, count + width, total):
+    # DataParallel, and accelerate where it dispatches batches, make ordinary tensors of counts.
+    if not isinstance(counts, TokenCounts) or counts.dtype != torch.int64 or counts.shape != (len(mask), 2):
         return None
+    attended, widths = counts.t().tolist()
+    if column["input_ids"].shape != mask.shape or any(width != mask.shape[1] for width in widths):
+        return None
+    total = sum(attended)
     return total if mask.device.type != "cpu" or matches(mask, total) else None
 
 
+class _Answer(NamedTuple):
+    matches: Tensor  # on the host
+    ready: torch.cuda.Event
+
+
+_answers: deque[_Answer] = deque()
+
+
 def matches(attention_mask: Tensor, total: int) -> Tensor:
-    """Whether a mask ``[N, L]`` attends to so many tokens, with no gaps between them, as a tensor on its device.
+    """Whether a mask ``[N, L]`` attends to ``total`` tokens and has no gaps: a bool tensor on its device.
 
     Examples
     --------
@@ -102,32 +129,32 @@ def matches(attention_mask: Tensor, total: int) -> Tensor:
 
 
 def verify_async(attention_mask: Tensor, total: int) -> None:
-    """Have a GPU look whether a batch fits. What it says is heard when it has said it and a later batch is asked about.
+    """Check asynchronously that a count of tokens matches the mask. A later call raises if it does not.
 
     Raises
     ------
     ValueError
-        An earlier batch did not fit.
+        The count of an earlier batch did not match.
     """
     if attention_mask.is_cuda:
         _poll(matches(attention_mask, total))
 
 
 def _poll(answer: Tensor) -> None:
-    while _asked and _asked[0].there.query():
-        if not _asked.popleft().matches:
+    while _answers and _answers[0].ready.query():
+        if not _answers.popleft().matches:
             reset()
             raise ValueError(
-                "The masks of an earlier batch were changed after their collator, which had left with them how many tokens "
-                "they have, so that losses since then are wrong: leave token_total out of the columns that you change, "
-                "or train with enable(padding_free=False)."
+                "An attention_mask of an earlier batch was changed after PyLate's collator, which had counted its tokens "
+                "(pylate_fastmaxsim adds them to a column as token_total). Losses since then are wrong. Remove "
+                "token_total from columns whose masks you change, or train with enable(padding_free=False)."
             )
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(answer, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(answer.device))
-    _asked.append(_Answer(host, there))
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(answer.device))
+    _answers.append(_Answer(host, ready))
 
 
 def reset() -> None:
-    """Look at no answer that is still to come."""
-    _asked.clear()
+    """Forget the checks that are still running."""
+    _answers.clear()

@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
 from pylate_fastmaxsim.integrations.encoding.batch import has_gaps
-from pylate_fastmaxsim.integrations.encoding.token_counts import attach_token_counts, total_to_leave
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, attach_token_counts
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 
@@ -39,10 +39,9 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     if type(self).__call__ is not collate:
         return batch
     for key in [key for key in batch if key.endswith(_MASK)]:
-        column = key.removesuffix(_MASK)
-        # What cannot be packed is left for packing to find.
+        # A mask with gaps cannot be packed, and is found without counts.
         if not has_gaps(batch[key]):
-            batch |= {f"{column}_{part}": value for part, value in total_to_leave(batch[key]).items()}
+            batch[f"{key.removesuffix(_MASK)}_{TOKEN_TOTAL}"] = TokenCounts.of(batch[key])
     return batch
 
 

@@ -14,6 +14,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
+from pylate_fastmaxsim.integrations.encoding.token_counts import known_total
 
 pytestmark = pytest.mark.cuda
 
@@ -373,3 +374,12 @@ def test_a_mask_changed_behind_its_collator_is_noticed(small):
                 torch.cuda.synchronize()
         loss_function(batch, None)
     assert next(iter(modes.chosen[model].values())) == "packed"
+
+
+def test_rows_that_a_gpu_picks_keep_their_counts(encoder):
+    model = load_model(encoder("modernbert"), device="cuda")
+    pylate_fastmaxsim.enable()
+    rows = torch.tensor([1, 1, 0], device="cuda")
+    for column in _batch(model):
+        picked = {key: value[rows] for key, value in column.items()}
+        assert known_total(picked) == int(picked["attention_mask"].sum())

@@ -1,9 +1,13 @@
-"""Losses of batches that somebody changed behind the collator, ours against stock."""
+"""Counts of tokens go with the rows of their column, and are used where they fit its mask."""
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
+from accelerate.utils import operations
 from models import collated, load_model, sentences
 from pylate import losses
 from test_pylate_losses import assert_equal, batch_of, run
@@ -11,20 +15,70 @@ from test_pylate_losses import assert_equal, batch_of, run
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import token_counts
 from pylate_fastmaxsim.integrations.encoding.batch import attended_index
+from pylate_fastmaxsim.integrations.encoding.token_counts import TokenCounts, known_total
+
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+COLUMN = {"input_ids": MASK, "attention_mask": MASK, "token_total": TokenCounts.of(MASK)}
 
 
-def reordered(column, order):
-    return {key: order(value) for key, value in column.items()}
+def each(change):
+    return lambda column: {key: change(value) for key, value in column.items()}
+
+
+ROWS = {
+    "slice": each(lambda value: value[1:3]),
+    "index": each(lambda value: value[torch.tensor([2, 2, 0])]),
+    "bool": each(lambda value: value[[True, False, True, False]]),
+    "roll": each(lambda value: value.roll(1, 0)),
+    "flip": each(lambda value: value.flip(0)),
+    "split": each(lambda value: value.split(3)[0]),
+    "repeat": each(lambda value: value.repeat_interleave(2, 0)),
+    "stack of rows": each(lambda value: torch.stack(list(value[:2]))),
+    "cat": each(lambda value: torch.cat([value, value[:1]])),
+    "trim of padding": each(lambda value: value[[1, 3]][:, :3]),
+    "pin and move": each(lambda value: value.to("cpu", non_blocking=True).contiguous()),
+    "deepcopy": deepcopy,
+    "pickle": lambda column: pickle.loads(pickle.dumps(column)),
+    "accelerate.send_to_device": lambda column: operations.send_to_device(column, torch.device("cpu")),
+    "accelerate.slice_tensors": lambda column: operations.slice_tensors(column, slice(1, 4)),
+    "accelerate.concatenate": lambda column: operations.concatenate([column, column]),
+}
+
+
+@pytest.mark.parametrize("change", ROWS.values(), ids=ROWS.keys())
+def test_counts_go_with_the_rows_of_their_column(change):
+    column = change(COLUMN)
+    assert isinstance(column["token_total"], TokenCounts)
+    assert known_total(column) == column["attention_mask"].sum()
+
+
+OTHERWISE = {
+    "other rows": {"attention_mask": MASK[:2], "input_ids": MASK[:2]},
+    "narrower": {"attention_mask": MASK[:, :2], "input_ids": MASK[:, :2]},
+    "everything narrower": {key: value[:, :2] for key, value in COLUMN.items()},
+    "everything wider": {key: torch.nn.functional.pad(value, (0, 1)) for key, value in COLUMN.items()},
+    "another mask": {"attention_mask": MASK * torch.tensor([1, 1, 0])},
+    "a gap": {"attention_mask": MASK.flip(1)},
+    "ids of another shape": {"input_ids": MASK[:, :1]},
+    # accelerate makes these on all ranks but the first where it dispatches batches.
+    "accelerate's own tensors": operations.initialize_tensors(operations.get_data_structure(COLUMN)),
+}
+
+
+@pytest.mark.parametrize("change", OTHERWISE.values(), ids=OTHERWISE.keys())
+def test_counts_that_do_not_fit_are_not_used(change):
+    assert known_total(COLUMN | change) is None
+
+
+def test_counts_stay_on_the_cpu():
+    assert COLUMN["token_total"].to("meta").device.type == "cpu"
+    assert operations.find_batch_size(COLUMN["token_total"]) == 4
 
 
 CHANGES = {
-    "rolled positives as negatives": lambda batch: [*batch[:2], reordered(batch[1], lambda value: value.roll(1, 0))],
-    "positives from behind": lambda batch: [batch[0], reordered(batch[1], lambda value: value.flip(0))],
-    "all from behind": lambda batch: [reordered(column, lambda value: value.flip(0)) for column in batch],
-    # Somebody who moves a batch to a device may move only what they know.
-    "a total elsewhere": lambda batch: [
-        {key: value.to("meta") if key == "token_total" else value for key, value in column.items()} for column in batch
-    ],
+    "rolled positives as negatives": lambda batch: [*batch[:2], each(lambda value: value.roll(1, 0))(batch[1])],
+    "positives picked twice": lambda batch: [batch[0], each(lambda value: value[[5, 1, 1, 0, 0, 3]])(batch[1])],
+    "batches joined": lambda batch: [each(lambda value: torch.cat([value, value]))(column) for column in batch],
     "a shorter mask": lambda batch: [
         batch[0],
         {**batch[1], "attention_mask": batch[1]["attention_mask"] * (torch.arange(batch[1]["input_ids"].shape[1]) < 5)},
@@ -34,7 +88,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
-def test_rows_and_masks_that_are_no_longer_the_collators(encoder, mode, loss_class, change):
+def test_losses_of_batches_that_are_changed(encoder, mode, loss_class, change):
     model = load_model(encoder("bert")).double()
     loss_function = loss_class(model)
     stock = run(loss_function, change(batch_of(model, collate=collated)))
@@ -90,7 +144,7 @@ def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
     events[0].there = True
     token_counts._poll(torch.tensor(True))
     events[1].there = True
-    with pytest.raises(ValueError, match="changed after their collator"):
+    with pytest.raises(ValueError, match="changed after PyLate's collator"):
         token_counts._poll(torch.tensor(True))
     token_counts._poll(torch.tensor(True))
     token_counts.reset()
@@ -118,32 +172,3 @@ def test_tokens_are_found_as_well_where_their_number_is_known(shape):
             index, ends = attended_index(one, wrong)
             assert len(index) == wrong and ((index >= 0) & (index < one.numel())).all()
             assert ends.shape == (len(one) + 1,) and (ends.diff() >= 0).all() and ends[-1] <= wrong
-
-
-PARTS = {
-    # As GradCache's own package does.
-    "split": lambda column: zip(*(value.split(2) for value in column.values()), strict=False),
-    "chunk": lambda column: zip(*(value.chunk(3) for value in column.values()), strict=False),
-    "index": lambda column: ([value[rows] for value in column.values()] for rows in ([0, 2], [1], [5, 3, 4])),
-    "mask": lambda column: ([value[torch.arange(6) % 3 == part] for value in column.values()] for part in range(3)),
-}
-
-
-@pytest.mark.parametrize("divide", PARTS.values(), ids=PARTS.keys())
-def test_rows_of_everything_in_a_column_are_divided(encoder, mode, divide):
-    model = load_model(encoder("modernbert")).double()
-    loss_function = losses.Contrastive(model)
-
-    def run_parts():
-        batch = batch_of(model, collate=collated)
-        columns = [[dict(zip(column, part, strict=True)) for part in divide(column)] for column in batch]
-        return [run(loss_function, list(part)) for part in zip(*columns, strict=True)]
-
-    stock = run_parts()
-    assert len(stock) == 3
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert "token_total" in batch_of(model, collate=collated)[1]
-    ours = run_parts()
-    assert len(ours) == 3
-    for our, expected in zip(ours, stock, strict=True):
-        assert_equal(our, expected)

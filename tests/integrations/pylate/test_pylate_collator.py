@@ -25,13 +25,6 @@ def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
     encode(model, batch)
 
 
-@pytest.mark.parametrize("rows", [slice(0, 4), slice(2, 6), slice(2, 100), slice(1, 2)], ids=str)
-def test_what_the_collator_added_is_not_used_for_a_part_of_its_batch(model, packed, rows):
-    pylate_fastmaxsim.enable()
-    part = [{key: value[rows] for key, value in column.items()} for column in batch_of(model)]
-    assert_encodes_as_stock(model, part)
-
-
 def _documents_of(batch):
     return [name for key in batch if (name := key.removesuffix("_input_ids")) != key and "query" not in name]
 
@@ -102,21 +95,6 @@ def test_a_collator_that_changes_columns_after_ours(short, mode, change):
     assert mode_of(short) == {mode}
 
 
-@pytest.mark.parametrize("change", [_trim_tokens, _trim_everything, _pad_tokens], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("count", [1, 6])
-def test_columns_of_another_width_than_the_collator_made(short, mode, change, count):
-    def collator(features):
-        batch = ColBERTCollator(tokenize_fn=short.tokenize)(features[:count])
-        assert f"document_0_{TOKEN_TOTAL}" in batch
-        change(batch)
-        return batch
-
-    pylate_fastmaxsim.enable()
-    for _ in range(2):
-        assert_encodes_as_stock(short, _collated_with(collator, short))
-    assert mode_of(short) == {mode}
-
-
 def test_a_collator_that_is_only_configured_spares_the_search_too(model):
     class Configured(ColBERTCollator):
         pass
@@ -135,7 +113,7 @@ def test_the_collator_is_stock_where_padding_stays(model):
     assert added == {f"{column}_{TOKEN_TOTAL}" for column in ("query", "document")}
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.process)])
 def test_collator_in_workers(method, model):
     pylate_fastmaxsim.enable()
     encode(model, batch_of(model))
