@@ -28,7 +28,7 @@ from pylate_fastmaxsim.integrations.models.encoders import (
     inputs_of,
     position_table,
 )
-from pylate_fastmaxsim.integrations.models.user_code import reader
+from pylate_fastmaxsim.integrations.models.user_code import custom_module
 
 # Distance between unit token vectors that may differ by rounding only.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
@@ -352,5 +352,5 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _name(core: nn.Module) -> str:
     """Of the encoder, and of a module of somebody's own that may be what is meant."""
-    encoder, own = type(encoder_of(core)).__name__, reader(core)
+    encoder, own = type(encoder_of(core)).__name__, custom_module(core)
     return encoder if own is None else f"{encoder} with {type(own).__name__}"

@@ -25,7 +25,7 @@ from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan
 from pylate_fastmaxsim.integrations.encoding.reasons import (
     carried,
     not_carried,
-    reason_in_own_code,
+    reason_in_user_code,
     reason_not_to_join,
     reason_to_leave,
 )
@@ -61,7 +61,7 @@ def mode_for(
     """How to encode with this model of ``host``. ``backwards``: where each call has one of its own."""
     decide = partial(_fastest_mode, model, columns, backwards, _PADDED.format(host))
     # Alone a process can decide anew in any step; all of them would have to find the same.
-    own = None if group else reason_in_own_code(model, backwards)
+    own = None if group else reason_in_user_code(model, backwards)
     return decided(chosen, model, columns, decide, group, (_features_that_differ(columns, group), backwards, own))
 
 
@@ -126,7 +126,7 @@ def _fastest_mode(
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(reason_to_leave(model, columns) or reason_in_own_code(model, backwards), padded):
+    if not works(reason_to_leave(model, columns) or reason_in_user_code(model, backwards), padded):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
     if works(

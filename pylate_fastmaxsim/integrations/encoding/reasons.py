@@ -12,7 +12,7 @@ from pylate_fastmaxsim.integrations.encoding.batch import column_has_gaps
 from pylate_fastmaxsim.integrations.encoding.mode_cache import counts_checkpoints
 from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, own_code, reader, unknown_wrapper
+from pylate_fastmaxsim.integrations.models.user_code import custom_module, has_class_forward, user_code, user_wrapper
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping
 from pylate_fastmaxsim.integrations.options import current_options
 
@@ -29,7 +29,7 @@ def reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> s
     if any(isinstance(layer, DataParallel) for layer in around):
         return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
     # A trial calls the model as it is inside, and cannot know what these make of padding, or of more calls.
-    if (wrapper := unknown_wrapper(model)) is not None:
+    if (wrapper := user_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model"
     if not has_class_forward(core):
         return f"the forward of {type(core).__name__} was replaced"
@@ -46,12 +46,14 @@ def reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> s
     return _reason_in_training(core)
 
 
-def reason_in_own_code(model: nn.Module, backwards: bool) -> str | None:
+def reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
     options = current_options()
     if options is not None and options.padding_free == "always":
         return None
-    own = own_code(model, backwards)
-    return own and f'{own}, and may not treat each text by itself (if it does, switch on with padding_free="always")'
+    found = user_code(model, backwards)
+    return (
+        found and f'{found}, and may not treat each text by itself (if it does, switch on with padding_free="always")'
+    )
 
 
 def reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
@@ -60,7 +62,7 @@ def reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) ->
     unknown = more & inputs_of(core)
     if unknown:
         return f"the encoder is given {', '.join(sorted(unknown))}"
-    if more and (module := reader(core)) is not None:
+    if more and (module := custom_module(core)) is not None:
         return f"{type(module).__name__} may read {', '.join(sorted(more))}"
     return None
 

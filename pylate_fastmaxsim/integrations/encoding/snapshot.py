@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
-from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, wholly_defined_in
+from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in
 
 # What PyTorch itself keeps in a module.
 _OF_PYTORCH = frozenset(vars(nn.Module()))
@@ -62,7 +62,7 @@ class Before:
         for hooks, before in self.hooks:
             for key in hooks.keys() - before:
                 # Libraries of training prepare a model in its first call for good.
-                if not wholly_defined_in(hooks[key], LIBRARIES):
+                if not defined_in(hooks[key], LIBRARIES):
                     del hooks[key]
 
 

@@ -21,11 +21,12 @@ from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, c
 from pylate_fastmaxsim.integrations.encoding.mask_sync import uninspected
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.user_code import (
+    GLOBAL_HOOKS,
+    custom_module,
     has_class_forward,
     has_hooks,
-    hooks_change_nothing,
-    reader,
-    unknown_wrapper,
+    has_user_hooks,
+    user_wrapper,
 )
 from pylate_fastmaxsim.integrations.models.wrappers import (
     divided_by_deepspeed,
@@ -43,9 +44,6 @@ from pylate_fastmaxsim.ops.projection import project_normalize
 # In the features: which module is asked for unit embeddings, by its id, and the answer.
 _ASKED = "unit_embeddings_asked"
 _UNIT = "unit_embeddings"
-
-# Of all modules; forward hooks are looked at with those of each.
-_GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -144,13 +142,13 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
         return f"Dense has the activation {type(activation).__name__}"
     if last.use_residual:
         return "Dense adds a residual"
-    if (wrapper := unknown_wrapper(model)) is not None:
+    if (wrapper := user_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model, which may change what it returns"
     *around, core = layers_of_wrapping(model)
     for module in (*around, unsharded(core), *map(unsharded, unsharded(core).children())):
         if reason := _reason_to_expect_changes(module):
             return reason
-    if (module := reader(core)) is not None:
+    if (module := custom_module(core)) is not None:
         return f"{type(module).__name__} may look at anything that the model is given"
     linear = last.linear
     # FSDP 2 has made the weight whole by the time the module runs.
@@ -166,9 +164,9 @@ def _reason_to_leave(model: nn.Module, last: nn.Module) -> str | None:
     if has_hooks(linear):
         return "the linear layer of Dense has hooks, which would not be called"
     # All models of PyLate share one, also with a model that DeepSpeed divided, which leaves hooks of its own there.
-    if not hooks_change_nothing(activation, of_all=False, backward=True):
+    if has_user_hooks(activation):
         return "the activation of Dense has hooks, which would not be called"
-    if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
+    if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
         return "hooks of all modules would not be called for the linear layer of Dense"
     return None
 
@@ -186,6 +184,6 @@ def _reason_to_expect_changes(module: nn.Module) -> str | None:
         return f"the forward of {name} was replaced"
     if not defined_in(type(module).__call__, LIBRARIES):
         return f"the __call__ of {name} is not PyTorch's own"
-    if not hooks_change_nothing(module):
-        return f"{name} has forward hooks, which may change what it takes or returns"
+    if has_user_hooks(module):
+        return f"{name} has hooks of your own, which may change what it takes or returns"
     return None

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
 from pylate_fastmaxsim.integrations.encoding.modes import MOST_TOKENS_BESIDE_QUERIES
 from pylate_fastmaxsim.integrations.models.context import setting
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, hooks_change_nothing
+from pylate_fastmaxsim.integrations.models.user_code import has_class_forward, has_user_hooks
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
@@ -61,7 +61,7 @@ class Batch:
             # A subclass may have a __call__ or a forward of its own.
             if type(module) is not kind:
                 return f"{type(module).__name__} is a class of your own"
-            if not has_class_forward(module) or not hooks_change_nothing(module):
+            if not has_class_forward(module) or has_user_hooks(module):
                 return f"a hook or another forward is on {type(module).__name__}"
         return None
 
