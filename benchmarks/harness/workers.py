@@ -91,6 +91,8 @@ class Worker:
     It has `timeout` seconds for an answer. What it writes to its standard error goes to `errors`, if given.
     """
 
+    GRACE = 10.0  # seconds to end after its input is closed
+
     def __init__(self, command: list[str], timeout: float, errors: IO[str] | None = None, **variables: str) -> None:
         self.command = [sys.executable, *command]
         self.timeout = timeout
@@ -105,7 +107,7 @@ class Worker:
         if self.process is not None and self.process.poll() is None:
             self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
+                self.process.wait(self.GRACE)
             self._kill()  # one that is not asked may be at work still
             self.process.wait()
 

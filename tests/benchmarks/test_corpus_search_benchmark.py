@@ -6,6 +6,7 @@ import pytest
 from benchmarked import run_benchmark
 
 pytest.importorskip("pylate")
+pytestmark = [pytest.mark.bench, pytest.mark.smoke]
 
 
 def test_every_stage_is_measured_and_finds_the_same(tmp_path):

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import json
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from benchmarked import run_benchmark
 
-run = partial(run_benchmark, "operators.run")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("operators") / "tiny.json"
-    run("--shapes", "tiny", "--competitors", "fast", "einsum", "--results", str(target))
-    return target
+from benchmarks.operators.competitors import Entry, fast_entries, make_inputs
+from benchmarks.operators.measure import MEASURES, errors, measure_entry
+from benchmarks.operators.results import Results
+from benchmarks.operators.shapes import BY_NAME, SHAPES
+from benchmarks.operators.table import markdown
+from benchmarks.operators.worker import run_cell
 
 
 def scaled_sweep(factors: list[float]) -> dict:
     """Results of a sweep over Nd whose points take ``factors`` times what linear growth from the first would."""
-    import dataclasses
-
-    from benchmarks.operators.shapes import SHAPES
-
     shapes = [shape for shape in SHAPES if shape.name.startswith("sweep-Nd-")][: len(factors)]
     cells = {}
     for shape, factor in zip(shapes, factors, strict=True):
@@ -36,38 +28,29 @@ def scaled_sweep(factors: list[float]) -> dict:
     return {"runs": [], "cells": cells}
 
 
-def test_every_tiny_cell_is_measured_and_exact(tiny):
-    content = json.loads(tiny.read_text())
-    names = ["tiny", "tiny-candidates", "tiny-ragged"]
-    assert set(content["cells"]) == {"host", *(f"{n}/{c}" for n in names for c in ("fast", "einsum"))}
-    assert len(content["runs"]) == 1 and content["runs"][0]["ceilings"]["copy_bytes_per_s"] > 0
-    for name in names:
-        shape = content["cells"][f"{name}/fast"]["shape"]
-        bound = 1e-6 if shape["dtype"] == "float32" else 5e-3
-        for entry in content["cells"][f"{name}/fast"]["entries"].values():
+@pytest.mark.parametrize("name", ["tiny", "tiny-candidates", "tiny-ragged"])
+def test_tiny_shapes_are_exact(name):
+    shape = BY_NAME[name]
+    for competitor in ("fast", "einsum"):
+        for entry in run_cell(shape, competitor, torch.device("cpu"))["entries"].values():
             assert set(entry["errors"]) == {"scores", "query gradient", "document gradient"}, entry["errors"]
+            bound = 1e-6 if shape.dtype == "float32" else 5e-3
             assert all(error < bound for error in entry["errors"].values()), entry["errors"]
             assert all(entry[m]["ms"] > 0 for m in ("forward", "forward_winners", "forward_backward"))
-    assert tiny.with_name("tiny_speed.png").exists()
 
 
-def test_finished_cells_are_not_measured_again(tiny):
-    before = tiny.read_text()
-    run("--shapes", "tiny", "--competitors", "fast", "--results", str(tiny))
-    assert tiny.read_text() == before
-    once = tiny.with_name("again.json")
-    arguments = ["--shapes", "tiny-ragged", "--competitors", "einsum", "--again", "--output", str(once)]
-    run("--results", str(tiny), *arguments)
-    content = json.loads(once.read_text())
-    assert [content["cells"][f"{n}/einsum"]["run"] for n in ("tiny", "tiny-ragged")] == [0, 1]
-    assert tiny.read_text() == before
+@pytest.mark.bench
+@pytest.mark.smoke
+def test_the_command_measures_every_cell(tmp_path):
+    results = tmp_path / "tiny.json"
+    run_benchmark("operators.run", "--shapes", "tiny", "--competitors", "einsum", "--results", str(results))
+    content = json.loads(results.read_text())
+    assert list(content["cells"]) == ["tiny/einsum", "tiny-candidates/einsum", "tiny-ragged/einsum"]
+    assert len(content["runs"]) == 1 and content["runs"][0]["ceilings"]["copy_bytes_per_s"] > 0
+    assert (tmp_path / "tiny_speed.png").exists()
 
 
 def test_a_failing_entry_leaves_its_sentence_and_the_others_stand():
-    from benchmarks.operators.competitors import Entry, make_inputs
-    from benchmarks.operators.measure import measure_entry
-    from benchmarks.operators.shapes import BY_NAME
-
     def no_gradient(inputs):
         if inputs.queries.requires_grad:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
@@ -80,10 +63,6 @@ def test_a_failing_entry_leaves_its_sentence_and_the_others_stand():
 
 
 def test_wrong_scores_and_gradients_show_in_the_errors():
-    from benchmarks.operators.competitors import Entry, fast_entries, make_inputs
-    from benchmarks.operators.measure import errors
-    from benchmarks.operators.shapes import BY_NAME
-
     shape = BY_NAME["tiny"]
     inputs = make_inputs(shape, torch.device("cpu"), 0)
     right = fast_entries(shape)[0]
@@ -94,23 +73,22 @@ def test_wrong_scores_and_gradients_show_in_the_errors():
 
 
 def test_a_step_beyond_the_trend_is_found():
-    from benchmarks.operators.results import Results
-
     assert Results(scaled_sweep([1, 1, 1])).largest_step("Nd", "forward") == pytest.approx(1)
     assert Results(scaled_sweep([1, 1.6, 1.6])).largest_step("Nd", "forward") == pytest.approx(1.6)
 
 
-def test_the_fastest_entry_counts_and_failures_are_told(tiny):
-    from benchmarks.operators.results import Results
-    from benchmarks.operators.table import markdown
-
-    content = copy.deepcopy(json.loads(tiny.read_text()))
-    entries = content["cells"]["tiny/einsum"]["entries"]
-    (entry,) = entries.values()
-    entries["faster"] = {**entry, "forward": {**entry["forward"], "ms": 1e-6}}
-    results = Results(content)
-    shape = next(shape for shape in results.shapes if shape.name == "tiny")
-    assert results.best_peer(shape, "forward")[1]["ms"] == 1e-6
-    content["cells"]["tiny/einsum"] = {**content["cells"]["tiny/einsum"], "failure": "did not fit"}
-    del content["cells"]["tiny/einsum"]["entries"]
+def test_the_fastest_entry_counts_and_failures_are_told():
+    shape = BY_NAME["tiny"]
+    cell = {"kind": "shape", "shape": dataclasses.asdict(shape), "competitor": "einsum", "run": 0}
+    entries = {
+        name: {measure: {"ms": ms, "peak_bytes": None} for measure in MEASURES} | {"errors": {}}
+        for name, ms in (("slower", 2.0), ("faster", 1.0))
+    }
+    ceilings = {"matmul_size": 1, "matmul_flops_per_s": {"float32 highest": 1.0}, "copy_bytes_per_s": 1.0}
+    where = {"device": "CPU", "torch": "", "triton": "", "date": ""}
+    content = {"runs": [{"environment": where, "ceilings": ceilings}], "cells": {"tiny/einsum": cell}}
+    cell["entries"] = entries
+    assert Results(content).best_peer(shape, "forward")[1]["ms"] == 1.0
+    del cell["entries"]
+    cell["failure"] = "did not fit"
     assert "did not fit" in markdown(content)

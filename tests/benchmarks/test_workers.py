@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.harness.workers import Worker
+
+pytestmark = pytest.mark.bench
+
 # Stands for a benchmark's process: does what the cell says.
 PROGRAM = """
 import os, sys, time
@@ -25,9 +29,8 @@ serve(answer)
 
 
 @pytest.fixture
-def worker(tmp_path):
-    from benchmarks.harness.workers import Worker
-
+def worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(Worker, "GRACE", 0.5)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with Worker([str(program)], timeout=120, OF_THE_WORKER="set") as worker:
@@ -35,29 +38,21 @@ def worker(tmp_path):
     assert worker.process.poll() is not None
 
 
-def test_cells_share_a_process_and_one_that_raises_is_a_result(worker):
+def test_a_cell_that_raises_or_ends_its_process_is_a_result(worker):
     first = worker.ask({})
     assert first["variable"] == "set"
     assert worker.ask({"raise": "no such shape"}) == {"failure": "ValueError: no such shape"}
     assert worker.ask({}) == first
-
-
-def test_a_process_that_ends_is_a_result_and_the_next_cell_has_another(worker):
-    first = worker.ask({})
     sentence = "the process ended with status 3: RuntimeError: CUDA error: misaligned address"
     assert worker.ask({"exit": 3}) == {"failure": sentence}
     assert worker.ask({})["process"] != first["process"]
 
 
-def test_a_cell_that_takes_too_long_is_a_result_and_the_next_runs(worker):
-    worker.ask({})
+def test_a_cell_that_takes_too_long_is_a_result_and_a_process_at_work_ends_with_its_worker(worker):
+    worker.start()
     worker.timeout = 0.5
     assert worker.ask({"sleep": 60}) == {"failure": "not finished in 0.5 s"}
     worker.timeout = 120
     assert worker.ask({})["variable"] == "set"
-
-
-def test_a_process_at_work_ends_with_its_worker(worker):
-    worker.start()
     worker.process.stdin.write('{"sleep": 60}\n')
-    worker.process.stdin.flush()  # the fixture looks that it ended
+    worker.process.stdin.flush()  # the fixture checks that it ended
