@@ -42,7 +42,7 @@ class TokenBatch:
     ------
     ValueError
         A shape, dtype or device is not the one above, or a sequence is longer than ``max_length`` or lies outside of
-        ``values``. The numbers in ``starts`` and ``lengths`` are looked at on a CPU only, and not inside of torch.vmap.
+        ``values``. The numbers in ``starts`` and ``lengths`` are looked at on a CPU only.
     TypeError
         An argument is not a tensor, or ``max_length`` is no integer.
 
@@ -220,8 +220,8 @@ class TokenBatch:
         ------
         ValueError
             A shape or dtype does not fit, ``cu_seqlens`` does not rise from 0 to at most T, a sequence is longer than
-            ``max_length``, or that is not given in a graph or where torch.vmap maps ``cu_seqlens``. The numbers in
-            ``cu_seqlens`` on a GPU or inside of torch.vmap are not looked at where it is given. ``keep`` on a CPU holds
+            ``max_length``, or that is not given in a graph. The numbers in ``cu_seqlens`` on a GPU are not looked at
+            where it is given. ``keep`` on a CPU holds
             more than 0 and 1.
         TypeError
             An argument is not a tensor, or ``max_length`` is no integer.
@@ -258,8 +258,6 @@ class TokenBatch:
             raise ValueError(
                 "TokenBatch.from_packed: max_length must be passed where the call is compiled with fullgraph=True or exported."
             )
-        if max_length is None and torch._C._functorch.is_batchedtensor(cu_seqlens):
-            raise ValueError("TokenBatch.from_packed: max_length must be passed where torch.vmap maps cu_seqlens.")
         if max_length is None or has_numbers(cu_seqlens):
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length

@@ -88,14 +88,6 @@ def test_a_graph_needs_the_longest_sequence():
         torch.testing.assert_close(actual, scores(*inputs))
 
 
-def test_mapped_bounds_need_the_longest_sequence():
-    values, bounds = torch.randn(2, 5, 3), torch.tensor([[0, 2, 5], [0, 3, 4]])
-    with pytest.raises(ValueError, match="max_length must be passed where torch.vmap maps cu_seqlens"):
-        torch.vmap(lambda x, y: TokenBatch.from_packed(x, y).to_padded()[0])(values, bounds)
-    mapped = torch.vmap(lambda x: TokenBatch.from_packed(x, bounds[0]).to_padded()[0])(values)
-    assert torch.equal(mapped[1], TokenBatch.from_packed(values[1], bounds[0]).to_padded()[0])
-
-
 def test_from_list_packs_in_order():
     sequences = [torch.randn(2, 3), torch.randn(0, 3), torch.randn(4, 3)]
     batch = TokenBatch.from_list(sequences)

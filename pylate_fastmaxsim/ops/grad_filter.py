@@ -7,8 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._tracing import inside_transform
-
 GradFilter = Literal["auto"] | None
 
 # Of a query's total absolute weight, the most that is dropped: an eighth of what bf16 resolves (2**-9).
@@ -27,8 +25,7 @@ def filtered(scores: Tensor) -> Tensor:
 
     Of each query's pairs those are dropped whose absolute gradient is at most ``DROPPED_AT_MOST / P`` of the sum over
     the query's pairs, so that together they are at most ``DROPPED_AT_MOST`` of it. NaN passes, and of a query whose sum
-    is infinite all pairs do. Nothing waits for the device. In an exported program all pairs pass, and so they do in
-    torch.vmap in a compiled graph.
+    is infinite all pairs do. Nothing waits for the device. In an exported program all pairs pass.
 
     Examples
     --------
@@ -38,10 +35,8 @@ def filtered(scores: Tensor) -> Tensor:
     >>> scores.grad
     tensor([[ 1.0000, -0.0010,  0.0000]])
     """
-    if _exporting() or torch.compiler.is_compiling() and inside_transform():
-        # These take the forward alone of what is below.
-        return scores
-    return (_FilterInTransform if inside_transform() else _Filter).apply(scores)
+    # An exported program takes the forward alone of what is below.
+    return scores if _exporting() else _Filter.apply(scores)
 
 
 def _exporting() -> bool:
@@ -64,17 +59,3 @@ class _Filter(torch.autograd.Function):
         limit = size.sum(dim=1, keepdim=True) * (DROPPED_AT_MOST / max(1, gradient.shape[1]))
         # Of an infinite sum every part is small; a GradScaler has to see the infinity.
         return gradient.masked_fill((size <= limit) & limit.isfinite(), 0.0)
-
-
-class _FilterInTransform(_Filter):
-    """The same in the form that torch.vmap takes, which costs the host three times as much."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(scores):
-        return scores.detach()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass

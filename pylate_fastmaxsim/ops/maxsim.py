@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
-from pylate_fastmaxsim._tracing import inside_transform, is_plain
+from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
+from pylate_fastmaxsim.ops.autograd import refuse_transforms
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -73,7 +73,7 @@ def maxsim(
     TypeError
         An argument is of the wrong type.
     NotImplementedError
-        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
 
     Notes
     -----
@@ -136,6 +136,7 @@ def prepared(
 
     ``operator`` is the name that stands in the errors.
     """
+    refuse_transforms(operator)
     queries = as_batch(operator, "queries", queries, queries_mask)
     documents = as_batch(operator, "documents", documents, documents_mask)
     q_values, d_values = queries.values, documents.values
@@ -145,7 +146,6 @@ def prepared(
     if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    refuse_other_derivatives(operator, q_values, d_values)
     _check_vectors(operator, q_values, d_values)
     check_choice(operator, queries, documents, candidates, zero_floor)
     return queries, documents, q_values, d_values
@@ -156,16 +156,13 @@ def recording(
 ) -> tuple[bool, bool]:
     """Whether winners have to be kept for a backward, and whether an autograd.Function can keep them.
 
-    It cannot in a graph or inside of torch.vmap; there the registered operator does. Raises ValueError where sequences
+    It cannot in a graph; there the registered operator does. Raises ValueError where sequences
     share rows, looked at on a CPU only: winners are kept for each row of the queries, and gradients written for each of
     the documents.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not (q_values.requires_grad or d_values.requires_grad):
         return False, False
-    if not (q_values.requires_grad or d_values.requires_grad):
-        # What torch.vmap hands out requires no gradient, whatever it is a part of.
-        return inside_transform(), False
-    if torch.compiler.is_compiling() or inside_transform():
+    if torch.compiler.is_compiling():
         return True, False
     if q_values.is_cpu and is_plain(queries.starts, documents.starts):
         _refuse_shared_rows(operator, queries, documents if d_values.requires_grad else None)
@@ -280,7 +277,7 @@ def _scores_and_winners(q_values, *arguments):
 
 
 def require_numbers(operator: str, q_values, q_starts, q_lengths, q_keep, *arguments) -> None:
-    """Raise ValueError where numbers on the host do not fit: in a graph or torch.vmap they are not known before."""
+    """Raise ValueError where numbers on the host do not fit: in a graph they are not known before."""
     if not q_values.is_cpu:
         return
     d_values, d_starts, d_lengths, d_keep, _, _, max_q_length, max_d_length, q_gapless, d_gapless, want_winners = (

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
-from pylate_fastmaxsim._tracing import inside_transform
 from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.autograd import refuse_other_derivatives
+from pylate_fastmaxsim.ops.autograd import refuse_transforms
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import as_batch, check_choice, maxsim
@@ -75,7 +74,7 @@ def maxsim_from_hidden(
     TypeError
         An argument is of the wrong type.
     NotImplementedError
-        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
 
     Examples
     --------
@@ -132,7 +131,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     TypeError
         An argument is of the wrong type.
     NotImplementedError
-        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
 
     Notes
     -----
@@ -144,6 +143,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     >>> project_normalize(torch.tensor([[1.5, 2.0]]), 2 * torch.eye(2))
     tensor([[0.6000, 0.8000]])
     """
+    refuse_transforms("project_normalize")
     require_tensor("project_normalize", "hidden states", hidden, "[..., d_model]")
     require_tensor("project_normalize", "weight", weight, "[d, d_model]")
     if bias is not None:
@@ -157,13 +157,12 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     if autocast:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     _check(hidden, weight, bias, autocast)
-    refuse_other_derivatives("project_normalize", hidden, weight, bias)
     # Not to [-1, d_model], which is no number of rows where d_model is 0.
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
     differentiate = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    directly = differentiate and not torch.compiler.is_compiling() and not inside_transform()
+    directly = differentiate and not torch.compiler.is_compiling()
     forward = _Eager.apply if directly else torch.ops.pylate_fastmaxsim.project_forward
     embeddings, _ = forward(rows, weight, bias, normalize)
     return embeddings.view(*hidden.shape[:-1], weight.shape[0]) if hidden.dim() != 2 else embeddings
@@ -274,7 +273,7 @@ def _differentiate_twice(ctx, *_):
 
 
 class _Eager(torch.autograd.Function):
-    """What `register_autograd` does below, in less host time; a compiled graph and torch.vmap take only the latter."""
+    """What `register_autograd` does below, in less host time; a compiled graph takes only the latter."""
 
     @staticmethod
     def forward(ctx, *arguments):

@@ -91,7 +91,7 @@ def xtr_scores(
     TypeError
         An argument is of the wrong type.
     NotImplementedError
-        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
 
     Notes
     -----

@@ -60,18 +60,6 @@ def test_nan_passes():
     assert kept[1].isnan()[0] and kept[1, 1] == gradient[1, 1]
 
 
-def test_it_drops_inside_of_vmap_as_well():
-    gradient = torch.tensor([[[1.0, 1e-9, 0.5]], [[1e-9, 2.0, 1.0]]])
-    scores = torch.zeros_like(gradient, requires_grad=True)
-    torch.vmap(grad_filter.filtered)(scores).backward(gradient)
-    assert torch.equal(scores.grad, torch.where(gradient > 1e-6, gradient, 0.0))
-    shared = torch.zeros(1, 3, requires_grad=True)
-    torch.vmap(lambda each: each + grad_filter.filtered(shared))(torch.zeros(2, 1, 3)).backward(
-        gradient[:1].expand(2, 1, 3)
-    )
-    assert torch.equal(shared.grad, 2 * torch.tensor([[1.0, 0.0, 0.5]]))
-
-
 @pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 5, 2], [1, 1, 3]])], ids=["all", "candidates"])
 def test_the_operator_differentiates_the_pairs_that_are_left(candidates):
     generator = torch.Generator().manual_seed(0)

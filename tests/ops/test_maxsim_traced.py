@@ -117,15 +117,11 @@ def test_queries_that_share_rows_are_refused_where_the_graph_is_run(operator):
     def score(queries, documents, index):
         return operator(TokenBatch.from_padded(queries).select(index), documents)
 
-    def mapped(queries, documents, index):
-        return torch.vmap(lambda documents: score(queries, documents, index))(documents[None])
-
     arguments = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4)
     compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
-    for run in (compiled, mapped):
-        run(*arguments, torch.tensor([1, 0]))
-        with pytest.raises(ValueError, match="queries must not share rows of values where gradients are wanted"):
-            run(*arguments, torch.tensor([0, 0]))
+    compiled(*arguments, torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match="queries must not share rows of values where gradients are wanted"):
+        compiled(*arguments, torch.tensor([0, 0]))
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -166,3 +162,36 @@ def test_compiled_autograd_takes_the_backward_whole():
     with torch._dynamo.compiled_autograd._enable(whole):
         maxsim(queries, documents).square().sum().backward()
     torch.testing.assert_close((queries.grad, documents.grad), expected)
+
+
+@pytest.mark.parametrize(
+    "function", [maxsim, partial(xtr_scores, k=4, grad_filter="auto")], ids=["maxsim", "xtr_scores"]
+)
+def test_an_exported_program_has_gradients_or_says_that_it_has_none(function):
+    class Module(torch.nn.Module):
+        def forward(self, queries, documents):
+            return function(queries, documents)
+
+    def vectors(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    queries, documents = vectors(3, 4, 5), vectors(4, 6, 5)
+    plain = torch.export.export(Module(), (queries.detach(), documents.detach()), strict=False).module()
+    scores = plain(queries, documents)
+    torch.testing.assert_close(scores, Module()(queries, documents))
+    with pytest.raises(RuntimeError, match="these scores pass no gradient, .* require a gradient.$"):
+        scores.sum().backward()
+    learning = torch.export.export(Module(), (vectors(3, 4, 5), vectors(4, 6, 5)), strict=False).module()
+    gradients = [
+        torch.autograd.grad(each(queries, documents).square().sum(), (queries, documents))
+        for each in (learning, Module())
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("function", [maxsim, partial(xtr_scores, k=4)], ids=["maxsim", "xtr_scores"])
+def test_a_batch_of_gradients(function):
+    """As torch.autograd.functional.jacobian takes them with vectorize."""
+    inputs = torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(4, 6, 5, dtype=torch.float64)
+    jacobians = [torch.autograd.functional.jacobian(function, inputs, vectorize=each) for each in (True, False)]
+    torch.testing.assert_close(*jacobians)

@@ -71,7 +71,7 @@ def ring_maxsim(
     TypeError
         An argument is of the wrong type.
     NotImplementedError
-        Second derivatives are asked for, or derivatives otherwise than by ``backward`` or ``torch.autograd.grad``.
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
 
     Examples
     --------
