@@ -125,14 +125,8 @@ class TokenBatch:
             )
 
     def _fills_all_rows(self) -> bool:
-        starts, ends = self._spans()
+        starts, ends = _spans(self.starts, self.lengths)
         return [0, *ends.tolist()] == [*starts.tolist(), self.values.shape[0]]
-
-    def _spans(self) -> tuple[Tensor, Tensor]:
-        """Where the sequences that have rows begin and end, in the order of rows."""
-        taken = self.lengths > 0
-        starts, order = self.starts[taken].sort()
-        return starts, starts + self.lengths[taken][order]
 
     def __len__(self) -> int:
         return self.starts.shape[0]
@@ -342,10 +336,7 @@ class TokenBatch:
 
         Waits for the device, unless the batch is ``gapless``, which no such batch is.
         """
-        if self.gapless:
-            return False
-        starts, ends = self._spans()
-        return bool((starts[1:] < ends[:-1]).any())
+        return not self.gapless and share_rows(self.starts, self.lengths)
 
     def to_padded(self) -> tuple[Tensor, Tensor]:
         """Copy to ``[N, max_length, d]`` with zeros behind, and its mask ``[N, max_length]`` (bool).
@@ -366,6 +357,19 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
+
+
+def share_rows(starts: Tensor, lengths: Tensor) -> bool:
+    """Whether a row belongs to two sequences. Waits for the device."""
+    starts, ends = _spans(starts, lengths)
+    return bool((starts[1:] < ends[:-1]).any())
+
+
+def _spans(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the sequences that have rows begin and end, in the order of rows."""
+    taken = lengths > 0
+    starts, order = starts[taken].sort()
+    return starts, starts + lengths[taken][order]
 
 
 def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:

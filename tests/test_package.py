@@ -36,6 +36,7 @@ ROOMS = {
         ("_dtypes", "_tracing", "_winners"),
         ("_checks",),
         ("tokens",),
+        ("_operands",),
         ("reference", "kernels", "cpu"),
         ("ops",),
         ("retrieval", "diagnostics"),

@@ -21,6 +21,7 @@ from tile_search import CANDIDATES, Measured, Search, TuningError, choices, sear
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim import tiles as tile_tables
 from pylate_fastmaxsim.kernels.runtime import arch
 
@@ -137,12 +138,8 @@ class _Case:
         if shape.candidates is not None:
             own = torch.arange(shape.queries * shape.candidates, device="cuda")
             candidates = own.view(shape.queries, shape.candidates) % shape.documents
-        self._arguments = (
-            queries.values, queries.starts, queries.lengths, queries.keep,
-            documents.values, documents.starts, documents.lengths, documents.keep,
-            candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
-        )  # fmt: skip
-        self._scores, self._winners = maxsim_launch.forward(*self._arguments, True, PRECISION)
+        self._operands = ScoringOperands.of(queries, documents, candidates)
+        self._scores, self._winners = maxsim_launch.forward(self._operands, True, PRECISION)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
         self._grad_q, self._grad_d = self._backward(True, True, tile_tables.FROM_TABLES)
 
@@ -150,7 +147,7 @@ class _Case:
         """The one kernel family, with these tiles."""
         override = tile_tables.Tiles(**{family: tiles})
         if family == "forward":
-            return self._kernels.forward(*self._arguments, True, PRECISION, tiles=override)
+            return self._kernels.forward(self._operands, True, PRECISION, tiles=override)
         return self._backward(family == "query_gradient", family != "query_gradient", override)
 
     def problem(self, family: str, tiles: NamedTuple) -> str | None:
@@ -169,9 +166,7 @@ class _Case:
         return None
 
     def _backward(self, need_q: bool, need_d: bool, tiles: tile_tables.Tiles) -> tuple[Tensor, Tensor]:
-        return self._kernels.backward(
-            self._grad, self._winners, *self._arguments, PRECISION, need_q, need_d, tiles=tiles
-        )
+        return self._kernels.backward(self._grad, self._winners, self._operands, PRECISION, need_q, need_d, tiles=tiles)
 
 
 def _measure(family: str, cases: list[_Case], tiles: NamedTuple) -> Measured:

@@ -156,6 +156,7 @@ def profile_kernels(host: str, shape: Shape, device: torch.device) -> None:
 
 def sweep(shape: Shape, device: torch.device) -> None:
     """Times the forward with each choice of tiles, one of the two at a time; results must be those of the table."""
+    from pylate_fastmaxsim._operands import ScoringOperands
     from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
     from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch
     from pylate_fastmaxsim.kernels.xtr.tiles import CollectTiles, XtrTiles
@@ -163,8 +164,7 @@ def sweep(shape: Shape, device: torch.device) -> None:
     queries, documents, mask = inputs(shape, device)
     q = TokenBatch.from_padded(queries.detach())
     d = TokenBatch.from_padded(documents.detach().flatten(0, 1), mask.flatten(0, 1))
-    tensors = (q.values, q.starts, q.lengths, q.keep, d.values, d.starts, d.lengths, d.keep, None, None)
-    arguments = (*tensors, shape.k, False, q.max_length, d.max_length, True, "highest")
+    arguments = (ScoringOperands.of(q, d), shape.k, False, True, "highest")
     expected = xtr_launch.forward(*arguments)
     choices = [XtrTiles()]
     choices += [XtrTiles(forward=ForwardTiles(*tiles)) for tiles in MAXIMA]

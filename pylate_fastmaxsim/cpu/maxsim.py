@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 
@@ -165,20 +166,7 @@ def _query_blocks(queries: Live, documents: Live, candidates: Tensor | None) -> 
 
 
 def forward(
-    q_values: Tensor,
-    q_starts: Tensor,
-    q_lengths: Tensor,
-    q_keep: Tensor | None,
-    d_values: Tensor,
-    d_starts: Tensor,
-    d_lengths: Tensor,
-    d_keep: Tensor | None,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
-    max_q_length: int,
-    max_d_length: int,
-    q_gapless: bool,
-    d_gapless: bool,
+    operands: ScoringOperands,
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor | None]:
@@ -187,28 +175,28 @@ def forward(
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
     # Here, where a graph is run as well, and where tensors are what they seem.
-    require_candidates("maxsim", candidates, len(d_starts))
-    dtype = sum_dtype(q_values.dtype)
-    columns = len(d_starts) if candidates is None else candidates.shape[1]
-    scores = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
-    index_dtype = winner_dtype(max_d_length)
+    q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates
+    require_candidates("maxsim", candidates, len(operands.d_starts))
+    dtype, columns = sum_dtype(q_values.dtype), operands.num_slots
+    scores = q_values.new_zeros((len(operands.q_starts), columns), dtype=dtype)
+    index_dtype = winner_dtype(operands.max_d_length)
     winners = None
     if want_winners:
         winners = torch.full(
             (columns, len(q_values)), no_winner(index_dtype), dtype=index_dtype, device=q_values.device
         )
-    queries = live_tokens(q_starts, q_lengths, q_keep)
-    documents = live_tokens(d_starts, d_lengths, d_keep)
+    queries = live_tokens(operands.q_starts, operands.q_lengths, operands.q_keep)
+    documents = live_tokens(operands.d_starts, operands.d_lengths, operands.d_keep)
     if scores.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return scores, winners
     most = int(2 / torch.finfo(dtype).eps)  # numbers from 0 on that _block_maxima can hold without a gap
-    if want_winners and max_d_length > most and (longest := int(documents.position.max()) + 1) > most:
+    if want_winners and operands.max_d_length > most and (longest := int(documents.position.max()) + 1) > most:
         raise ValueError(
             f"maxsim: for gradients on a CPU documents may have up to {most} tokens, got one of {longest}."
         )
     floor_is_zero = documents.count == 0
-    if zero_floor is not None:
-        floor_is_zero = floor_is_zero | zero_floor
+    if operands.zero_floor is not None:
+        floor_is_zero = floor_is_zero | operands.zero_floor
     floor = torch.where(floor_is_zero, 0.0, -torch.inf)
 
     for block, block_documents, slots in _query_blocks(queries, documents, candidates):
@@ -248,31 +236,20 @@ def _weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, sizes: Tensor) 
 def backward(
     grad_scores: Tensor,
     winners: Tensor,
-    q_values: Tensor,
-    q_starts: Tensor,
-    q_lengths: Tensor,
-    q_keep: Tensor | None,
-    d_values: Tensor,
-    d_starts: Tensor,
-    d_lengths: Tensor,
-    d_keep: Tensor | None,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
-    max_q_length: int,
-    max_d_length: int,
-    q_gapless: bool,
-    d_gapless: bool,
+    operands: ScoringOperands,
     precision: str,
     need_q: bool,
     need_d: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from the winners of :func:`forward`."""
+    q_values, d_values = operands.q_values, operands.d_values
+    d_starts, candidates = operands.d_starts, operands.candidates
     dtype = sum_dtype(q_values.dtype)
     grad_q = q_values.new_zeros(q_values.shape if need_q else 0, dtype=dtype)
     grad_d = d_values.new_zeros(d_values.shape if need_d else 0, dtype=dtype)
     q_table, d_table = q_values.to(dtype), d_values.to(dtype)
     columns = len(winners)
-    live = live_tokens(q_starts, q_lengths, q_keep)
+    live = live_tokens(operands.q_starts, operands.q_lengths, operands.q_keep)
     if winners.numel() == 0 or grad_scores.numel() == 0 or len(live.row) == 0:
         return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, require_candidates
@@ -80,20 +81,9 @@ class _Maxima:
 
 
 def forward(
-    q_values: Tensor,
-    q_starts: Tensor,
-    q_lengths: Tensor,
-    q_keep: Tensor | None,
-    d_values: Tensor,
-    d_starts: Tensor,
-    d_lengths: Tensor,
-    d_keep: Tensor | None,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
+    operands: ScoringOperands,
     k: int,
     count_retrieved: bool,
-    max_q_length: int,
-    max_d_length: int,
     want_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,16 +91,16 @@ def forward(
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
-    require_candidates("xtr_scores", candidates, len(d_starts))
-    dtype = sum_dtype(q_values.dtype)
-    columns = len(d_starts) if candidates is None else candidates.shape[1]
-    sums = q_values.new_zeros((len(q_starts), columns), dtype=dtype)
+    q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates
+    require_candidates("xtr_scores", candidates, len(operands.d_starts))
+    dtype, columns = sum_dtype(q_values.dtype), operands.num_slots
+    sums = q_values.new_zeros((len(operands.q_starts), columns), dtype=dtype)
     counts = torch.zeros_like(sums)
-    shape, index_dtype = winner_layout(columns, len(q_values), max_d_length, want_winners)
+    shape, index_dtype = winner_layout(columns, len(q_values), operands.max_d_length, want_winners)
     none = no_winner(index_dtype)
     winners = torch.full(shape, none, dtype=index_dtype, device=q_values.device)
-    queries = live_tokens(q_starts, q_lengths, q_keep)
-    documents = live_tokens(d_starts, d_lengths, d_keep)
+    queries = live_tokens(operands.q_starts, operands.q_lengths, operands.q_keep)
+    documents = live_tokens(operands.d_starts, operands.d_lengths, operands.d_keep)
     if sums.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return sums, counts, winners
 
@@ -118,10 +108,10 @@ def forward(
     k = min(k, len(documents.row) + 1)
     rows_at_once = max(1, BLOCK_ELEMENTS // max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
     blocks = [len(counts) for counts in split_prefixes(queries.count.tolist(), rows_at_once)]
-    for block in torch.arange(len(q_starts), device=q_values.device).split(blocks):
+    for block in torch.arange(len(operands.q_starts), device=q_values.device).split(blocks):
         rows = rows_of(queries, block)
         maxima = _Maxima(q_values[rows].to(dtype), d_values, documents, k)
-        passes = maxima.passing(zero_floor, documents.count == 0, zeros_compete=not count_retrieved)
+        passes = maxima.passing(operands.zero_floor, documents.count == 0, zeros_compete=not count_retrieved)
         best, position = maxima.best, maxima.position
         if candidates is not None:
             own = candidates[block].repeat_interleave(queries.count[block], dim=0)

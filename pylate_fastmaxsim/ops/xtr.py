@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count
-from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
-from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim._dtypes import float32_precision
+from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, ScoringOperands, gradients_of
 from pylate_fastmaxsim.cpu import xtr as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops import maxsim as maxsim_ops
+from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the backward
 from pylate_fastmaxsim.ops.dispatch import runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, fake_scores, prepared, recording
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Normalizer = Literal["positive", "retrieved"]
@@ -115,28 +116,13 @@ def xtr_scores(
         k = min(k, sys.maxsize)  # more tokens there cannot be
     _check_normalizer(normalizer, zero_floor)
     grad_filters.check(grad_filter, "xtr_scores")
-    queries, documents, q_values, d_values = maxsim_ops.prepared(
-        "xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor
-    )
-    differentiate, directly = maxsim_ops.recording("xtr_scores", queries, documents, q_values, d_values)
-    forward = _Eager.apply if directly else torch.ops.pylate_fastmaxsim.xtr_forward
-    scores, *_ = forward(
-        q_values,
-        queries.starts,
-        queries.lengths,
-        queries.keep,
-        d_values,
-        documents.starts,
-        documents.lengths,
-        documents.keep,
-        candidates,
-        zero_floor,
-        k,
-        normalizer == "retrieved",
-        queries.max_length,
-        documents.max_length,
-        differentiate,
-    )
+    operands = prepared("xtr_scores", queries, documents, candidates, queries_mask, documents_mask, zero_floor)
+    differentiate = recording("xtr_scores", operands)
+    count_retrieved = normalizer == "retrieved"
+    if differentiate and not torch.compiler.is_compiling():
+        scores, *_ = _Eager.apply(operands.q_values, operands.d_values, operands, k, count_retrieved)
+    else:
+        scores, *_ = torch.ops.pylate_fastmaxsim.xtr_forward(*operands, k, count_retrieved, differentiate)
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 
 
@@ -161,69 +147,74 @@ def _kernels() -> ModuleType:
 
 torch.library.define(
     "pylate_fastmaxsim::xtr_forward",
-    "(Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
-    "Tensor d_values, Tensor d_starts, Tensor d_lengths, Tensor? d_keep, "
-    "Tensor? candidates, Tensor? zero_floor, SymInt k, bool count_retrieved, "
-    "SymInt max_q_length, SymInt max_d_length, bool want_winners) -> (Tensor, Tensor, Tensor)",
+    f"({SCHEMA}, SymInt k, bool count_retrieved, bool want_winners) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
 @torch.library.impl("pylate_fastmaxsim::xtr_forward", "CompositeExplicitAutograd")
-def _forward(q_values, *arguments):
+def _forward(*arguments):
     """Scores, what their sums were divided by, and winners."""
-    *tensors, _, _, max_q_length, max_d_length, want_winners = arguments
-    maxsim_ops.require_numbers("xtr_scores", q_values, *tensors, max_q_length, max_d_length, False, False, want_winners)
-    sums, counts, winners = _path(q_values).forward(q_values, *arguments, float32_precision(q_values.dtype))
+    *fields, k, count_retrieved, want_winners = arguments
+    operands = ScoringOperands(*fields)
+    check_numbers("xtr_scores", operands, want_winners)
+    values = operands.q_values
+    precision = float32_precision(values.dtype)
+    sums, counts, winners = _path(values).forward(operands, k, count_retrieved, want_winners, precision)
     counts = counts.clamp_(min=_SMALLEST_COUNT)
     return sums.div_(counts), counts, winners
 
 
 @torch.library.register_fake("pylate_fastmaxsim::xtr_forward")
-def _forward_fake(
-    q_values, q_starts, q_lengths, q_keep, d_values, d_starts, d_lengths, d_keep,
-    candidates, zero_floor, k, count_retrieved, max_q_length, max_d_length, want_winners,
-):  # fmt: skip
-    columns = d_starts.shape[0] if candidates is None else candidates.shape[1]
-    scores = q_values.new_empty((q_starts.shape[0], columns), dtype=sum_dtype(q_values.dtype))
-    shape, dtype = winner_layout(columns, q_values.shape[0], max_d_length, want_winners)
-    return scores, torch.empty_like(scores), q_values.new_empty(shape, dtype=dtype)
+def _forward_fake(*arguments):
+    *fields, _, _, want_winners = arguments
+    scores, winners = fake_scores(ScoringOperands(*fields), want_winners)
+    return scores, torch.empty_like(scores), winners
 
 
-def _save_for_backward(ctx, inputs, output):
-    *tensors, _, _, max_q_length, max_d_length, ctx.has_winners = inputs
-    ctx.save_for_backward(*output[1:], *tensors)
-    # Nothing is known of gaps here: gradients are filled with zeros first.
-    ctx.sizes = max_q_length, max_d_length, False, False
+def _save(ctx, operands: ScoringOperands, want_winners: bool, output: tuple[Tensor, ...]) -> None:
+    _, counts, winners = output
+    ctx.save_for_backward(counts, winners, *operands.tensors)
+    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
     ctx.set_materialize_grads(False)
 
 
+def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: bool) -> tuple[Tensor | None, ...]:
+    if grad_scores is None:
+        return None, None
+    check_winners("xtr_scores", ctx.has_winners)
+    counts, winners, *tensors = ctx.saved_tensors
+    # From the winners on a score is a sum, as that of MaxSim.
+    grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
+        grad_scores / counts, winners, *tensors, *ctx.sizes, need_q, need_d
+    )
+    return grad_q if need_q else None, grad_d if need_d else None
+
+
+def _setup_context(ctx, inputs, output):
+    *fields, _, _, want_winners = inputs
+    _save(ctx, ScoringOperands(*fields), want_winners, output)
+
+
 def _differentiate(ctx, grad_scores, *_):
-    gradients = [None] * 15
-    if grad_scores is not None:
-        maxsim_ops.require_winners("xtr_scores", ctx.has_winners)
-        need_q, need_d = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
-        counts, *saved = ctx.saved_tensors
-        # From the winners on a score is a sum, as that of MaxSim.
-        grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
-            grad_scores / counts, *saved, *ctx.sizes, need_q, need_d
-        )
-        gradients[0] = grad_q if need_q else None
-        gradients[4] = grad_d if need_d else None
-    return tuple(gradients)
+    needed = ScoringOperands(*ctx.needs_input_grad[:NUM_FIELDS])
+    gradients = _needed_gradients(ctx, grad_scores, needed.q_values, needed.d_values)
+    return *gradients_of(*gradients), None, None, None
+
+
+torch.library.register_autograd("pylate_fastmaxsim::xtr_forward", _differentiate, setup_context=_setup_context)
 
 
 class _Eager(torch.autograd.Function):
-    """What `register_autograd` does below, in less host time, as for MaxSim."""
+    """The registered autograd formula in less host time, as for MaxSim."""
 
     @staticmethod
-    def forward(ctx, *arguments):
-        output = torch.ops.pylate_fastmaxsim.xtr_forward(*arguments)
+    def forward(ctx, q_values, d_values, operands, k, count_retrieved):
+        output = torch.ops.pylate_fastmaxsim.xtr_forward(*operands, k, count_retrieved, True)
         ctx.mark_non_differentiable(*output[1:])
-        _save_for_backward(ctx, arguments, output)
+        _save(ctx, operands, True, output)
         return output
 
-    backward = staticmethod(_differentiate)
-
-
-torch.library.register_autograd("pylate_fastmaxsim::xtr_forward", _differentiate, setup_context=_save_for_backward)
+    @staticmethod
+    def backward(ctx, grad_scores, *_):
+        return *_needed_gradients(ctx, grad_scores, *ctx.needs_input_grad[:2]), None, None, None

@@ -1,89 +1,85 @@
-"""The attention kernels on a CPU through Triton's interpreter, against the definition in float64.
-
-In a process of their own, for the reason given in interpreted.py.
-"""
+"""The attention kernels on a CPU through Triton's interpreter, against the definition in float64. Run with TRITON_INTERPRET=1."""
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
 
-if not INTERPRETED:
+from attention_cases import case, definition, distances, gradient_of
+from interpreter import interpreted  # noqa: F401
 
-    def test_kernels_in_the_interpreter():
-        run_interpreted(__file__)
+from pylate_fastmaxsim.kernels.attention import launch as attention_launch
 
-else:
-    from attention_cases import case, definition, distances, gradient_of
-    from interpreter import mended
+pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
-    from pylate_fastmaxsim.kernels.attention import launch as attention_launch
+# Small tiles: the interpreter pays per operation, and several must take part. Of both kinds, and of long texts only.
+TILES = attention_launch.Tiles(
+    (attention_launch.Tile(16, 4), attention_launch.Tile(32, 4)), attention_launch.Tile(16, 4)
+)
+LONG = attention_launch.Tiles((), attention_launch.Tile(16, 4))
+LENGTHS = [5, 0, 16, 17, 1, 70, 32, 33]
 
-    # Small tiles: the interpreter pays per operation, and several must take part. Of both kinds, and of long texts only.
-    TILES = attention_launch.Tiles(
-        (attention_launch.Tile(16, 4), attention_launch.Tile(32, 4)), attention_launch.Tile(16, 4)
-    )
-    LONG = attention_launch.Tiles((), attention_launch.Tile(16, 4))
-    LENGTHS = [5, 0, 16, 17, 1, 70, 32, 33]
 
-    @pytest.fixture(autouse=True, scope="module")
-    def _mended():
-        with mended():
-            yield
+def check(batch, tiles=TILES, tolerance=1e-5):
+    states, log_sums = attention_launch.forward(*batch, tiles)
+    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+    assert states.is_contiguous()
+    for values, gradient in zip(batch[:3], gradients, strict=True):
+        assert gradient.stride() == attention_launch.laid_out(values).stride()
+    assert max(distances([states, *gradients], definition(batch))) < tolerance
 
-    def check(batch, tiles=TILES, tolerance=1e-5):
-        states, log_sums = attention_launch.forward(*batch, tiles)
-        gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
-        assert states.is_contiguous()
-        for values, gradient in zip(batch[:3], gradients, strict=True):
-            assert gradient.stride() == attention_launch.laid_out(values).stride()
-        assert max(distances([states, *gradients], definition(batch))) < tolerance
 
-    @pytest.mark.parametrize("reach", [-1, 0, 3, 20, 64])
-    @pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
-    def test_windows(reach, tiles):
-        check(case(LENGTHS, reach), tiles)
+@pytest.mark.parametrize("reach", [-1, 0, 3, 20, 64])
+@pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
+def test_windows(reach, tiles):
+    check(case(LENGTHS, reach), tiles)
 
-    @pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
-    @pytest.mark.parametrize("reach", [-1, 20])
-    def test_fewer_keys_than_rows(reach, tiles):
-        """As of PyLate's query expansion: texts of which some rows are not attended to, and keys that nobody sees."""
-        rows, keys = [20, 0, 7, 0, 40, 9, 3], [5, 15, 7, 0, 35, 0, 21]
-        check(case(rows, reach, key_lengths=keys), tiles)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_half(dtype):
-        check(case(LENGTHS, 20, dtype), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-3)
+@pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
+@pytest.mark.parametrize("reach", [-1, 20])
+def test_fewer_keys_than_rows(reach, tiles):
+    """As of PyLate's query expansion: texts of which some rows are not attended to, and keys that nobody sees."""
+    rows, keys = [20, 0, 7, 0, 40, 9, 3], [5, 15, 7, 0, 35, 0, 21]
+    check(case(rows, reach, key_lengths=keys), tiles)
 
-    @pytest.mark.parametrize("by_head", [False, True])
-    @pytest.mark.parametrize("heads, dim", [(1, 32), (3, 64)])
-    def test_heads_and_layouts(heads, dim, by_head):
-        check(case([3, 18, 40], heads=heads, dim=dim, by_head=by_head))
 
-    def test_slices_of_a_larger_product():
-        """As queries, keys and values of one Linear are: they are copied, and their gradients are not in its layout."""
-        together = torch.randn(40, 3, 2, 16)
-        batch = case([8, 32])._replace(query=together[:, 0], key=together[:, 1], value=together[:, 2])
-        check(batch)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half(dtype):
+    check(case(LENGTHS, 20, dtype), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-3)
 
-    @pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
-    @pytest.mark.parametrize("length", [5, 40])
-    def test_nan_shows(tiles, length):
-        batch = case([9, length, 7])
-        batch.key[9 + length - 1, 1, 3] = torch.nan
-        states, log_sums = attention_launch.forward(*batch, tiles)
-        gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
-        diverged = torch.zeros(len(states), 2, dtype=torch.bool)
-        diverged[9 : 9 + length, 1] = True
-        for result in (states, *gradients):
-            assert torch.equal(result.isnan().any(dim=-1), diverged)
 
-    def test_large_logits():
-        batch = case(LENGTHS)
-        check(batch._replace(query=100 * batch.query), tolerance=1e-4)
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("heads, dim", [(1, 32), (3, 64)])
+def test_heads_and_layouts(heads, dim, by_head):
+    check(case([3, 18, 40], heads=heads, dim=dim, by_head=by_head))
 
-    def test_nothing():
-        for tiles in (TILES, LONG):
-            states, log_sums = attention_launch.forward(*case([0, 0]), tiles)
-            assert states.shape == (0, 2, 16) and log_sums.shape == (2, 0)
+
+def test_slices_of_a_larger_product():
+    """As queries, keys and values of one Linear are: they are copied, and their gradients are not in its layout."""
+    together = torch.randn(40, 3, 2, 16)
+    batch = case([8, 32])._replace(query=together[:, 0], key=together[:, 1], value=together[:, 2])
+    check(batch)
+
+
+@pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
+@pytest.mark.parametrize("length", [5, 40])
+def test_nan_shows(tiles, length):
+    batch = case([9, length, 7])
+    batch.key[9 + length - 1, 1, 3] = torch.nan
+    states, log_sums = attention_launch.forward(*batch, tiles)
+    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+    diverged = torch.zeros(len(states), 2, dtype=torch.bool)
+    diverged[9 : 9 + length, 1] = True
+    for result in (states, *gradients):
+        assert torch.equal(result.isnan().any(dim=-1), diverged)
+
+
+def test_large_logits():
+    batch = case(LENGTHS)
+    check(batch._replace(query=100 * batch.query), tolerance=1e-4)
+
+
+def test_nothing():
+    for tiles in (TILES, LONG):
+        states, log_sums = attention_launch.forward(*case([0, 0]), tiles)
+        assert states.shape == (0, 2, 16) and log_sums.shape == (2, 0)

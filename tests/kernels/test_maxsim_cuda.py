@@ -5,9 +5,10 @@ from functools import partial
 import exactness
 import pytest
 import torch
-from exactness import arguments, from_winners, relative_error, winner_index
+from exactness import from_winners, relative_error, winner_index
 
 from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim._operands import ScoringOperands
 
 pytest.importorskip("triton")
 
@@ -232,7 +233,7 @@ def test_nan_shows(dtype):
     queries = ragged(generator, 8, 32, 128, dtype)
     documents = ragged(generator, 9, 300, 128, dtype)
     documents.values[documents.starts[4] + documents.lengths[4] - 1] = float("nan")
-    scores = maxsim_launch.forward(*arguments(queries, documents), False, "highest")[0]
+    scores = maxsim_launch.forward(ScoringOperands.of(queries, documents), False, "highest")[0]
     assert torch.equal(scores.isnan().any(dim=0), torch.arange(9, device=DEVICE) == 4)
     assert scores[:, 4].isnan().all()
 
@@ -240,4 +241,4 @@ def test_nan_shows(dtype):
 def test_first_of_equal_maxima_wins():
     documents = TokenBatch.from_padded(torch.ones(3, 500, 128, device=DEVICE, dtype=torch.bfloat16))
     queries = TokenBatch.from_padded(torch.ones(5, 32, 128, device=DEVICE, dtype=torch.bfloat16))
-    assert not maxsim_launch.forward(*arguments(queries, documents), True, "highest")[1].any()
+    assert not maxsim_launch.forward(ScoringOperands.of(queries, documents), True, "highest")[1].any()

@@ -1,305 +1,314 @@
-"""Kernels run on a CPU through Triton's interpreter, against the definition in float64.
-
-In a process of their own, for the reason given in interpreted.py, started by the one test that pytest sees here.
-"""
+"""Kernels run on a CPU through Triton's interpreter, against the definition in float64. Run with TRITON_INTERPRET=1."""
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
 
-if not INTERPRETED:
+from exactness import uninitialized_memory_as_nan, winner_index
+from interpreter import interpreted, spread_out  # noqa: F401
 
-    def test_kernels_in_the_interpreter():
-        run_interpreted(__file__)
+from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim._operands import ScoringOperands
+from pylate_fastmaxsim._winners import no_winner
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
+from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 
-else:
-    from exactness import arguments, uninitialized_memory_as_nan, winner_index
-    from interpreter import mended, spread_out
+pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
-    from pylate_fastmaxsim import TokenBatch, reference
-    from pylate_fastmaxsim._winners import no_winner
-    from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
-    from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+# Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
+TILES = maxsim_tiles.Tiles(
+    maxsim_tiles.ForwardTiles(16, 32, 64, 3, 4, 1),
+    maxsim_tiles.QueryGradientTiles(4, 64, 2, 1),
+    maxsim_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
+    maxsim_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
+)
 
-    # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-    TILES = maxsim_tiles.Tiles(
-        maxsim_tiles.ForwardTiles(16, 32, 64, 3, 4, 1),
-        maxsim_tiles.QueryGradientTiles(4, 64, 2, 1),
-        maxsim_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
-        maxsim_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
-    )
 
-    @pytest.fixture(autouse=True, scope="module")
-    def _mended():
-        with mended():
-            yield
+@pytest.fixture(autouse=True)
+def _several_documents_a_program(monkeypatch):
+    # So few rows would otherwise leave one document to each program.
+    monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
 
-    @pytest.fixture(autouse=True)
-    def _several_documents_a_program(monkeypatch):
-        # So few rows would otherwise leave one document to each program.
-        monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
 
-    def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
-        """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""
-        lengths = torch.tensor(lengths, dtype=torch.int64)
-        order = torch.randperm(len(lengths), generator=generator) if permuted else torch.arange(len(lengths))
-        starts = torch.empty_like(lengths)
-        ends = (lengths[order] + gap).cumsum(0)
-        starts[order] = ends - lengths[order]
-        total = int(ends[-1]) if len(lengths) else 0
-        values = torch.full((total, dim), float("nan"))
-        used = torch.zeros(total, dtype=torch.bool)
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            used[start : start + length] = True
-        values[used] = torch.randn(int(used.sum()), dim, generator=generator)
-        mask = None if keep is None else torch.rand(total, generator=generator) < keep
-        longest = int(lengths.max()) if len(lengths) else 0
-        return TokenBatch(values.to(dtype), starts, lengths, longest, mask, gapless=gap == 0)
+def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
+    """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    order = torch.randperm(len(lengths), generator=generator) if permuted else torch.arange(len(lengths))
+    starts = torch.empty_like(lengths)
+    ends = (lengths[order] + gap).cumsum(0)
+    starts[order] = ends - lengths[order]
+    total = int(ends[-1]) if len(lengths) else 0
+    values = torch.full((total, dim), float("nan"))
+    used = torch.zeros(total, dtype=torch.bool)
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        used[start : start + length] = True
+    values[used] = torch.randn(int(used.sum()), dim, generator=generator)
+    mask = None if keep is None else torch.rand(total, generator=generator) < keep
+    longest = int(lengths.max()) if len(lengths) else 0
+    return TokenBatch(values.to(dtype), starts, lengths, longest, mask, gapless=gap == 0)
 
-    def finite(batch):
-        return batch.with_values(batch.values.double().nan_to_num())
 
-    def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
-        exact = queries.values.dtype == torch.float32
-        args = arguments(queries, documents, candidates, zero_floor)
-        with uninitialized_memory_as_nan():
-            scores, winners = maxsim_launch.forward(*args, True, precision, tiles)
-        alone, none = maxsim_launch.forward(*args, False, precision, tiles)
-        q64, d64 = finite(queries), finite(documents)
-        q64.values.requires_grad_()
-        d64.values.requires_grad_()
-        expected = reference.maxsim(q64, d64, candidates, zero_floor)
-        tolerance = {"rtol": 1e-5, "atol": 1e-4}
-        torch.testing.assert_close(scores.double(), expected, **tolerance)
-        assert torch.equal(scores, alone) and none is None
-        index = winners.long()
-        index[winners == no_winner(winners.dtype)] = -1
-        assert torch.equal(index, reference.maxsim_winners(q64, d64, candidates, zero_floor))
+def finite(batch):
+    return batch.with_values(batch.values.double().nan_to_num())
 
-        grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
-        with uninitialized_memory_as_nan():
-            grad_q, grad_d = maxsim_launch.backward(grad, winners, *args, precision, True, True, tiles)
-        assert grad_q.dtype == queries.values.dtype and grad_d.dtype == documents.values.dtype
-        if expected.requires_grad:
-            expected.backward(grad.double())
-        for ours, wanted in ((grad_q, q64.values.grad), (grad_d, d64.values.grad)):
-            wanted = torch.zeros(ours.shape, dtype=torch.float64) if wanted is None else wanted
-            if exact:
-                torch.testing.assert_close(ours.double(), wanted, **tolerance)
-            else:
-                torch.testing.assert_close(ours.double(), wanted, rtol=1e-2, atol=1e-4)
-            assert not ours[wanted.abs().sum(dim=1) == 0].any()
-        return scores, winners
 
-    @pytest.fixture
-    def generator():
-        return torch.Generator().manual_seed(0)
+def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
+    exact = queries.values.dtype == torch.float32
+    operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
+    with uninitialized_memory_as_nan():
+        scores, winners = maxsim_launch.forward(operands, True, precision, tiles)
+    alone, none = maxsim_launch.forward(operands, False, precision, tiles)
+    q64, d64 = finite(queries), finite(documents)
+    q64.values.requires_grad_()
+    d64.values.requires_grad_()
+    expected = reference.maxsim(q64, d64, candidates, zero_floor)
+    tolerance = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(scores.double(), expected, **tolerance)
+    assert torch.equal(scores, alone) and none is None
+    index = winners.long()
+    index[winners == no_winner(winners.dtype)] = -1
+    assert torch.equal(index, reference.maxsim_winners(q64, d64, candidates, zero_floor))
 
-    @pytest.mark.parametrize("dim", [1, 7, 48, 128, 200])
-    @pytest.mark.parametrize("layout", ["all", "candidates"])
-    @pytest.mark.parametrize("gap", [0, 1])
-    def test_ragged(generator, dim, layout, gap):
-        queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8, gap=gap)
-        documents = ragged(generator, [1, 40, 0, 17, 33], dim, keep=0.6, gap=gap)
-        candidates = torch.tensor([[4, 4, 1], [0, 1, 2], [3, 0, 3], [2, 2, 2], [1, 3, 4], [0, 4, 1]])
-        check(queries, documents, candidates if layout == "candidates" else None)
+    grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
+    with uninitialized_memory_as_nan():
+        grad_q, grad_d = maxsim_launch.backward(grad, winners, operands, precision, True, True, tiles)
+    assert grad_q.dtype == queries.values.dtype and grad_d.dtype == documents.values.dtype
+    if expected.requires_grad:
+        expected.backward(grad.double())
+    for ours, wanted in ((grad_q, q64.values.grad), (grad_d, d64.values.grad)):
+        wanted = torch.zeros(ours.shape, dtype=torch.float64) if wanted is None else wanted
+        if exact:
+            torch.testing.assert_close(ours.double(), wanted, **tolerance)
+        else:
+            torch.testing.assert_close(ours.double(), wanted, rtol=1e-2, atol=1e-4)
+        assert not ours[wanted.abs().sum(dim=1) == 0].any()
+    return scores, winners
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("layout", ["all", "candidates"])
-    def test_half(generator, dtype, layout):
-        queries = ragged(generator, [4, 7, 1], 48, dtype)
-        documents = ragged(generator, [20, 3, 35], 48, dtype)
-        check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
 
-    @pytest.mark.parametrize("gap", [0, 1])
-    @pytest.mark.parametrize("longest", [7, 20])
-    @pytest.mark.parametrize(
-        "candidates", [[[2, 0], [1, 3], [5, 4]], [[2, 0], [2, 2], [5, 0]]], ids=["once", "repeated"]
-    )
-    @pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
-    def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
-        monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
-        monkeypatch.setattr(maxsim_launch, "_BLOCK_SCAN", 4)
-        queries = ragged(generator, [4, longest, 1], 48, gap=gap)
-        documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
-        check(queries, documents, torch.tensor(candidates))
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
 
-    @pytest.mark.parametrize("layout", ["all", "candidates"])
-    @pytest.mark.parametrize("dim", [16, 80])
-    def test_queries_longer_than_a_tile(generator, layout, dim):
-        queries = ragged(generator, [37, 2, 130], dim, keep=0.9)
-        documents = ragged(generator, [18, 5], dim)
-        check(queries, documents, torch.tensor([[1, 0], [0, 0], [1, 1]]) if layout == "candidates" else None)
 
-    def test_tiles_of_the_table(generator):
-        queries = ragged(generator, [3, 40, 130], 32)
-        check(queries, ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
-        check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
+@pytest.mark.parametrize("dim", [1, 7, 48, 128, 200])
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("gap", [0, 1])
+def test_ragged(generator, dim, layout, gap):
+    queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8, gap=gap)
+    documents = ragged(generator, [1, 40, 0, 17, 33], dim, keep=0.6, gap=gap)
+    candidates = torch.tensor([[4, 4, 1], [0, 1, 2], [3, 0, 3], [2, 2, 2], [1, 3, 4], [0, 4, 1]])
+    check(queries, documents, candidates if layout == "candidates" else None)
 
-    @pytest.mark.parametrize("lengths", [[255, 2], [256, 300]])
-    def test_winner_types(generator, lengths):
-        _, winners = check(ragged(generator, [3, 2], 16), ragged(generator, lengths, 16))
-        assert winners.dtype == (torch.uint8 if max(lengths) <= 255 else torch.int16)
 
-    @pytest.mark.parametrize("length", [20, 300])
-    def test_masked_rows_of_queries_without_gaps_have_no_winner(generator, length):
-        queries = ragged(generator, [3, 4], 16, keep=0.5, gap=0)
-        assert queries.gapless and not queries.keep.all()
-        check(queries, ragged(generator, [length, 2], 16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_half(generator, dtype, layout):
+    queries = ragged(generator, [4, 7, 1], 48, dtype)
+    documents = ragged(generator, [20, 3, 35], 48, dtype)
+    check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
 
-    def test_many_rows_in_a_bucket(generator):
-        check(ragged(generator, [16] * 9, 16), ragged(generator, [2, 18, 3], 16))
 
-    @pytest.mark.parametrize("entries", [1, 100])
-    def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
-        monkeypatch.setattr(maxsim_launch, "_BUCKET_ENTRIES", entries)
-        check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("longest", [7, 20])
+@pytest.mark.parametrize("candidates", [[[2, 0], [1, 3], [5, 4]], [[2, 0], [2, 2], [5, 0]]], ids=["once", "repeated"])
+@pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
+def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
+    monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
+    monkeypatch.setattr(maxsim_launch, "_BLOCK_SCAN", 4)
+    queries = ragged(generator, [4, longest, 1], 48, gap=gap)
+    documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
+    check(queries, documents, torch.tensor(candidates))
 
-    @pytest.mark.parametrize("comparisons", [0, 2**26], ids=["sorted", "quadratic"])
-    def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparisons):
-        monkeypatch.setattr(maxsim_launch, "_QUADRATIC_ORDER", comparisons)
-        queries, documents = ragged(generator, [4, 20, 0, 1], 16), ragged(generator, [2, 30, 0, 19, 5], 16)
-        candidates = torch.tensor([[4, 1, 1], [1, 0, 4], [3, 3, 3], [1, 2, 4]])
-        check(queries, documents, candidates)
-        pairs, offsets = maxsim_launch._candidate_order(candidates, 5)
-        assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
 
-    @pytest.mark.parametrize("layout", ["all", "candidates"])
-    @pytest.mark.parametrize("keep", [None, 0.7], ids=["all tokens", "masked"])
-    def test_strided_tensors(generator, layout, keep):
-        batches = ragged(generator, [4, 7, 1], 48, keep=keep), ragged(generator, [20, 3, 35], 48, keep=keep)
-        candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
-        zero_floor = torch.tensor([False, True, True])
-        inputs = arguments(*batches, candidates, zero_floor)
-        strided = [spread_out(value) if isinstance(value, torch.Tensor) else value for value in inputs]
-        scores, winners = maxsim_launch.forward(*inputs, True, "highest", TILES)
-        own_scores, own_winners = maxsim_launch.forward(*strided, True, "highest", TILES)
-        assert torch.equal(own_scores, scores)
-        index, own_index = (winner_index(each) for each in (winners, own_winners))
-        assert torch.equal(own_index, index)
-        for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
-            expected = maxsim_launch.backward(grad.contiguous(), winners, *inputs, "highest", True, True, TILES)
-            if grad.is_contiguous():
-                grad = spread_out(grad)
-            actual = maxsim_launch.backward(grad, winners, *strided, "highest", True, True, TILES)
-            assert all(map(torch.equal, actual, expected))
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("dim", [16, 80])
+def test_queries_longer_than_a_tile(generator, layout, dim):
+    queries = ragged(generator, [37, 2, 130], dim, keep=0.9)
+    documents = ragged(generator, [18, 5], dim)
+    check(queries, documents, torch.tensor([[1, 0], [0, 0], [1, 1]]) if layout == "candidates" else None)
 
-    @pytest.mark.parametrize("longest", [16, 17], ids=["short", "longer than a block of rows"])
-    def test_each_document_is_a_candidate_of_one_query(generator, longest):
-        queries = ragged(generator, [longest, 1, 0], 16, keep=0.8)
-        documents = ragged(generator, [2, 30, 0, 1, 19, 5, 3, 3, 40], 16, keep=0.7)
-        check(queries, documents, torch.randperm(9, generator=generator).view(3, 3))
 
-    def test_everything_masked(generator):
-        queries = ragged(generator, [4, 2], 16)
-        documents = ragged(generator, [20, 3], 16, keep=0.0)
-        scores, winners = check(queries, documents)
-        assert not scores.any() and (winners == 255).all()
-        check(ragged(generator, [4, 2], 16, keep=0.0), ragged(generator, [20, 3], 16))
+def test_tiles_of_the_table(generator):
+    queries = ragged(generator, [3, 40, 130], 32)
+    check(queries, ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
+    check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
 
-    @pytest.mark.parametrize("layout", ["all", "candidates"])
-    def test_zero_floor(generator, layout):
-        queries = ragged(generator, [6, 3], 2)
-        documents = ragged(generator, [1, 1, 1, 20, 0], 2)
-        candidates = torch.tensor([[3, 0, 1, 2, 4], [1, 1, 0, 2, 3]]) if layout == "candidates" else None
-        floored, _ = check(queries, documents, candidates, torch.tensor([True, True, False, False, True]))
-        plain, _ = check(queries, documents, candidates)
-        if candidates is None:
-            assert (floored != plain).any(dim=0).tolist() == [True, True, False, False, False]
 
-    def test_first_of_equal_maxima(generator):
-        values = torch.ones(60, 16)
-        documents = TokenBatch.from_padded(values.reshape(1, 60, 16))
-        _, winners = check(ragged(generator, [3], 16), documents)
-        live = winners[0, 1:4]
-        assert not live.any()
-        keep = torch.arange(60).reshape(1, 60) >= 21
-        _, winners = check(ragged(generator, [3], 16), TokenBatch.from_padded(values.reshape(1, 60, 16), keep))
-        assert (winners[0, 1:4] == 21).all()
+@pytest.mark.parametrize("lengths", [[255, 2], [256, 300]])
+def test_winner_types(generator, lengths):
+    _, winners = check(ragged(generator, [3, 2], 16), ragged(generator, lengths, 16))
+    assert winners.dtype == (torch.uint8 if max(lengths) <= 255 else torch.int16)
 
-    @pytest.mark.parametrize("width", [32, 64, 128])
-    @pytest.mark.parametrize("layout", ["all", "candidates"])
-    def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, layout):
-        tiles = TILES._replace(forward=TILES.forward._replace(block_n=width))
-        queries = ragged(generator, [7, 3], 16)
-        documents = ragged(generator, [300, 1, 5, width, 2 * width + 1], 16, gap=0)
-        # Few different tokens, so that each maximum occurs again and again, in the same column modulo 8 and in others.
-        documents.values[:] = documents.values[torch.randint(24, (len(documents.values),), generator=generator)]
-        candidates = torch.tensor([[4, 0, 1], [3, 2, 0]]) if layout == "candidates" else None
-        check(queries, documents, candidates, torch.tensor([False, True, False, True, False]), tiles)
-        keep = torch.rand(len(documents.values), generator=generator) < 0.7
-        masked = TokenBatch(documents.values, documents.starts, documents.lengths, 300, keep, gapless=True)
-        check(queries, masked, candidates, None, tiles)
 
-        documents.values[torch.rand(len(keep), generator=generator) < 0.05] = float("nan")
-        # Behind documents in which later tokens won, some in which all similarities are -infinity.
-        queries.values.abs_()
-        for short in (1, 2):
-            start = int(documents.starts[short])
-            documents.values[start : start + int(documents.lengths[short])] = -torch.inf
-        args = arguments(queries, documents, candidates, None)
-        _, winners = maxsim_launch.forward(*args, True, "highest", tiles)
-        index = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
-        assert torch.equal(index, reference.maxsim_winners(queries, documents, candidates))
+@pytest.mark.parametrize("length", [20, 300])
+def test_masked_rows_of_queries_without_gaps_have_no_winner(generator, length):
+    queries = ragged(generator, [3, 4], 16, keep=0.5, gap=0)
+    assert queries.gapless and not queries.keep.all()
+    check(queries, ragged(generator, [length, 2], 16))
 
-    def test_nan_shows_and_stays_where_it_is_used(generator):
-        queries = ragged(generator, [3, 2, 0], 16, permuted=False, gap=0)
-        documents = ragged(generator, [20, 40, 5], 16, permuted=False, gap=0)
-        documents.values[20 + 30] = float("nan")
-        documents.values[20 + 35] = float("nan")
-        scores, winners = maxsim_launch.forward(*arguments(queries, documents, None, None), True, "highest", TILES)
-        assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
-        assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
-        keep = torch.ones(65, dtype=torch.bool)
-        keep[[50, 55]] = False
-        masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
-        assert (
-            not maxsim_launch.forward(*arguments(queries, masked, None, None), True, "highest", TILES)[0].isnan().any()
-        )
-        queries.values[1] = float("nan")
-        scores, _ = maxsim_launch.forward(*arguments(queries, masked, None, None), True, "highest", TILES)
-        assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
-    @pytest.mark.parametrize("longest", [16, 20], ids=["short", "longer than a block of rows"])
-    @pytest.mark.parametrize("gap", [0, 1])
-    @pytest.mark.parametrize(
-        "candidates", [None, [[0, 1], [1, 2]], [[0], [1]], [[1, 0], [1, 1]]], ids=["all", "shared", "once", "repeated"]
-    )
-    def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, candidates, gap, longest):
-        queries = ragged(generator, [longest, 3], 16, permuted=False, gap=gap)
-        documents = ragged(generator, [20, 4, 3], 16, permuted=False, gap=gap)
-        candidates = None if candidates is None else torch.tensor(candidates)
-        queries.values[:longest] = float("nan")
-        args = arguments(queries, documents, candidates, None)
-        scores, winners = maxsim_launch.forward(*args, True, "highest", TILES)
-        grad = torch.ones_like(scores)
-        grad[0] = 0.0
-        _, grad_d = maxsim_launch.backward(grad, winners, *args, "highest", True, True, TILES)
-        assert grad_d.isfinite().all() and grad_d.any()
-        # NaN is not 0.
-        _, grad_d = maxsim_launch.backward(grad * float("nan"), winners, *args, "highest", True, True, TILES)
-        assert grad_d.isnan().any()
+def test_many_rows_in_a_bucket(generator):
+    check(ragged(generator, [16] * 9, 16), ragged(generator, [2, 18, 3], 16))
 
-    def test_only_one_gradient(generator):
-        queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
-        args = arguments(queries, documents, None, None)
-        scores, winners = maxsim_launch.forward(*args, True, "highest", TILES)
-        both = maxsim_launch.backward(torch.ones_like(scores), winners, *args, "highest", True, True, TILES)
-        grad_q, nothing = maxsim_launch.backward(torch.ones_like(scores), winners, *args, "highest", True, False, TILES)
-        assert torch.equal(grad_q, both[0]) and nothing.numel() == 0
-        nothing, grad_d = maxsim_launch.backward(torch.ones_like(scores), winners, *args, "highest", False, True, TILES)
-        assert torch.equal(grad_d, both[1]) and nothing.numel() == 0
 
-    @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip
-    def test_empty(generator, q_lengths, d_lengths, slots):
-        queries, documents = ragged(generator, q_lengths, 16), ragged(generator, d_lengths, 16)
-        candidates = None if slots is None else torch.zeros(len(q_lengths), slots, dtype=torch.int64)
-        args = arguments(queries, documents, candidates, None)
-        scores, winners = maxsim_launch.forward(*args, True, "highest")
-        assert scores.shape == (len(q_lengths), len(d_lengths) if slots is None else slots) and not scores.any()
-        assert winners.shape == (scores.shape[1], len(queries.values))
-        grad_q, grad_d = maxsim_launch.backward(scores, winners, *args, "highest", True, True)
-        assert grad_q.shape == queries.values.shape and not grad_q.any()
-        assert grad_d.shape == documents.values.shape and not grad_d.any()
+@pytest.mark.parametrize("entries", [1, 100])
+def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
+    monkeypatch.setattr(maxsim_launch, "_BUCKET_ENTRIES", entries)
+    check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
+
+
+@pytest.mark.parametrize("comparisons", [0, 2**26], ids=["sorted", "quadratic"])
+def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparisons):
+    monkeypatch.setattr(maxsim_launch, "_QUADRATIC_ORDER", comparisons)
+    queries, documents = ragged(generator, [4, 20, 0, 1], 16), ragged(generator, [2, 30, 0, 19, 5], 16)
+    candidates = torch.tensor([[4, 1, 1], [1, 0, 4], [3, 3, 3], [1, 2, 4]])
+    check(queries, documents, candidates)
+    pairs, offsets = maxsim_launch._candidate_order(candidates, 5)
+    assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("keep", [None, 0.7], ids=["all tokens", "masked"])
+def test_strided_tensors(generator, layout, keep):
+    batches = ragged(generator, [4, 7, 1], 48, keep=keep), ragged(generator, [20, 3, 35], 48, keep=keep)
+    candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
+    zero_floor = torch.tensor([False, True, True])
+    operands = ScoringOperands.of(*batches, candidates, zero_floor)
+    strided = ScoringOperands(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in operands))
+    scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
+    own_scores, own_winners = maxsim_launch.forward(strided, True, "highest", TILES)
+    assert torch.equal(own_scores, scores)
+    index, own_index = (winner_index(each) for each in (winners, own_winners))
+    assert torch.equal(own_index, index)
+    for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
+        expected = maxsim_launch.backward(grad.contiguous(), winners, operands, "highest", True, True, TILES)
+        if grad.is_contiguous():
+            grad = spread_out(grad)
+        actual = maxsim_launch.backward(grad, winners, strided, "highest", True, True, TILES)
+        assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("longest", [16, 17], ids=["short", "longer than a block of rows"])
+def test_each_document_is_a_candidate_of_one_query(generator, longest):
+    queries = ragged(generator, [longest, 1, 0], 16, keep=0.8)
+    documents = ragged(generator, [2, 30, 0, 1, 19, 5, 3, 3, 40], 16, keep=0.7)
+    check(queries, documents, torch.randperm(9, generator=generator).view(3, 3))
+
+
+def test_everything_masked(generator):
+    queries = ragged(generator, [4, 2], 16)
+    documents = ragged(generator, [20, 3], 16, keep=0.0)
+    scores, winners = check(queries, documents)
+    assert not scores.any() and (winners == 255).all()
+    check(ragged(generator, [4, 2], 16, keep=0.0), ragged(generator, [20, 3], 16))
+
+
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_zero_floor(generator, layout):
+    queries = ragged(generator, [6, 3], 2)
+    documents = ragged(generator, [1, 1, 1, 20, 0], 2)
+    candidates = torch.tensor([[3, 0, 1, 2, 4], [1, 1, 0, 2, 3]]) if layout == "candidates" else None
+    floored, _ = check(queries, documents, candidates, torch.tensor([True, True, False, False, True]))
+    plain, _ = check(queries, documents, candidates)
+    if candidates is None:
+        assert (floored != plain).any(dim=0).tolist() == [True, True, False, False, False]
+
+
+def test_first_of_equal_maxima(generator):
+    values = torch.ones(60, 16)
+    documents = TokenBatch.from_padded(values.reshape(1, 60, 16))
+    _, winners = check(ragged(generator, [3], 16), documents)
+    live = winners[0, 1:4]
+    assert not live.any()
+    keep = torch.arange(60).reshape(1, 60) >= 21
+    _, winners = check(ragged(generator, [3], 16), TokenBatch.from_padded(values.reshape(1, 60, 16), keep))
+    assert (winners[0, 1:4] == 21).all()
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("layout", ["all", "candidates"])
+def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, layout):
+    tiles = TILES._replace(forward=TILES.forward._replace(block_n=width))
+    queries = ragged(generator, [7, 3], 16)
+    documents = ragged(generator, [300, 1, 5, width, 2 * width + 1], 16, gap=0)
+    # Few different tokens, so that each maximum occurs again and again, in the same column modulo 8 and in others.
+    documents.values[:] = documents.values[torch.randint(24, (len(documents.values),), generator=generator)]
+    candidates = torch.tensor([[4, 0, 1], [3, 2, 0]]) if layout == "candidates" else None
+    check(queries, documents, candidates, torch.tensor([False, True, False, True, False]), tiles)
+    keep = torch.rand(len(documents.values), generator=generator) < 0.7
+    masked = TokenBatch(documents.values, documents.starts, documents.lengths, 300, keep, gapless=True)
+    check(queries, masked, candidates, None, tiles)
+
+    documents.values[torch.rand(len(keep), generator=generator) < 0.05] = float("nan")
+    # Behind documents in which later tokens won, some in which all similarities are -infinity.
+    queries.values.abs_()
+    for short in (1, 2):
+        start = int(documents.starts[short])
+        documents.values[start : start + int(documents.lengths[short])] = -torch.inf
+    operands = ScoringOperands.of(queries, documents, candidates, None)
+    _, winners = maxsim_launch.forward(operands, True, "highest", tiles)
+    index = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
+    assert torch.equal(index, reference.maxsim_winners(queries, documents, candidates))
+
+
+def test_nan_shows_and_stays_where_it_is_used(generator):
+    queries = ragged(generator, [3, 2, 0], 16, permuted=False, gap=0)
+    documents = ragged(generator, [20, 40, 5], 16, permuted=False, gap=0)
+    documents.values[20 + 30] = float("nan")
+    documents.values[20 + 35] = float("nan")
+    scores, winners = maxsim_launch.forward(ScoringOperands.of(queries, documents), True, "highest", TILES)
+    assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
+    assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
+    keep = torch.ones(65, dtype=torch.bool)
+    keep[[50, 55]] = False
+    masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
+    assert not maxsim_launch.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)[0].isnan().any()
+    queries.values[1] = float("nan")
+    scores, _ = maxsim_launch.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)
+    assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
+
+
+@pytest.mark.parametrize("longest", [16, 20], ids=["short", "longer than a block of rows"])
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize(
+    "candidates", [None, [[0, 1], [1, 2]], [[0], [1]], [[1, 0], [1, 1]]], ids=["all", "shared", "once", "repeated"]
+)
+def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, candidates, gap, longest):
+    queries = ragged(generator, [longest, 3], 16, permuted=False, gap=gap)
+    documents = ragged(generator, [20, 4, 3], 16, permuted=False, gap=gap)
+    candidates = None if candidates is None else torch.tensor(candidates)
+    queries.values[:longest] = float("nan")
+    operands = ScoringOperands.of(queries, documents, candidates, None)
+    scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
+    grad = torch.ones_like(scores)
+    grad[0] = 0.0
+    _, grad_d = maxsim_launch.backward(grad, winners, operands, "highest", True, True, TILES)
+    assert grad_d.isfinite().all() and grad_d.any()
+    # NaN is not 0.
+    _, grad_d = maxsim_launch.backward(grad * float("nan"), winners, operands, "highest", True, True, TILES)
+    assert grad_d.isnan().any()
+
+
+def test_only_one_gradient(generator):
+    queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
+    operands = ScoringOperands.of(queries, documents)
+    scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
+    both = maxsim_launch.backward(torch.ones_like(scores), winners, operands, "highest", True, True, TILES)
+    grad_q, nothing = maxsim_launch.backward(torch.ones_like(scores), winners, operands, "highest", True, False, TILES)
+    assert torch.equal(grad_q, both[0]) and nothing.numel() == 0
+    nothing, grad_d = maxsim_launch.backward(torch.ones_like(scores), winners, operands, "highest", False, True, TILES)
+    assert torch.equal(grad_d, both[1]) and nothing.numel() == 0
+
+
+@pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip
+def test_empty(generator, q_lengths, d_lengths, slots):
+    queries, documents = ragged(generator, q_lengths, 16), ragged(generator, d_lengths, 16)
+    candidates = None if slots is None else torch.zeros(len(q_lengths), slots, dtype=torch.int64)
+    operands = ScoringOperands.of(queries, documents, candidates, None)
+    scores, winners = maxsim_launch.forward(operands, True, "highest")
+    assert scores.shape == (len(q_lengths), len(d_lengths) if slots is None else slots) and not scores.any()
+    assert winners.shape == (scores.shape[1], len(queries.values))
+    grad_q, grad_d = maxsim_launch.backward(scores, winners, operands, "highest", True, True)
+    assert grad_q.shape == queries.values.shape and not grad_q.any()
+    assert grad_d.shape == documents.values.shape and not grad_d.any()

@@ -1,133 +1,130 @@
-"""The kernels of the projection, run on a CPU through Triton's interpreter, against the definition in float64.
-
-In a process of their own, for the reason given in interpreted.py.
-"""
+"""The kernels of the projection, run on a CPU through Triton's interpreter, against the definition in float64. Run with TRITON_INTERPRET=1."""
 
 import pytest
 import torch
-from interpreted import INTERPRETED, run_interpreted
 
 pytest.importorskip("triton")
 
-if not INTERPRETED:
+from interpreter import interpreted, spread_out  # noqa: F401
+from projection_exactness import TOLERANCE, check, problem
 
-    def test_kernels_in_the_interpreter():
-        run_interpreted(__file__)
+from pylate_fastmaxsim.cpu import projection as blocked
+from pylate_fastmaxsim.kernels.projection import launch as projection_launch
+from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
 
-else:
-    from interpreter import mended, spread_out
-    from projection_exactness import TOLERANCE, check, problem
+pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
-    from pylate_fastmaxsim.cpu import projection as blocked
-    from pylate_fastmaxsim.kernels.projection import launch as projection_launch
-    from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles
+# Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
+TILES = projection_tiles.HeadTiles(
+    projection_tiles.ProjectionTiles(16, 32, 32, 4, 1),
+    projection_tiles.ProjectionTiles(16, 32, 32, 4, 1),
+    projection_tiles.WeightGradientTiles(16, 32, 32, 4, 1),
+)
 
-    # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-    TILES = projection_tiles.HeadTiles(
-        projection_tiles.ProjectionTiles(16, 32, 32, 4, 1),
-        projection_tiles.ProjectionTiles(16, 32, 32, 4, 1),
-        projection_tiles.WeightGradientTiles(16, 32, 32, 4, 1),
+
+@pytest.fixture(autouse=True)
+def _several_parts(monkeypatch):
+    monkeypatch.setattr(projection_tiles, "_FEWEST_ROWS", 16)
+    monkeypatch.setattr(projection_tiles, "_ENOUGH_PROGRAMS", 12)
+
+
+# One block of columns and several, and sizes that fill no block.
+@pytest.mark.parametrize("dim_in, dim_out", [(64, 32), (80, 48), (33, 7), (96, 100)])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_sizes(dim_in, dim_out, normalize, bias):
+    check(projection_launch, *problem(50, dim_in, dim_out, bias=bias), normalize, tiles=TILES)
+
+
+@pytest.mark.parametrize("dtype, precision", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dim_out", [32, 70])
+def test_dtypes(dtype, precision, dim_out):
+    # The interpreter cuts off where a GPU rounds, to bf16.
+    tolerance = 1e-2 if dtype == torch.bfloat16 else None
+    check(projection_launch, *problem(40, 64, dim_out, dtype), precision=precision, tolerance=tolerance, tiles=TILES)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 33])
+def test_numbers_of_rows(rows):
+    check(projection_launch, *problem(rows, 48, 40), tiles=TILES)
+
+
+@pytest.mark.parametrize("dim_out", [32, 40])
+def test_rows_without_a_gradient_are_not_read(dim_out):
+    hidden, weight, bias, grad = problem(64, 48, dim_out, dead=0.5)
+    grad[16:32] = 0
+    hidden[grad.eq(0).all(dim=1)] = float("nan")
+    check(projection_launch, hidden, weight, bias, grad, tiles=TILES)
+
+
+@pytest.mark.parametrize("dim_out", [32, 40])
+def test_vectors_shorter_than_epsilon(dim_out):
+    hidden, weight, _, grad = problem(20, 48, dim_out)
+    hidden[3] = 0
+    hidden[5] *= 1e-15
+    check(projection_launch, hidden, weight, None, grad, tiles=TILES)
+
+
+def test_tiles_of_the_table():
+    check(projection_launch, *problem(70, 64, 128))
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_one_gradient(needs):
+    hidden, weight, bias, grad = problem(40, 48, 32)
+    saved = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
+    arguments = (grad, hidden, weight, *saved, True, "highest")
+    every = projection_launch.backward(*arguments, True, True, True, TILES)
+    some = projection_launch.backward(*arguments, *needs, TILES)
+    for own, other, need in zip(some, every, needs, strict=True):
+        assert torch.equal(own, other) if need else own.numel() == 0
+
+
+def test_a_weight_of_another_dtype():
+    hidden, weight, bias, grad = problem(40, 48, 32, torch.bfloat16)
+    wide, wide_bias = weight.float(), bias.float()
+    narrow = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
+    own = projection_launch.forward(hidden, wide, wide_bias, True, "highest", TILES)
+    assert torch.equal(own[0], narrow[0]) and own[0].dtype == torch.bfloat16
+    arguments = (*own, True, "highest", True, True, True, TILES)
+    gradients = projection_launch.backward(grad, hidden, wide, *arguments)
+    rounded = projection_launch.backward(grad, hidden, weight, *arguments)
+    assert gradients[1].dtype == gradients[2].dtype == torch.float32
+    assert torch.equal(gradients[1].bfloat16(), rounded[1]) and not torch.equal(gradients[1], rounded[1].float())
+
+
+@pytest.mark.parametrize("dim_out", [32, 70])
+def test_strided_tensors(dim_out):
+    hidden, weight, bias, grad = problem(40, 48, dim_out)
+    strided = [spread_out(each) for each in (hidden, weight, bias)]
+    saved = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
+    assert all(map(torch.equal, projection_launch.forward(*strided, True, "highest", TILES), saved))
+    options = (True, "highest", True, True, True, TILES)
+    for ours, plain in ((spread_out(grad), grad), (torch.ones(1, 1).expand(grad.shape), torch.ones_like(grad))):
+        expected = projection_launch.backward(plain, hidden, weight, *saved, *options)
+        strided_saved = spread_out(saved[0]), saved[1]
+        actual = projection_launch.backward(ours, *strided[:2], *strided_saved, *options)
+        assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_of_nothing_the_bias_is_left(normalize):
+    hidden, weight, bias, grad = problem(20, 0, 40)
+    needs = True, True, True
+    ours, other = (
+        path.backward(grad, hidden, weight, *path.forward(hidden, weight, bias, *options), *options, *needs)
+        for path, options in ((projection_launch, (normalize, "highest")), (blocked, (normalize, "highest")))
     )
+    torch.testing.assert_close(ours, other)
+    assert ours[2].any()
 
-    @pytest.fixture(autouse=True, scope="module")
-    def _mended():
-        with mended():
-            yield
 
-    @pytest.fixture(autouse=True)
-    def _several_parts(monkeypatch):
-        monkeypatch.setattr(projection_tiles, "_FEWEST_ROWS", 16)
-        monkeypatch.setattr(projection_tiles, "_ENOUGH_PROGRAMS", 12)
-
-    # One block of columns and several, and sizes that fill no block.
-    @pytest.mark.parametrize("dim_in, dim_out", [(64, 32), (80, 48), (33, 7), (96, 100)])
-    @pytest.mark.parametrize("normalize", [True, False])
-    @pytest.mark.parametrize("bias", [True, False])
-    def test_sizes(dim_in, dim_out, normalize, bias):
-        check(projection_launch, *problem(50, dim_in, dim_out, bias=bias), normalize, tiles=TILES)
-
-    @pytest.mark.parametrize("dtype, precision", TOLERANCE, ids=str)
-    @pytest.mark.parametrize("dim_out", [32, 70])
-    def test_dtypes(dtype, precision, dim_out):
-        # The interpreter cuts off where a GPU rounds, to bf16.
-        tolerance = 1e-2 if dtype == torch.bfloat16 else None
-        check(
-            projection_launch, *problem(40, 64, dim_out, dtype), precision=precision, tolerance=tolerance, tiles=TILES
-        )
-
-    @pytest.mark.parametrize("rows", [0, 1, 16, 33])
-    def test_numbers_of_rows(rows):
-        check(projection_launch, *problem(rows, 48, 40), tiles=TILES)
-
-    @pytest.mark.parametrize("dim_out", [32, 40])
-    def test_rows_without_a_gradient_are_not_read(dim_out):
-        hidden, weight, bias, grad = problem(64, 48, dim_out, dead=0.5)
-        grad[16:32] = 0
-        hidden[grad.eq(0).all(dim=1)] = float("nan")
-        check(projection_launch, hidden, weight, bias, grad, tiles=TILES)
-
-    @pytest.mark.parametrize("dim_out", [32, 40])
-    def test_vectors_shorter_than_epsilon(dim_out):
-        hidden, weight, _, grad = problem(20, 48, dim_out)
-        hidden[3] = 0
-        hidden[5] *= 1e-15
-        check(projection_launch, hidden, weight, None, grad, tiles=TILES)
-
-    def test_tiles_of_the_table():
-        check(projection_launch, *problem(70, 64, 128))
-
-    @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
-    def test_only_one_gradient(needs):
-        hidden, weight, bias, grad = problem(40, 48, 32)
-        saved = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
-        arguments = (grad, hidden, weight, *saved, True, "highest")
-        every = projection_launch.backward(*arguments, True, True, True, TILES)
-        some = projection_launch.backward(*arguments, *needs, TILES)
-        for own, other, need in zip(some, every, needs, strict=True):
-            assert torch.equal(own, other) if need else own.numel() == 0
-
-    def test_a_weight_of_another_dtype():
-        hidden, weight, bias, grad = problem(40, 48, 32, torch.bfloat16)
-        wide, wide_bias = weight.float(), bias.float()
-        narrow = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
-        own = projection_launch.forward(hidden, wide, wide_bias, True, "highest", TILES)
-        assert torch.equal(own[0], narrow[0]) and own[0].dtype == torch.bfloat16
-        arguments = (*own, True, "highest", True, True, True, TILES)
-        gradients = projection_launch.backward(grad, hidden, wide, *arguments)
-        rounded = projection_launch.backward(grad, hidden, weight, *arguments)
-        assert gradients[1].dtype == gradients[2].dtype == torch.float32
-        assert torch.equal(gradients[1].bfloat16(), rounded[1]) and not torch.equal(gradients[1], rounded[1].float())
-
-    @pytest.mark.parametrize("dim_out", [32, 70])
-    def test_strided_tensors(dim_out):
-        hidden, weight, bias, grad = problem(40, 48, dim_out)
-        strided = [spread_out(each) for each in (hidden, weight, bias)]
-        saved = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
-        assert all(map(torch.equal, projection_launch.forward(*strided, True, "highest", TILES), saved))
-        options = (True, "highest", True, True, True, TILES)
-        for ours, plain in ((spread_out(grad), grad), (torch.ones(1, 1).expand(grad.shape), torch.ones_like(grad))):
-            expected = projection_launch.backward(plain, hidden, weight, *saved, *options)
-            strided_saved = spread_out(saved[0]), saved[1]
-            actual = projection_launch.backward(ours, *strided[:2], *strided_saved, *options)
-            assert all(map(torch.equal, actual, expected))
-
-    @pytest.mark.parametrize("normalize", [True, False])
-    def test_of_nothing_the_bias_is_left(normalize):
-        hidden, weight, bias, grad = problem(20, 0, 40)
-        needs = True, True, True
-        ours, other = (
-            path.backward(grad, hidden, weight, *path.forward(hidden, weight, bias, *options), *options, *needs)
-            for path, options in ((projection_launch, (normalize, "highest")), (blocked, (normalize, "highest")))
-        )
-        torch.testing.assert_close(ours, other)
-        assert ours[2].any()
-
-    def test_what_is_not_a_number_shows():
-        hidden, weight, bias, grad = problem(20, 48, 32)
-        hidden[2, 3] = float("nan")
-        hidden[4, 1] = float("inf")
-        embeddings, inverse_norms = saved = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
-        assert embeddings.isnan().all(dim=1).nonzero().squeeze(1).tolist() == [2, 4]
-        grad[7, 0] = float("nan")
-        gradients = projection_launch.backward(grad, hidden, weight, *saved, True, "highest", True, True, True, TILES)
-        assert gradients[0].isnan().all(dim=1).nonzero().squeeze(1).tolist() == [2, 4, 7]
+def test_what_is_not_a_number_shows():
+    hidden, weight, bias, grad = problem(20, 48, 32)
+    hidden[2, 3] = float("nan")
+    hidden[4, 1] = float("inf")
+    embeddings, inverse_norms = saved = projection_launch.forward(hidden, weight, bias, True, "highest", TILES)
+    assert embeddings.isnan().all(dim=1).nonzero().squeeze(1).tolist() == [2, 4]
+    grad[7, 0] = float("nan")
+    gradients = projection_launch.backward(grad, hidden, weight, *saved, True, "highest", True, True, True, TILES)
+    assert gradients[0].isnan().all(dim=1).nonzero().squeeze(1).tolist() == [2, 4, 7]

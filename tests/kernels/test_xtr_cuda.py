@@ -7,6 +7,7 @@ from pylate.scores import XTRKDScores, XTRScores
 from test_maxsim_cuda import DEVICE, DTYPES, ragged
 
 from pylate_fastmaxsim import TokenBatch, xtr_scores
+from pylate_fastmaxsim._operands import ScoringOperands
 
 pytest.importorskip("triton")
 
@@ -19,21 +20,12 @@ pytestmark = [
 ]
 
 
-def arguments(queries, documents, candidates=None, zero_floor=None):
-    return (
-        queries.values, queries.starts, queries.lengths, queries.keep,
-        documents.values, documents.starts, documents.lengths, documents.keep,
-        candidates, zero_floor,
-    )  # fmt: skip
-
-
 def run(queries, documents, k, candidates=None, zero_floor=None, precision="highest", normalizer="positive"):
     """Scores, winners, and both gradients of their sum."""
-    sizes = queries.max_length, documents.max_length
-    args = arguments(queries, documents, candidates, zero_floor)
-    sums, counts, winners = xtr_launch.forward(*args, k, normalizer == "retrieved", *sizes, True, precision)
+    operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
+    sums, counts, winners = xtr_launch.forward(operands, k, normalizer == "retrieved", True, precision)
     weights = 1 / counts.clamp(min=1e-3)
-    grads = maxsim_launch.backward(weights, winners, *args, *sizes, False, False, precision, True, True)
+    grads = maxsim_launch.backward(weights, winners, operands, precision, True, True)
     return sums * weights, winners, *grads
 
 
@@ -56,8 +48,7 @@ def exact_maxima(queries, documents, k):
 def check(queries, documents, k, candidates=None, precision="highest", tolerance=1e-5, normalizer="positive"):
     scores, winners, *grads = run(queries, documents, k, candidates, precision=precision, normalizer=normalizer)
     retrieved = normalizer == "retrieved"
-    sizes = queries.max_length, documents.max_length
-    alone = xtr_launch.forward(*arguments(queries, documents, candidates), k, retrieved, *sizes, False, precision)
+    alone = xtr_launch.forward(ScoringOperands.of(queries, documents, candidates), k, retrieved, False, precision)
     assert torch.equal(alone[0] * (1 / alone[1].clamp(min=1e-3)), scores), "scores without winners"
     threshold, maxima = exact_maxima(queries, documents, k)
     rows = live_rows(queries)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import dispatch
@@ -77,7 +78,7 @@ def test_few_long_documents_take_few_operations(layout):
     counts, results = [], []
     for few in (0, blocked.FEW_ELEMENTS):
         with mock.patch.object(blocked, "FEW_ELEMENTS", few), Operations() as operations:
-            results.append(blocked.forward(*exactness.arguments(queries, documents, candidates), True, "highest"))
+            results.append(blocked.forward(ScoringOperands.of(queries, documents, candidates), True, "highest"))
         counts.append(operations.count)
     assert counts[1] < 200 < 900 < counts[0]
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -88,7 +89,7 @@ def test_candidates_of_queries_of_many_lengths_are_scored_together(monkeypatch):
     blocks, block_maxima = [], blocked._block_maxima
     monkeypatch.setattr(blocked, "_block_maxima", lambda *each: blocks.append(len(each[0])) or block_maxima(*each))
     candidates = torch.randint(0, 32, (32, 3), generator=torch.Generator().manual_seed(1))
-    scores, winners = blocked.forward(*exactness.arguments(queries, documents, candidates), True, "highest")
+    scores, winners = blocked.forward(ScoringOperands.of(queries, documents, candidates), True, "highest")
     assert len(blocks) <= 6
     torch.testing.assert_close(scores, reference.maxsim(queries, documents, candidates))
     expected = reference.maxsim_winners(queries, documents, candidates)
@@ -120,15 +121,11 @@ def test_no_similarity_tensor_is_held(candidates):
     queries, documents = batches(dim=2, queries=(32,) * 24, documents=(150, 40, 60, 1000) * 40, masked=False)
     index = torch.arange(160).repeat(24, 1) if candidates else None
     similarities = 4 * 24 * 32 * 160 * 1000
-    arguments = (
-        *(queries.values, queries.starts, queries.lengths, queries.keep),
-        *(documents.values, documents.starts, documents.lengths, documents.keep),
-        *(index, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless),
-    )
+    operands = ScoringOperands.of(queries, documents, index)
     with LargestTensor() as forward:
-        scores, winners = blocked.forward(*arguments, True, "highest")
+        scores, winners = blocked.forward(operands, True, "highest")
     with LargestTensor() as backward:
-        blocked.backward(scores, winners, *arguments, "highest", True, True)
+        blocked.backward(scores, winners, operands, "highest", True, True)
     assert winners.dtype == torch.int16
     assert forward.bytes <= 4 * blocked.BLOCK_ELEMENTS <= 32 * 2**20 < similarities / 10
     assert backward.bytes <= 8 * blocked.WINNER_ELEMENTS
@@ -138,7 +135,7 @@ def test_winners_are_computed_only_for_a_gradient(monkeypatch):
     asked = []
 
     def forward(*arguments):
-        asked.append(arguments[-2])
+        asked.append(arguments[1])
         return blocked_forward(*arguments)
 
     blocked_forward = blocked.forward

@@ -6,6 +6,7 @@ import torch
 from test_maxsim import CANDIDATES, batches
 
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import maxsim as blocked
 
 
@@ -76,8 +77,8 @@ def test_what_is_not_finite_wins_as_in_the_definition(layout, floor, few, monkey
         queries = queries.with_values(queries.values.sign())
         candidates = CANDIDATES if layout == "candidates" else None
         zero_floor = torch.rand(6, generator=generator) < 0.5 if floor else None
-        arguments = exactness.arguments(queries, documents, candidates, zero_floor)
-        scores, winners = blocked.forward(*arguments, True, "highest")
+        operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
+        scores, winners = blocked.forward(operands, True, "highest")
         assert torch.equal(
             exactness.winner_index(winners), reference.maxsim_winners(queries, documents, candidates, zero_floor)
         )

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
 
 from pylate_fastmaxsim import maxsim, reference
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
 
@@ -48,23 +49,12 @@ def test_exact_arithmetic_gives_exactly_the_definition(problem):
 @settings(sweep, max_examples=60)
 def test_winners_are_those_of_the_definition(problem):
     queries, documents = problem.queries, problem.documents
-    arguments = (
-        *(queries.values, queries.starts, queries.lengths, queries.keep),
-        *(documents.values, documents.starts, documents.lengths, documents.keep),
-        *(
-            problem.candidates,
-            problem.zero_floor,
-            queries.max_length,
-            documents.max_length,
-            queries.gapless,
-            documents.gapless,
-        ),
-    )
+    operands = ScoringOperands.of(queries, documents, problem.candidates, problem.zero_floor)
     in_double = (queries.with_values(queries.values.double()), documents.with_values(documents.values.double()))
     expected = reference.maxsim_winners(*in_double, problem.candidates, problem.zero_floor)
     for few in (0, blocked.FEW_ELEMENTS):
         with mock.patch.object(blocked, "FEW_ELEMENTS", few):
-            _, winners = blocked.forward(*arguments, True, "highest")
+            _, winners = blocked.forward(operands, True, "highest")
         assert winners.dtype == winner_dtype(documents.max_length)
         assert torch.equal(winners.long().masked_fill(winners == no_winner(winners.dtype), -1), expected)
 

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.cpu import maxsim as blocked
 
 
@@ -17,15 +18,12 @@ from pylate_fastmaxsim.cpu import maxsim as blocked
 def test_opcheck(candidates, want_winners):
     queries, documents = batches(dim=3)
     values = [batch.values.nan_to_num().requires_grad_(want_winners) for batch in (queries, documents)]
-    arguments = (
-        *(values[0], queries.starts, queries.lengths, queries.keep),
-        *(values[1], documents.starts, documents.lengths, documents.keep),
-        *(candidates, None, queries.max_length, documents.max_length, queries.gapless, documents.gapless),
-    )
-    torch.library.opcheck(torch.ops.pylate_fastmaxsim.maxsim_forward.default, (*arguments, want_winners))
+    batches_ = [batch.with_values(each) for batch, each in zip((queries, documents), values, strict=True)]
+    operands = ScoringOperands.of(*batches_, candidates)
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.maxsim_forward.default, (*operands, want_winners))
     if want_winners:
-        detached = [x.detach() if torch.is_tensor(x) else x for x in arguments]
-        scores, winners = blocked.forward(*detached, True, "highest")
+        detached = ScoringOperands(*(x.detach() if torch.is_tensor(x) else x for x in operands))
+        scores, winners = blocked.forward(detached, True, "highest")
         for needs in ((True, True), (True, False), (False, True)):
             torch.library.opcheck(
                 torch.ops.pylate_fastmaxsim.maxsim_backward.default, (scores, winners, *detached, *needs)

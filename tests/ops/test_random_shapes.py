@@ -29,12 +29,12 @@ def test_nothing_fails(monkeypatch, capsys):
     assert status == 0 and re.search(r"^80 shapes in \d+ s, 0 failed$", printed, re.MULTILINE)
 
 
-def no_keep(*arguments):
-    return blocked.forward(*arguments[:7], None, *arguments[8:])
+def no_keep(operands, *arguments):
+    return blocked.forward(operands._replace(d_keep=None), *arguments)
 
 
-def no_floor(*arguments):
-    return blocked.forward(*arguments[:9], None, *arguments[10:])
+def no_floor(operands, *arguments):
+    return blocked.forward(operands._replace(zero_floor=None), *arguments)
 
 
 def nan_hidden(*arguments):

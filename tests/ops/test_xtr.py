@@ -10,6 +10,7 @@ from strategies import problems
 from torch.nn import functional as F
 
 from pylate_fastmaxsim import TokenBatch, reference, xtr_scores
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.cpu import xtr as blocked
 
@@ -75,11 +76,7 @@ def test_all_tokens_pass_as_in_pylate_where_k_is_their_number():
 
 
 def arguments(queries, documents, candidates, zero_floor, k, normalizer="positive"):
-    return (
-        *(queries.values, queries.starts, queries.lengths, queries.keep),
-        *(documents.values, documents.starts, documents.lengths, documents.keep),
-        *(candidates, zero_floor, k, normalizer == "retrieved", queries.max_length, documents.max_length),
-    )
+    return ScoringOperands.of(queries, documents, candidates, zero_floor), k, normalizer == "retrieved"
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -265,7 +262,7 @@ def test_registered_operator(candidates, normalizer):
     q, d = TokenBatch.from_padded(queries), TokenBatch.from_padded(documents, masks(3, 5))
     torch.library.opcheck(
         torch.ops.pylate_fastmaxsim.xtr_forward,
-        (*arguments(q, d, candidates, None, 6, normalizer), True),
+        (*ScoringOperands.of(q, d, candidates), 6, normalizer == "retrieved", True),
         raise_exception=True,
     )
 

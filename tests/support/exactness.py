@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner
 
 # Relative error of gradients (Frobenius norm) and of scores (against their root mean square).
@@ -32,15 +33,6 @@ TOLERANCE = {
 REFERENCE_ELEMENTS = 2**25
 
 
-def arguments(queries: TokenBatch, documents: TokenBatch, candidates=None, zero_floor=None) -> tuple:
-    """What every ``forward`` and ``backward`` takes, in its order."""
-    return (
-        queries.values, queries.starts, queries.lengths, queries.keep,
-        documents.values, documents.starts, documents.lengths, documents.keep,
-        candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
-    )  # fmt: skip
-
-
 def run(
     path: ModuleType,
     queries: TokenBatch,
@@ -52,11 +44,11 @@ def run(
     **options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores, winners and both gradients of ``path``; ``options`` are its own, for example ``tiles``."""
-    args = arguments(queries, documents, candidates, zero_floor)
+    operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     with uninitialized_memory_as_nan():
-        scores, winners = path.forward(*args, True, precision, **options)
+        scores, winners = path.forward(operands, True, precision, **options)
         grad = torch.ones_like(scores) if grad is None else grad
-        return scores, winners, *path.backward(grad, winners, *args, precision, True, True, **options)
+        return scores, winners, *path.backward(grad, winners, operands, precision, True, True, **options)
 
 
 @contextmanager
@@ -179,6 +171,6 @@ def check(
         assert ours.dtype == queries.values.dtype
         assert relative_error(ours, wanted, scale) < tolerance, f"{name} gradient"
         assert not ours[wanted.abs().sum(dim=1) == 0].any(), f"{name} gradient of a row without a winner"
-    args = arguments(queries, documents, candidates, zero_floor)
-    alone = path.forward(*args, False, precision, **options)[0]
+    operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
+    alone = path.forward(operands, False, precision, **options)[0]
     assert torch.equal(alone, scores), "scores without winners"

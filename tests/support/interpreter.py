@@ -1,12 +1,17 @@
-"""Triton's interpreter, mended where it fails on our kernels. Imported only where TRITON_INTERPRET=1."""
+"""Triton's interpreter, mended where it fails on our kernels.
+
+Triton decides when a kernel is defined whether it is interpreted, so a process interprets all kernels or none.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -77,4 +82,13 @@ def mended() -> Iterator[None]:
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
+        yield
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[None]:
+    """Kernels of this process are interpreted; otherwise the test is skipped."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled in this process; run it with TRITON_INTERPRET=1")
+    with mended():
         yield

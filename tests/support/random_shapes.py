@@ -31,10 +31,12 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
-from exactness import TOLERANCE, arguments, check, exact_scores
+from exactness import TOLERANCE, check, exact_scores
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
+from pylate_fastmaxsim._operands import ScoringOperands
+from pylate_fastmaxsim.cpu import maxsim as blocked
 
 DIMS = (1, 7, 16, 32, 48, 64, 96, 128, 200, 300, 768, 1024)
 RARE_DIMS = DIMS[-2:]
@@ -214,10 +216,12 @@ def check_shape(path: Path, case: Shape) -> None:
         return
     exact = exact_scores(*problem)
     # The kernels multiply float32 in parts, of which those of infinity give NaN: allowed in the scores that use it.
-    in_parts = path.module.__name__.endswith("kernels.maxsim") and case.queries.values.dtype == torch.float32
+    in_parts = (
+        path.module.__name__.startswith("pylate_fastmaxsim.kernels") and case.queries.values.dtype == torch.float32
+    )
     users = users_of_the_planted(case)
     for want_winners in (True, False):
-        scores = path.module.forward(*arguments(*problem), want_winners, "highest")[0].double()
+        scores = path.module.forward(ScoringOperands.of(*problem), want_winners, "highest")[0].double()
         if in_parts and "inf" in case.planted:
             scores = torch.where(scores.isnan() & users, exact, scores)
         assert torch.equal(scores.isnan(), exact.isnan()), "NaN elsewhere than in the scores that use it"
@@ -246,8 +250,7 @@ def available_path() -> Path:
         from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
 
         return Path(maxsim_launch, "cuda", products=2**33, values=2**23)
-
-    return Path(maxsim_launch, "cpu", products=2**24, values=2**19)
+    return Path(blocked, "cpu", products=2**24, values=2**19)
 
 
 def lost_the_device(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.kernels.maxsim.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.maxsim.document_gradient import (
@@ -34,42 +35,31 @@ _BLOCK_SCAN = 2048
 
 
 def forward(
-    q_values: Tensor,
-    q_starts: Tensor,
-    q_lengths: Tensor,
-    q_keep: Tensor | None,
-    d_values: Tensor,
-    d_starts: Tensor,
-    d_lengths: Tensor,
-    d_keep: Tensor | None,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
-    max_q_length: int,
-    max_d_length: int,
-    q_gapless: bool,
-    d_gapless: bool,
+    operands: ScoringOperands,
     want_winners: bool,
     precision: str,
     tiles: Tiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
-    q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
-    num_queries = q_starts.shape[0]
+    operands = contiguous(operands)
+    q_values, d_lengths, candidates = operands.q_values, operands.d_lengths, operands.candidates
+    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
     num_rows, dim = q_values.shape
-    num_slots = d_starts.shape[0] if candidates is None else candidates.shape[1]
-    index_dtype = winner_dtype(max_d_length)
-    nothing_to_score = 0 in (num_queries, num_slots, max_q_length, max_d_length, d_values.shape[0], dim)
+    index_dtype = winner_dtype(operands.max_d_length)
+    nothing_to_score = 0 in (
+        num_queries, num_slots, operands.max_q_length, operands.max_d_length, operands.d_values.shape[0], dim
+    )  # fmt: skip
     winners = None
     if want_winners:
         winners = q_values.new_empty((num_slots, num_rows), dtype=index_dtype)
         # Rows of no query and dead rows are not written by the kernel.
-        if nothing_to_score or not q_gapless or q_keep is not None:
+        if nothing_to_score or not operands.q_gapless or operands.q_keep is not None:
             winners.fill_(no_winner(index_dtype))
     if nothing_to_score:
         return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
 
     plan = forward_plan(
-        architecture(q_values.device), q_values.dtype, precision, dim, num_queries, max_q_length, num_slots,
+        architecture(q_values.device), q_values.dtype, precision, dim, num_queries, operands.max_q_length, num_slots,
         candidates is not None, want_winners, index_dtype, tiles.forward,
     )  # fmt: skip
     # Of a query that is cut into blocks, what each of them adds to its scores.
@@ -77,19 +67,19 @@ def forward(
     scores = q_values.new_empty(size, dtype=torch.float32)
     with on_device_of(q_values):
         live_tokens = None
-        if d_keep is not None:
-            live_tokens, d_lengths = live_tokens_of(d_starts, d_lengths, d_keep)
+        if operands.d_keep is not None:
+            live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
         forward_kernel[(plan.programs,)](
-            q_values.contiguous(),
-            q_starts,
-            q_lengths,
-            as_bytes(q_keep),
-            d_values.contiguous(),
-            d_starts,
+            q_values,
+            operands.q_starts,
+            operands.q_lengths,
+            as_bytes(operands.q_keep),
+            operands.d_values,
+            operands.d_starts,
             d_lengths,
             live_tokens,
-            None if candidates is None else candidates.contiguous(),
-            as_bytes(zero_floor),
+            candidates,
+            as_bytes(operands.zero_floor),
             scores,
             winners,
             num_queries,
@@ -106,20 +96,7 @@ def forward(
 def backward(
     grad_scores: Tensor,
     winners: Tensor,
-    q_values: Tensor,
-    q_starts: Tensor,
-    q_lengths: Tensor,
-    q_keep: Tensor | None,
-    d_values: Tensor,
-    d_starts: Tensor,
-    d_lengths: Tensor,
-    d_keep: Tensor | None,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
-    max_q_length: int,
-    max_d_length: int,
-    q_gapless: bool,
-    d_gapless: bool,
+    operands: ScoringOperands,
     precision: str,
     need_q: bool,
     need_d: bool,
@@ -129,36 +106,29 @@ def backward(
 
     The masks and the floor are already in the winners: a row that they silence has none.
     """
-    q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
-    num_queries, num_slots = grad_scores.shape
-    nothing_scored = 0 in (num_queries, num_slots, max_q_length, max_d_length, winners.numel(), q_values.shape[1])
-    grad_q = _gradient_of(q_values, need_q, q_gapless and not nothing_scored)
-    grad_d = _gradient_of(d_values, need_d, d_gapless and not nothing_scored)
+    operands = contiguous(operands)
+    q_values, d_values = operands.q_values, operands.d_values
+    sizes = operands.max_q_length, operands.max_d_length, winners.numel(), q_values.shape[1]
+    nothing_scored = 0 in (*grad_scores.shape, *sizes)
+    grad_q = _gradient_of(q_values, need_q, operands.q_gapless and not nothing_scored)
+    grad_d = _gradient_of(d_values, need_d, operands.d_gapless and not nothing_scored)
     if nothing_scored:
         return grad_q, grad_d
     grad_scores = grad_scores.contiguous()
     with on_device_of(q_values):
         row_query = None
-        if need_d and candidates is None:
+        if need_d and operands.candidates is None:
             # Rows of no query are not written, and having no winner never read.
             row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
         if need_q:
-            _query_gradient(
-                grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
-                max_q_length, precision, tiles, grad_q, row_query,
-            )  # fmt: skip
+            _query_gradient(grad_scores, winners, operands, precision, tiles, grad_q, row_query)
         elif row_query is not None:
-            row_query_kernel[(num_queries,)](q_starts, q_lengths, row_query, BLOCK=128, num_warps=1)
-        if need_d and candidates is None:
-            _document_gradient(
-                grad_scores, winners, row_query, q_values, d_starts, d_lengths,
-                max_d_length, d_gapless, precision, tiles, grad_d,
-            )  # fmt: skip
+            grid = (operands.q_starts.shape[0],)
+            row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
+        if need_d and operands.candidates is None:
+            _document_gradient(grad_scores, winners, row_query, operands, precision, tiles, grad_d)
         elif need_d:
-            _candidate_document_gradient(
-                grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
-                max_q_length, max_d_length, d_gapless, precision, tiles, grad_d,
-            )  # fmt: skip
+            _candidate_document_gradient(grad_scores, winners, operands, precision, tiles, grad_d)
     return grad_q, grad_d
 
 
@@ -171,21 +141,27 @@ def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
 
 
 def _query_gradient(
-    grad_scores, winners, q_starts, q_lengths, d_values, d_starts, candidates,
-    max_q_length, precision, tiles, grad_q, row_query,
-):  # fmt: skip
+    grad_scores: Tensor,
+    winners: Tensor,
+    operands: ScoringOperands,
+    precision: str,
+    tiles: Tiles,
+    grad_q: Tensor,
+    row_query: Tensor | None,
+) -> None:
+    d_values = operands.d_values
     dim = d_values.shape[1]
     kind = arithmetic(d_values.dtype, precision)
     tile = tiles.query_gradient or query_gradient_tiles(architecture(d_values.device), kind, dim)
-    row_blocks = cdiv(max_q_length, tile.block_rows)
-    query_gradient_kernel[(q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))](
+    row_blocks = cdiv(operands.max_q_length, tile.block_rows)
+    query_gradient_kernel[(operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))](
         grad_scores,
         winners,
-        q_starts,
-        q_lengths,
-        d_values.contiguous(),
-        d_starts,
-        None if candidates is None else candidates.contiguous(),
+        operands.q_starts,
+        operands.q_lengths,
+        d_values,
+        operands.d_starts,
+        operands.candidates,
         grad_q,
         row_query,
         grad_scores.shape[1],
@@ -201,15 +177,21 @@ def _query_gradient(
 
 
 def _document_gradient(
-    grad_scores, winners, row_query, q_values, d_starts, d_lengths,
-    max_d_length, d_gapless, precision, tiles, grad_d,
-):  # fmt: skip
+    grad_scores: Tensor,
+    winners: Tensor,
+    row_query: Tensor,
+    operands: ScoringOperands,
+    precision: str,
+    tiles: Tiles,
+    grad_d: Tensor,
+) -> None:
+    q_values, d_starts, d_lengths = operands.q_values, operands.d_starts, operands.d_lengths
     num_rows, dim = q_values.shape
     kind = arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or document_gradient_tiles(architecture(q_values.device), kind, dim)
     device = q_values.device
     num_documents = d_starts.shape[0]
-    tiles_per_document = cdiv(max_d_length, tile.block_t)
+    tiles_per_document = cdiv(operands.max_d_length, tile.block_t)
     num_chunks = cdiv(num_rows, tile.block_scan)
     # An entry and its weight for each row and document, and a count and its sum for each tile and chunk; a part of the
     # documents at a time, to bound this.
@@ -218,7 +200,6 @@ def _document_gradient(
     counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=torch.int32, device=device)
     buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
     weights = torch.empty((at_once, num_rows), dtype=torch.float32, device=device)
-    q_values = q_values.contiguous()
     for first_document in range(0, num_documents, at_once):
         count = min(at_once, num_documents - first_document)
         sizes = (first_document, num_documents, num_rows, num_chunks, tiles_per_document)
@@ -245,7 +226,7 @@ def _document_gradient(
             num_chunks,
             tiles_per_document,
             DIM=dim,
-            WRITE_ZEROS=d_gapless,
+            WRITE_ZEROS=operands.d_gapless,
             PRECISION=INPUT_PRECISION[precision],
             BLOCK_T=tile.block_t,
             BLOCK_R=tile.block_r,
@@ -256,20 +237,24 @@ def _document_gradient(
 
 
 def _candidate_document_gradient(
-    grad_scores, winners, q_values, q_starts, q_lengths, d_starts, d_lengths, candidates,
-    max_q_length, max_d_length, d_gapless, precision, tiles, grad_d,
-):  # fmt: skip
+    grad_scores: Tensor,
+    winners: Tensor,
+    operands: ScoringOperands,
+    precision: str,
+    tiles: Tiles,
+    grad_d: Tensor,
+) -> None:
+    q_values, candidates = operands.q_values, operands.candidates
     num_rows, dim = q_values.shape
     kind = arithmetic(q_values.dtype, precision)
     tile = tiles.candidate_gradient or candidate_gradient_tiles(architecture(q_values.device), kind, dim)
-    num_documents = d_starts.shape[0]
-    candidates = candidates.contiguous()
+    num_documents = operands.d_starts.shape[0]
     num_pairs = candidates.numel()
-    short_queries = max_q_length <= tile.block_r
+    short_queries = operands.max_q_length <= tile.block_r
     # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles,
     # and those for the others would come only to go.
     alone = short_queries and num_pairs <= num_documents
-    programs_per_document = 1 if alone else cdiv(max_d_length, tile.block_t)
+    programs_per_document = 1 if alone else cdiv(operands.max_d_length, tile.block_t)
     pairs = pair_offsets = None
     if not alone or num_pairs > _SCANNED_PAIRS:
         pairs, pair_offsets = _candidate_order(candidates, num_documents)
@@ -277,11 +262,11 @@ def _candidate_document_gradient(
     candidate_document_gradient_kernel[grid](
         grad_scores,
         winners,
-        q_values.contiguous(),
-        q_starts,
-        q_lengths,
-        d_starts,
-        d_lengths,
+        q_values,
+        operands.q_starts,
+        operands.q_lengths,
+        operands.d_starts,
+        operands.d_lengths,
         candidates,
         pairs,
         pair_offsets,
@@ -293,7 +278,7 @@ def _candidate_document_gradient(
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
         SHORT_QUERIES=short_queries,
-        WRITE_ZEROS=d_gapless,
+        WRITE_ZEROS=operands.d_gapless,
         PRECISION=INPUT_PRECISION[precision],
         BLOCK_T=tile.block_t,
         BLOCK_R=tile.block_r,

@@ -5,16 +5,21 @@ import contextlib
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._operands import ScoringOperands
+
 
 def on_device_of(tensor: Tensor):
-    # To enter a context costs the host more than to ask whether it is needed.
+    # Entering a context costs the host more than asking whether it is needed.
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
 
 
-def contiguous(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
+def contiguous(operands: ScoringOperands) -> ScoringOperands:
+    """The operands with contiguous tensors."""
+    if all(tensor.is_contiguous() for tensor in operands.tensors if tensor is not None):
+        return operands
+    return ScoringOperands._make(value.contiguous() if isinstance(value, Tensor) else value for value in operands)
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

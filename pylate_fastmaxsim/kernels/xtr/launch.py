@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.kernels.maxsim.tiles import documents_per_program
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel, live_tokens_of
@@ -53,49 +54,37 @@ def _live_rows(starts: Tensor, lengths: Tensor, keep: Tensor | None, max_length:
 
 
 def forward(
-    q_values: Tensor,
-    q_starts: Tensor,
-    q_lengths: Tensor,
-    q_keep: Tensor | None,
-    d_values: Tensor,
-    d_starts: Tensor,
-    d_lengths: Tensor,
-    d_keep: Tensor | None,
-    candidates: Tensor | None,
-    zero_floor: Tensor | None,
+    operands: ScoringOperands,
     k: int,
     count_retrieved: bool,
-    max_q_length: int,
-    max_d_length: int,
     want_winners: bool,
     precision: str,
     tiles: XtrTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums and counts ``[Nq, P]`` (float32) and winners ``[P, Tq]`` (``[0, 0]`` unless wanted)."""
-    q_starts, q_lengths, d_starts, d_lengths = contiguous(q_starts, q_lengths, d_starts, d_lengths)
+    operands = contiguous(operands)
+    q_values, num_slots = operands.q_values, operands.num_slots
     device = q_values.device
-    num_queries, num_documents = len(q_starts), len(d_starts)
+    num_queries, num_documents = len(operands.q_starts), len(operands.d_starts)
     num_rows, dim = q_values.shape
-    num_slots = num_documents if candidates is None else candidates.shape[1]
-    shape, index_dtype = winner_layout(num_slots, num_rows, max_d_length, want_winners)
+    shape, index_dtype = winner_layout(num_slots, num_rows, operands.max_d_length, want_winners)
     none = no_winner(index_dtype)
     # Rows of no query and dead rows are not written by the kernels.
     winners = torch.full(shape, none, dtype=index_dtype, device=device)
-    if 0 in (num_queries, num_slots, max_q_length, max_d_length, dim):
+    if 0 in (num_queries, num_slots, operands.max_q_length, operands.max_d_length, dim):
         sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)
         return sums, torch.zeros_like(sums), winners
 
     maxima = torch.empty((num_documents, num_rows), dtype=torch.float32, device=device)
     token_winners = winners
-    if want_winners and candidates is not None:
+    if want_winners and operands.candidates is not None:
         token_winners = torch.empty(maxima.shape, dtype=index_dtype, device=device)
     thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
     with on_device_of(q_values):
-        queries = _live_rows(q_starts, q_lengths, q_keep, max_q_length)
-        documents = _live_rows(d_starts, d_lengths, d_keep, max_d_length)
-        q_values, d_values = contiguous(q_values, d_values)
+        queries = _live_rows(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
+        documents = _live_rows(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
         _thresholds_and_maxima(
-            q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, token_winners, precision, tiles,
+            operands, queries, documents, k, thresholds, maxima, token_winners, precision, tiles,
             zeros_compete=not count_retrieved,
         )  # fmt: skip
         sums = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
@@ -106,12 +95,12 @@ def forward(
             maxima,
             thresholds,
             token_winners,
-            q_starts,
-            q_lengths,
-            as_bytes(q_keep),
+            operands.q_starts,
+            operands.q_lengths,
+            as_bytes(operands.q_keep),
             documents.offsets,
-            None if candidates is None else candidates.contiguous(),
-            as_bytes(zero_floor),
+            operands.candidates,
+            as_bytes(operands.zero_floor),
             sums,
             counts,
             winners,
@@ -130,12 +119,22 @@ def forward(
 
 
 def _thresholds_and_maxima(
-    q_values, queries, d_values, documents, d_starts, k, thresholds, maxima, winners, precision, tiles, zeros_compete
-):  # fmt: skip
+    operands: ScoringOperands,
+    queries: _Rows,
+    documents: _Rows,
+    k: int,
+    thresholds: Tensor,
+    maxima: Tensor,
+    winners: Tensor,
+    precision: str,
+    tiles: XtrTiles,
+    zeros_compete: bool,
+) -> None:
     """Fills `thresholds`, which come as -infinity, `maxima` and `winners` for all live query rows.
 
     With `zeros_compete`, a token that does not pass counts as 0 in the maximum of its document.
     """
+    q_values, d_values = operands.q_values, operands.d_values
     dim = q_values.shape[1]
     device = q_values.device
     num_queries, num_documents = len(queries.offsets) - 1, len(documents.offsets) - 1
@@ -176,7 +175,7 @@ def _thresholds_and_maxima(
             *queries,
             d_values,
             *documents,
-            d_starts,
+            operands.d_starts,
             maxima,
             winners,
             groups if select else None,

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import queries_at_once, winner_dtype
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the operators
 from pylate_fastmaxsim.ops.distributed.layout import describe, rank_and_ranks
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
-from pylate_fastmaxsim.ops.maxsim import prepared, recording
+from pylate_fastmaxsim.ops.operands import as_batch, prepared, recording
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Winners that are kept for the backward, of all shards together. Those of further shards are found again there, so that
@@ -84,15 +86,14 @@ def ring_maxsim(
     """
     grad_filters.check(grad_filter, "ring_maxsim")
     require_tensor("ring_maxsim", "queries", queries, "[Nq, Lq, d]")
-    query_batch, documents, q_values, d_values = prepared(
-        "ring_maxsim", queries, documents, None, queries_mask, None, zero_floor
-    )
-    differentiate, _ = recording("ring_maxsim", query_batch, documents, q_values, d_values)
+    documents = as_batch("ring_maxsim", "documents", documents, None)
+    operands = prepared("ring_maxsim", queries, documents, None, queries_mask, None, zero_floor)
+    differentiate = recording("ring_maxsim", operands)
     # Described as they are sent: autocast may be on in one rank alone.
-    shards = _shards(documents.with_values(d_values), zero_floor)
+    shards = _shards(documents.with_values(operands.d_values), zero_floor)
     longest = max(shard.max_length for shard in shards)
-    chunks = _chunks(query_batch, queries_at_once(queries.shape[1], len(documents), longest))
-    scores = _Ring.apply(q_values, d_values, chunks, shards, differentiate)
+    chunks = _chunks(operands, queries_at_once(queries.shape[1], len(documents), longest))
+    scores = _Ring.apply(operands.q_values, operands.d_values, chunks, shards, differentiate)
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 
 
@@ -135,15 +136,15 @@ def _shards(documents: TokenBatch, zero_floor: Tensor | None) -> list[_Shard]:
     ]
 
 
-def _chunks(queries: TokenBatch, size: int) -> list[_Chunk]:
+def _chunks(operands: ScoringOperands, size: int) -> list[_Chunk]:
     """Padded queries in parts of ``size``."""
-    chunks, length = [], queries.max_length
-    for begin in range(0, len(queries), size):
-        end = min(begin + size, len(queries))
+    chunks, length = [], operands.max_q_length
+    for begin in range(0, len(operands.q_starts), size):
+        end = min(begin + size, len(operands.q_starts))
         rows = slice(begin * length, end * length)
-        keep = None if queries.keep is None else queries.keep[rows]
-        starts = queries.starts[: end - begin]
-        chunks.append(_Chunk(slice(begin, end), rows, starts, queries.lengths[begin:end], length, keep))
+        keep = None if operands.q_keep is None else operands.q_keep[rows]
+        starts = operands.q_starts[: end - begin]
+        chunks.append(_Chunk(slice(begin, end), rows, starts, operands.q_lengths[begin:end], length, keep))
     return chunks
 
 
@@ -260,7 +261,7 @@ def _gradients_of_shard(
     for chunk, kept in zip(chunks, winners, strict=True):
         if kept is None:
             _, kept = _forward(q_values, chunk, d_values, shard, want_winners=True)
-        operands = _arguments(q_values, chunk, d_values, shard)
+        operands = _operands(q_values, chunk, d_values, shard)
         of_queries, of_documents = torch.ops.pylate_fastmaxsim.maxsim_backward(
             grad_scores[chunk.queries].contiguous(), kept, *operands, grad_q is not None, need_d
         )
@@ -273,9 +274,9 @@ def _gradients_of_shard(
     return grad_d
 
 
-def _arguments(q_values: Tensor, chunk: _Chunk, d_values: Tensor, shard: _Shard) -> tuple:
-    """What the operators take of a chunk of queries and a shard of documents, in their order."""
-    return (
+def _operands(q_values: Tensor, chunk: _Chunk, d_values: Tensor, shard: _Shard) -> ScoringOperands:
+    """A chunk of queries against a shard of documents."""
+    return ScoringOperands(
         q_values[chunk.rows], chunk.starts, chunk.lengths, chunk.keep,
         d_values, shard.starts, shard.lengths, shard.keep,
         None, shard.zero_floor, chunk.max_length, shard.max_length, False, False,
@@ -283,4 +284,4 @@ def _arguments(q_values: Tensor, chunk: _Chunk, d_values: Tensor, shard: _Shard)
 
 
 def _forward(q_values, chunk, d_values, shard, want_winners) -> tuple[Tensor, Tensor]:
-    return torch.ops.pylate_fastmaxsim.maxsim_forward(*_arguments(q_values, chunk, d_values, shard), want_winners)
+    return torch.ops.pylate_fastmaxsim.maxsim_forward(*_operands(q_values, chunk, d_values, shard), want_winners)

@@ -1,0 +1,81 @@
+"""What a score is computed from, as raw tensors and sizes: one argument from the operators down to the kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pylate_fastmaxsim.tokens import TokenBatch
+
+
+class ScoringOperands(NamedTuple):
+    """Queries, documents and which pairs of them are scored.
+
+    The fields of queries and documents are those of a :class:`~pylate_fastmaxsim.TokenBatch`. ``candidates`` is int64
+    ``[Nq, K]`` or None for all documents, and ``zero_floor`` bool ``[Nd]`` or None. In a registered operator the fields
+    are arguments of their own (:data:`SCHEMA`), so that PyTorch sees each tensor.
+    """
+
+    q_values: Tensor
+    q_starts: Tensor
+    q_lengths: Tensor
+    q_keep: Tensor | None
+    d_values: Tensor
+    d_starts: Tensor
+    d_lengths: Tensor
+    d_keep: Tensor | None
+    candidates: Tensor | None
+    zero_floor: Tensor | None
+    max_q_length: int
+    max_d_length: int
+    q_gapless: bool
+    d_gapless: bool
+
+    @classmethod
+    def of(
+        cls,
+        queries: TokenBatch,
+        documents: TokenBatch,
+        candidates: Tensor | None = None,
+        zero_floor: Tensor | None = None,
+    ) -> ScoringOperands:
+        """The operands of two ragged batches."""
+        return cls(
+            queries.values, queries.starts, queries.lengths, queries.keep,
+            documents.values, documents.starts, documents.lengths, documents.keep,
+            candidates, zero_floor, queries.max_length, documents.max_length, queries.gapless, documents.gapless,
+        )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Number P of scores of a query: of candidates, or of all documents."""
+        return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that a backward saves as tensors."""
+        return self[:_NUM_TENSORS]
+
+    @property
+    def sizes(self) -> tuple[int | bool, ...]:
+        """The other fields, so that ``ScoringOperands(*operands.tensors, *operands.sizes) == operands``."""
+        return self[_NUM_TENSORS:]
+
+
+NUM_FIELDS = len(ScoringOperands._fields)
+_NUM_TENSORS = ScoringOperands._fields.index("max_q_length")
+
+# The fields in the schema of a registered operator.
+SCHEMA = (
+    "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
+    "Tensor d_values, Tensor d_starts, Tensor d_lengths, Tensor? d_keep, "
+    "Tensor? candidates, Tensor? zero_floor, SymInt max_q_length, SymInt max_d_length, bool q_gapless, bool d_gapless"
+)
+
+_NO_GRADIENTS = ScoringOperands(*[None] * NUM_FIELDS)
+
+
+def gradients_of(grad_q: Tensor | None, grad_d: Tensor | None) -> ScoringOperands:
+    """Gradients in the places of the operands: of ``q_values`` and ``d_values``, None elsewhere."""
+    return _NO_GRADIENTS._replace(q_values=grad_q, d_values=grad_d)
