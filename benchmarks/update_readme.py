@@ -14,9 +14,11 @@ from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import table as attention_table
-from benchmarks.operators.table import readme_table
+from benchmarks.operators.table import docs_table
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
+from benchmarks.training.lengths import cell_name as lengths_cell
+from benchmarks.training.lengths import live_share, mean_lengths
 from benchmarks.training.lengths import markdown_table as lengths_table
 from benchmarks.training.multi_vector_step import markdown_table as multi_vector_markdown
 from benchmarks.training.page_step import markdown_table as page_table
@@ -34,25 +36,101 @@ def train_step_tables() -> str:
 
 
 def summary_table() -> str:
-    """Every workload once: stock, the faster of the two peers, this package; and the speed relative to stock."""
+    """Every workload once: stock, the fastest peer, this package; and speed and memory relative to stock."""
     step, kd, gradcache = (results(name)["cells"] for name in ("train_step", "kd_step", "gradcache_step"))
-    lines = [
-        "| | PyLate | PyLate with fused kernels, the faster of two | this package | speed | memory |",
-        "|---" * 6 + "|",
-    ]
+    lines = ["| step | stock | best peer | this package | speed | memory |", "|---" * 6 + "|"]
 
     def add(title: str, cells: dict, batch: int, compiled: bool = False) -> None:
         stock, *peers, ours = (cells[cell_name(path, batch, compiled, False)] for path in PATHS)
-        three = stock, min(peers, key=itemgetter("step_ms")), ours
-        entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in three]
-        mark = mark_of_runs(ours, stock)
-        ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
-        lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
+        lines.append(compared(title, stock, min(peers, key=itemgetter("step_ms")), ours))
 
     add("contrastive, 256 queries, one negative each", step, 256)
     add("the same, compiled", step, 256, compiled=True)
     add("distillation, 32 queries, 16 documents each", kd, 32)
     add("GradCache (`CachedContrastive`), 4,096 queries, one negative each", gradcache, 4096)
+    multi_vector = results("multi_vector_step")
+    stock, peer, ours = (multi_vector[f"{path}/batch=64/compile=0"] for path in ("stock", "flash", "fast"))
+    lines.append(compared("MultiVectorEncoder, 64 queries, one negative each (H100)", stock, peer, ours))
+    return "\n".join(lines)
+
+
+def padding_table() -> str:
+    """Speed and memory relative to stock by the share of padding."""
+    cells = results("lengths")["cells"]
+    shares = [f"{1 - live_share(cells, tokens):.0%}" for tokens in mean_lengths(cells)]
+    rows: dict[str, list[str]] = {"speed": [], "speed, both compiled": [], "memory": []}
+    for tokens, compiled in itertools.product(mean_lengths(cells), (False, True)):
+        stock, fast = (cells[lengths_cell(path, tokens, compiled)] for path in ("stock", "fast"))
+        rows["speed, both compiled" if compiled else "speed"].append(f"{stock['step_ms'] / fast['step_ms']:.2f}x")
+        if not compiled:
+            rows["memory"].append(f"{fast['peak_gib'] / stock['peak_gib']:.0%}")
+    lines = ["| padding | " + " | ".join(shares) + " |", "|---" * (1 + len(shares)) + "|"]
+    return "\n".join(lines + [f"| {title} | " + " | ".join(entries) + " |" for title, entries in rows.items()])
+
+
+def h100_table() -> str:
+    """Uncompiled steps on an H100, also at PyLate's default document_length."""
+    lines = ["| queries, `document_length` | stock | best peer | this package | speed | memory |", "|---" * 6 + "|"]
+    for name, batch, length in (
+        ("train_step_h100", 128, 300),
+        ("step_180_tokens_h100", 128, 180),
+        ("step_180_tokens_h100", 256, 180),
+    ):
+        cells = results(name)["cells"]
+        stock, *peers, ours = (cells[cell_name(path, batch, False, False)] for path in PATHS)
+        lines.append(compared(f"{batch}, {length}", stock, min(peers, key=itemgetter("step_ms")), ours))
+    return "\n".join(lines)
+
+
+def compared(title: str, stock: dict, peer: dict, ours: dict) -> str:
+    """A row: three steps, and speed and memory of the last relative to the first."""
+    entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in (stock, peer, ours)]
+    mark = mark_of_runs(ours, stock)
+    ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
+    return "| " + " | ".join([title, *entries, *ratios]) + " |"
+
+
+def head_table() -> str:
+    """From hidden states to scores, forward and backward."""
+    ours, lik, flash = "this package", "late-interaction-kernels", "flash-maxsim"
+    apart = "Linear, then normalisation"
+    rows = {
+        "fast": (f"fused, of {ours}", ours),
+        "fast-unfused": (apart, ours),
+        "lik": (apart, lik),
+        "flash": (apart, flash),
+        "lik-fused": (f"fused, of {lik}", lik),
+    }
+    lines = ["| projection and normalisation | MaxSim | time | memory |", "|---" * 4 + "|"]
+    for name, titles in rows.items():
+        cell = results("head")[f"in-batch/{name}"]["forward_backward"]
+        entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
+        lines.append("| " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def queries_table() -> str:
+    """Queries in the call of the documents and in one of their own."""
+    cells = results("queries_apart")["cells"]
+    lines = ["| queries | one call | two calls |", "|---|---|---|"]
+    for batch, compiled in ((256, False), (256, True), (512, True)):
+        key = f"batch={batch}/compile={int(compiled)}/checkpointing=0"
+        joint, apart = (cells[f"{key} {way}"]["step_ms"] for way in ("joint", "apart"))
+        lines.append(f"| {batch}{', compiled' * compiled} | {joint:.0f} | {apart:.0f} |")
+    return "\n".join(lines)
+
+
+def gpu_tests_table() -> str:
+    """The last run of each kind on each GPU."""
+    last = {}
+    for run in results("gpu_tests")["runs"]:
+        if run["what"] != "parts":
+            last[run["what"], run["gpu"], run["gpus"], run.get("with", "")] = run
+    lines = ["| what | with | GPU | commit | tests | failures |", "|---" * 6 + "|"]
+    for (what, gpu, gpus, beside), run in sorted(last.items()):
+        counted = f"{run['tests']:,}" if "tests" in run else ""
+        entries = [what, beside, f"{gpus} x {gpu}", f"{run['commit']}, {run['date']}", counted, str(run["failures"])]
+        lines.append("| " + " | ".join(entries) + " |")
     return "\n".join(lines)
 
 
@@ -182,30 +260,32 @@ def tables() -> dict[str, dict[str, str]]:
     """The tables of each document, by the name that marks their place."""
     losses = results("losses")
     return {
-        "README.md": {
-            "multi-vector-table": multi_vector_step_table(),
-            "multi-vector-gradcache-table": multi_vector_gradcache_table(),
+        "README.md": {"summary-table": summary_table(), "padding-table": padding_table()},
+        "docs/sentence_transformers.md": {"multi-vector-table": multi_vector_step_table()},
+        "docs/benchmarks.md": {
             "train-step-table": train_step_tables(),
-            "summary-table": summary_table(),
+            "h100-table": h100_table(),
             "lengths-table": lengths_table(results("lengths")["cells"]),
-            "operators-table": readme_table(results("operators")),
-            "page-step-table": page_table(results("page_step")),
-        },
-        "docs/measurements.md": {
-            "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
             "encoders-table": encoders_table(),
+            "multi-vector-gradcache-table": multi_vector_gradcache_table(),
+            "queries-table": queries_table(),
+            "page-step-table": page_table(results("page_step")),
             "allocator-table": allocator_table(),
+            "operators-table": docs_table(results("operators")),
+            "head-table": head_table(),
+            "losses-table": losses_markdown(losses, ["embedded", "ceiling"]),
             "long-documents-table": long_documents_table(),
             "corpus-search-table": corpus_markdown(results("corpus_search")),
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
         },
-        "docs/encoding.md": {"attention-table": attention_table(results("attention")["rows"])},
-        "docs/across_devices.md": {
+        "docs/kernels.md": {"attention-table": attention_table(results("attention")["rows"])},
+        "docs/distributed.md": {
             "ring-table": ring_table(losses),
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
+        "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
     }
 
 

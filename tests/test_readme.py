@@ -1,4 +1,4 @@
-"""The README and docs/: tables are those of the committed results, links lead somewhere, examples run, names exist."""
+"""README and docs/: tables are those of the committed results, links and names lead somewhere, examples run."""
 
 from __future__ import annotations
 
@@ -14,42 +14,75 @@ from paths import ROOT
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.enable import available_patches
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+README = PAGES["README.md"]
+EVERYTHING = "\n".join(PAGES.values())
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md", "docs/across_devices.md"])
-def test_tables_are_made_from_the_committed_results(name):
-    from benchmarks.update_readme import updated
-
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert updated(name, text) == text, "run: python -m benchmarks.update_readme"
+def test_the_readme_is_read_to_its_end():
+    assert len(README.encode()) <= 14_500
 
 
-def test_the_operator_example_runs():
-    examples = [code for code in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "maxsim(" in code]
-    assert len(examples) == 1
-    names: dict = {}
-    exec(examples[0], names)
-    assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
+def test_tables_are_made_from_the_committed_results():
+    from benchmarks.update_readme import tables, updated
+
+    made = tables()
+    marks = {name: re.findall(r"<!-- (\w\S+-table) -->", text) for name, text in PAGES.items()}
+    assert {name: sorted(found) for name, found in marks.items() if found} == {
+        name: sorted(made[name]) for name in made
+    }
+    for name in made:
+        assert updated(name, PAGES[name]) == PAGES[name], "run: python -m benchmarks.update_readme"
 
 
-def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
-    pytest.importorskip("pylate")
-    pytest.importorskip("datasets")
-    script = README.partition("## The flag")[2].partition("```python\n")[2].partition("```")[0]
-    for here, there in (
-        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
-        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
-    ):
-        assert here in script
-        script = script.replace(here, there)
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    try:
-        exec(script, names)
-    finally:
-        pylate_fastmaxsim.disable()
-    assert names["trainer"].state.global_step == 1
+def headings(name: str) -> set[str]:
+    # As GitHub names them: without punctuation.
+    titles = re.findall(r"^#+ (.+)$", PAGES[name], flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGES[name]):
+        file, _, heading = target.partition("#")
+        found = ((ROOT / name).parent / file).resolve() if file else ROOT / name
+        assert found.exists(), target
+        assert not heading or heading in headings(str(found.relative_to(ROOT))), target
+
+
+def test_files_that_are_named_exist():
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    for name in (name for name in PAGES if name != "CHANGELOG.md"):
+        for file in re.findall(r"`([\w/<>]+\.py)`", PAGES[name]):
+            assert any(each.endswith(f"/{file}") for each in files) or file in ("train.py",), (name, file)
+
+
+def test_commands_that_are_named_exist():
+    typer = pytest.importorskip("typer")
+    from pylate_fastmaxsim.cli.commands import app
+
+    commands = {"run", "doctor", *typer.main.get_command(app).commands}  # cli/__init__.py adds these two
+    assert set(re.findall(r"`fastmaxsim (\w+)", README)) == commands
+    assert set(re.findall(r"[`/\n]fastmaxsim (\w+)", EVERYTHING)) == commands
+    for script in re.findall(r"`python ([\w/]+\.py)", EVERYTHING):
+        assert (ROOT / script).is_file(), script
+    benchmarks = re.findall(r"`python -m (benchmarks[\w.]+)([^`]*)`", EVERYTHING)
+    taken = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.py"))
+    assert len(benchmarks) > 10
+    for module, arguments in benchmarks:
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), module
+        for option in re.findall(r"--[a-z][a-z-]+", arguments):
+            assert f'"{option}"' in taken or "long_documents" in module, (module, option)
+
+
+def test_every_trial_is_listed_by_its_key():
+    trials = json.loads((ROOT / "benchmarks" / "results" / "kernel_trials.json").read_text())
+    table = PAGES["benchmarks/README.md"].partition("| key | figures |")[2]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", table, flags=re.MULTILINE)))
+    assert sorted(listed) == sorted(trials.keys() - {"environment", "note"})
 
 
 def test_options_are_those_of_enable():
@@ -61,29 +94,12 @@ def test_options_are_those_of_enable():
 
 def test_what_is_patched_is_named():
     pytest.importorskip("pylate")
-    named = re.findall(r"`(?:\w+\.)?(\w+)`", README.partition("`enable()` patches:")[2].partition("\n\n")[0])
+    section = PAGES["docs/pylate.md"].partition("## What `enable()` patches")[2].partition("\n## ")[0]
+    named = re.findall(r"`(?:\w+\.)?(\w+)`", section)
     for patch in available_patches():
         of_class = isinstance(patch.owner, type)
         if (patch.owner.__module__ if of_class else patch.owner.__name__).startswith("pylate."):
             assert (patch.owner.__name__ if of_class else patch.name) in named
-
-
-def test_commands_of_the_benchmarks_take_their_options():
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"`python -m (benchmarks[\w.]+)([^`]*)`", text)
-    assert len(commands) > 10
-    taken = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.py"))
-    for script, arguments in commands:
-        assert (ROOT / f"{script.replace('.', '/')}.py").is_file()
-        for option in re.findall(r"--[a-z][a-z-]+", arguments):
-            assert f'"{option}"' in taken or "long_documents" in script, (script, option)
-
-
-def test_every_trial_is_listed_by_its_key():
-    trials = json.loads((ROOT / "benchmarks" / "results" / "kernel_trials.json").read_text())
-    table = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").partition("| key | figures |")[2]
-    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", table, flags=re.MULTILINE)))
-    assert sorted(listed) == sorted(trials.keys() - {"environment", "note"})
 
 
 def test_layers_to_wrap_are_those_of_transformers():
@@ -97,12 +113,12 @@ def test_layers_to_wrap_are_those_of_transformers():
     from transformers.models.xlm_roberta import modeling_xlm_roberta
 
     modules = (modeling_modernbert, modeling_bert, modeling_xlm_roberta, modeling_qwen2_vl, modeling_gemma)
-    table = README.partition("| encoder | layer to wrap |")[2].partition("\n\n")[0]
-    layers = re.findall(r"\| `(\w+)` \|", table)
+    page = PAGES["docs/recipes.md"]
+    layers = re.findall(r"\| `(\w+)` \|", page.partition("| encoder | layer to wrap |")[2].partition("\n\n")[0])
     for module, layer in zip(modules, layers, strict=True):
         assert issubclass(getattr(module, layer), torch.nn.Module)
-    lines = re.findall(r"^accelerate launch (.+)$", README, flags=re.MULTILINE)
-    assert len(lines) == 5
+    lines = re.findall(r"^accelerate launch (.+)$", page, flags=re.MULTILINE)
+    assert len(lines) == 4
     for line in lines:
         arguments = launch_command_parser().parse_args(shlex.split(line))
         assert arguments.training_script == "pylate_fastmaxsim.cli" and arguments.module
@@ -110,23 +126,34 @@ def test_layers_to_wrap_are_those_of_transformers():
         assert command == "train" and (ROOT / recipe).is_file()
 
 
-def headings(path):
-    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    # As GitHub names them: without punctuation.
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+def examples(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGES[name], flags=re.DOTALL)
 
 
-DOCUMENTS = [
-    "README.md",
-    "benchmarks/README.md",
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
-]
+def test_examples_of_the_operators_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    [operator], [search] = examples("README.md"), examples("docs/operators.md")
+    names: dict = {}
+    exec(operator, names)
+    assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
+    exec(search, names)
+    assert names["best"].shape == names["positions"].shape == (4, 2)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
-    path = ROOT / name
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", path.read_text(encoding="utf-8")):
-        file, _, heading = target.partition("#")
-        found = path.parent / file if file else path
-        assert found.exists() and (not heading or heading in headings(found)), target
+def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
+    pytest.importorskip("pylate")
+    pytest.importorskip("datasets")
+    [script] = examples("docs/pylate.md")
+    for here, there in (
+        ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
+        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
+    ):
+        assert here in script
+        script = script.replace(here, there)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    try:
+        exec(script, names)
+    finally:
+        pylate_fastmaxsim.disable()
+    assert names["trainer"].state.global_step == 1

@@ -152,17 +152,19 @@ def span(values: list[float] | list[str], form: str) -> str:
     return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
-def sentences(results: Results) -> str:
-    """Ceilings, bandwidth, host time and the sweeps' steps."""
-    lines = [machine(runs) for runs in runs_by_machine(results).values()]
-    lines += [
+def notes(results: Results) -> list[str]:
+    """Machines and ceilings, and what the columns are."""
+    return [
+        *(machine(runs) for runs in runs_by_machine(results).values()),
         "Medians in ms; in brackets the share of our time that the floor explains: the matrix product at the measured "
         "rate, or inputs read once and outputs written once at the copy's bandwidth, whichever is longer. Extra memory is "
-        "the peak beyond the inputs, of forward + backward where there is one.",
-        "Of every package the fastest public entry counts; † compares two runs. Ragged batches go to late-interaction-kernels packed and "
-        "padded with a mask, to flash-maxsim padded with lengths (its packed functions take one query at a time and "
-        "have no gradient), to einsum padded with a mask.",
+        "the peak beyond the inputs, of forward + backward where there is one. † compares two runs.",
     ]
+
+
+def details(results: Results) -> list[str]:
+    """Bandwidth, host time and the sweeps' steps."""
+    lines = []
     for shape in results.group("rerank"):
         if ms := results.milliseconds(shape, "fast", "forward"):
             bandwidth = shape.bytes("forward") / (ms / 1e3)
@@ -179,13 +181,17 @@ def sentences(results: Results) -> str:
                 lines.append(
                     f"Sweep over {axis}, {title}: largest step {step:.2f} of the trend, {verdict} {STEP_LIMIT}."
                 )
+    return lines
+
+
+def bullets(lines: list[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def readme_table(content: dict) -> str:
-    """What the README shows."""
+def docs_table(content: dict) -> str:
+    """What docs/benchmarks.md shows."""
     results = Results(content)
-    return headline(results) + "\n\n" + sentences(results)
+    return headline(results) + "\n\n" + bullets(notes(results))
 
 
 def markdown(content: dict) -> str:
@@ -193,7 +199,7 @@ def markdown(content: dict) -> str:
     results = Results(content)
     if not results.shapes:
         return "Nothing has been measured."
-    parts = [readme_table(content), ragged(results), dimensions(results), accuracy(results)]
+    parts = [docs_table(content), bullets(details(results)), ragged(results), dimensions(results), accuracy(results)]
     unable = failures(results)
     parts.append("What could not be done:\n\n" + unable if unable else "")
     return "\n\n".join(part for part in parts if part)

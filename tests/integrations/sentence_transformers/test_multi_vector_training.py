@@ -23,7 +23,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import doctor
 from pylate_fastmaxsim.integrations.encoding import modes
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "sentence_transformers.md"
 ROWS = {"query": sentences(12, 6, 1), "positive": sentences(12, 20, 2), "negative": sentences(12, 20, 3)}
 SCRIPT = """
 import torch
@@ -85,9 +85,9 @@ def test_mixed_precision(encoder, packed, tmp_path):
     assert set(modes.chosen[model[0]].values()) == {"packed"}
 
 
-def test_the_example_of_the_readme(encoder, packed, monkeypatch, tmp_path):
-    section = README.read_text(encoding="utf-8").partition("### MultiVectorEncoder of Sentence Transformers")[2]
-    script = section.partition("```python\n")[2].partition("```")[0]
+def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path):
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.partition("```python\n")[2].partition("```")[0]
     for here, there in (
         ('"answerdotai/ModernBERT-base"', repr(encoder("modernbert"))),
         ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
