@@ -8,6 +8,7 @@ from pathlib import Path
 from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import apply_override, read_yaml
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.validate import check
 
 
@@ -46,6 +47,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
     if output_dir is not None:
         values["output_dir"] = output_dir
     values.setdefault("name", path.stem)
-    recipe = build(Recipe, values, "")
-    check(recipe)
+    try:
+        recipe = build(Recipe, values, "")
+        check(recipe)
+    except OSError as error:  # of a path that may not be looked up
+        raise RecipeError(f"{path}: {error.filename} cannot be reached: {error.strerror}.") from None
     return recipe

@@ -43,38 +43,19 @@ def build(section: type, values: Any, path: str) -> Any:
         if name in values:
             limits = field.metadata.get("minimum"), field.metadata.get("maximum")
             value = _convert(values[name], hints[name], limits, dotted)
-            arguments[name] = _reachable(_at_home(value), dotted) if field.metadata.get("path") else value
+            arguments[name] = _expanded(value, dotted) if field.metadata.get("path") else value
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")
     return section(**arguments)
 
 
-def _at_home(paths: str | list[str] | None) -> str | list[str] | None:
-    """The same with the home directory for a leading ``~``, which no shell sees in a file."""
-    if isinstance(paths, list):
-        return [os.path.expanduser(path) for path in paths]
-    return paths if paths is None else os.path.expanduser(paths)
-
-
-def _reachable(paths: str | list[str] | None, key: str) -> str | list[str] | None:
-    """The same, once the system has looked each up: it refuses names that are too long and folders not to be entered.
-
-    Nothing need be there: it may be a name on the Hub, or yet to be made.
-    """
-    for path in [paths] if isinstance(paths, str) else paths or ():
-        if not path:
-            raise RecipeError(f"{key} must not be empty.")
-        if "::" in path:
-            raise RecipeError(f"{key} must not have :: in it, by which datasets joins file systems, got {path}.")
-        try:
-            os.stat(os.path.join(path, "."))  # the dot, to enter it if it is a folder
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise RecipeError(f"{key}: {path} cannot be reached: {os.strerror(error.errno)}.") from None
-        except ValueError:  # a null byte
-            raise RecipeError(f"{key} has a character that no path may have, got {path!r}.") from None
-    return paths
+def _expanded(paths: str | list[str] | None, key: str) -> str | list[str] | None:
+    """``paths`` with the home directory for a leading ``~``, which no shell sees in a file."""
+    if paths is None:
+        return None
+    if "" in (paths if isinstance(paths, list) else [paths]):  # as of a shell's variable that is not set
+        raise RecipeError(f"{key} must not be empty.")
+    return [os.path.expanduser(path) for path in paths] if isinstance(paths, list) else os.path.expanduser(paths)
 
 
 def _unknown_key(name: Any, path: str, known: list[str]) -> str:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any, Literal
 
-# Of sizes that are handed to code which counts in 32 bits with a sign.
-INT32_MAX = 2**31 - 1
-
-# Adam's first step is ten times as long, which must be a number in fp32.
-LARGEST_RATE = 1e37
-
-# What NumPy takes, whose random numbers the trainer seeds as well.
+# NumPy's largest seed; the trainer seeds NumPy too.
 LARGEST_SEED = 2**32 - 1
 
 
@@ -29,12 +23,12 @@ class BuildSection:
     The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
     """
 
-    vocab_size: int = key(8192, minimum=512, maximum=INT32_MAX)
+    vocab_size: int = key(8192, minimum=512)
     hidden_size: int = key(128, minimum=2)
     num_hidden_layers: int = key(4, minimum=1)
     num_attention_heads: int = key(2, minimum=1)
     intermediate_size: int = key(256, minimum=1)
-    local_attention: int = key(128, minimum=2, maximum=INT32_MAX)
+    local_attention: int = key(128, minimum=2)
     global_attn_every_n_layers: int = key(3, minimum=1)
     dropout: float = key(0.0, minimum=0, maximum=1)
 
@@ -68,9 +62,9 @@ class ModelSection:
     kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
     name_or_path: str | None = key(None, path=True)
     build: BuildSection | None = None
-    embedding_size: int | None = key(None, minimum=1, maximum=INT32_MAX)
-    query_length: int | None = key(None, minimum=3, maximum=INT32_MAX)
-    document_length: int | None = key(None, minimum=3, maximum=INT32_MAX)
+    embedding_size: int | None = key(None, minimum=1)
+    query_length: int | None = key(None, minimum=3)
+    document_length: int | None = key(None, minimum=3)
     do_query_expansion: bool | None = None
     attend_to_expansion_tokens: bool | None = None
     config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -222,10 +216,10 @@ class TrainingSection:
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)
-    gradient_accumulation_steps: int = key(1, minimum=1, maximum=INT32_MAX)
+    gradient_accumulation_steps: int = key(1, minimum=1)
     num_train_epochs: float = key(1.0, minimum=0)
     max_steps: int | None = key(None, minimum=1)
-    learning_rate: float = key(3e-6, minimum=0, maximum=LARGEST_RATE)
+    learning_rate: float = key(3e-6, minimum=0)
     lr_scheduler_type: str = "linear"
     warmup_steps: int = key(0, minimum=0)
     weight_decay: float = key(0.0, minimum=0)

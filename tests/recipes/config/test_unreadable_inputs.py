@@ -28,7 +28,8 @@ from pylate_fastmaxsim.recipes.files.digest import content_digest
 from pylate_fastmaxsim.recipes.files.write import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.teacher import load_teacher
-from pylate_fastmaxsim.recipes.models import text as models
+from pylate_fastmaxsim.recipes.models import load as models
+from pylate_fastmaxsim.recipes.models import text as text_models
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 LOAD = """
@@ -289,7 +290,7 @@ def test_an_error_that_says_nothing_is_named(tmp_path, monkeypatch):
     def silent(*args):
         raise TimeoutError
 
-    monkeypatch.setattr(models, "_colbert", silent)
+    monkeypatch.setattr(text_models, "new_colbert", silent)
     monkeypatch.setattr(models, "lacks_tokenizer", lambda section: False)
     with pytest.raises(RecipeError) as error:
         models.load_model(ModelSection(name_or_path="some/model"), "cpu", 0)
