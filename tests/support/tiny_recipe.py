@@ -79,6 +79,24 @@ def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:
     return folder
 
 
+def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, list[dict]]:
+    """The three tables of a distillation data set, with ids that are not row numbers."""
+    return {
+        "train": [
+            {
+                "query_id": f"q{rows - row}",
+                "document_ids": [f"d{(row * 7 + way * 11) % documents}" for way in range(ways)],
+                "scores": [1.0 - way / ways - row / 100 for way in range(ways)],
+            }
+            for row in range(rows)
+        ],
+        "queries": [{"query_id": f"q{row}", "text": text(row, 5)} for row in range(rows + 1)],
+        "documents": [
+            {"document_id": f"d{row}", "text": f"{text(row, 2 + row % 25)} {row}"} for row in reversed(range(documents))
+        ],
+    }
+
+
 def few_steps(output: Path, *overrides: str) -> list[str]:
     """Overrides under which a shipped recipe trains for two steps on a CPU."""
     return [

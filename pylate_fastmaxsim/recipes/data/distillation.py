@@ -123,7 +123,7 @@ def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
             if not isinstance(values, (list, tuple)):
                 raise ValueError
             parsed[name] = [None if value is None else kind(value) for value in values]
-        except (ValueError, TypeError, SyntaxError, OverflowError, MemoryError, RecursionError):
+        except (ValueError, TypeError, SyntaxError):
             raise RecipeError(
                 f"data.name: {name!r} of the subset train is text, which is not a list of {wanted} in the row of query_id "
                 f"{row['query_id']}."

@@ -10,7 +10,7 @@ from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation
 from pylate_fastmaxsim.recipes.data.mined import is_to_be_mined
-from pylate_fastmaxsim.recipes.data.tables import load_table
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table
 from pylate_fastmaxsim.recipes.data.text import is_id
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -61,5 +61,5 @@ def load_columns(data: DataSection, section: str) -> Dataset:
 def _load_rows(data: DataSection, section: str) -> Dataset:
     if data.source == "files":
         kind = FILE_TYPES[Path(data.files[0]).suffix]
-        return load_table(f"{section}.files", kind, data_files=data.files, split="train")
+        return load_files(f"{section}.files", kind, {"train": data.files})
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")

@@ -6,13 +6,11 @@ import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import yaml
 from datasets import (
     Dataset,
@@ -33,8 +31,6 @@ from pylate_fastmaxsim.recipes.files.write import read_failure, write_failure
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
-# What pyarrow says where datasets reads as many rows at once as the first group of a Parquet file has.
-NO_ROWS_IN_GROUP = "BatchSize must be greater than 0"
 
 # What only save_to_disk of datasets writes into the folder of a table, and of several.
 SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
@@ -42,20 +38,39 @@ SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
 
-def load_table(key: str, path: str, subset: str | None = None, **options: Any) -> Dataset:
-    """``datasets.load_dataset``; where it fails, a sentence that names the recipe's ``key``.
+def load_table(key: str, path: str, subset: str | None = None, split: str | None = None) -> Dataset:
+    """A table on the Hub or in a folder; without ``split`` it must have one split, which is the one returned.
 
-    Without ``split`` the data must have one split, which is the one returned.
+    Raises
+    ------
+    RecipeError
+        It cannot be loaded. The message names the recipe's ``key``.
     """
-    # Of files that are named, the path is their kind, of which a folder may have the name.
-    is_folder = "data_files" not in options and Path(path).is_dir()
-    if is_folder:
-        _require_files(key, Path(path))
+    if not Path(path).is_dir():
+        return _load(key, f"the subset {subset} of {path}" if subset else path, path, subset, split=split)
+    _require_readable(key, Path(path))
     try:
-        if is_folder:
-            path, subset, options = _files_of_folder(path, subset, options)
+        kind, files = _files_of_folder(path, subset)
+    except Exception as error:  # as in _load
+        raise table_failure(key, error) from error
+    return load_files(key, kind, files, split)
+
+
+def load_files(key: str, kind: str, files: dict[str, list[str]], split: str | None = "train") -> Dataset:
+    """The same of files by split, whose ``kind`` is what ``datasets`` calls it."""
+    names = [name for parts in files.values() for name in parts]
+    patterns = {name: [glob.escape(part) for part in parts] for name, parts in files.items()}
+    # datasets keeps what it made of a file by its path and time. Size and time of change go into an option of no effect,
+    # so that a copy with its times, or an archive in which all have one time, is not taken for the file before it.
+    status = [os.stat(name) for name in names if os.path.exists(name)]
+    description = str([(each.st_size, each.st_ctime_ns) for each in status])
+    return _load(key, ", ".join(names), kind, split=split, data_files=patterns, description=description)
+
+
+def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset:
+    try:
         with progress_shown():
-            table = load_dataset(path, subset, **_literal(options), **_told_apart(options.get("data_files")))
+            table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if reason := read_failure(error):
             raise RecipeError(f"{key}: {reason}.") from error
@@ -66,15 +81,12 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
         if isinstance(error, CastError):
             first = error.requested_column_names
             more = [column for column in error.table_column_names if column not in first]
-            place = _file_with(more, path, options.get("data_files")) or "some row"
             raise RecipeError(
-                f"{key}: all rows must have the columns of the first ({', '.join(first)}), but {place} has "
+                f"{key}: all rows must have the columns of the first ({', '.join(first)}), but some have "
                 f"{', '.join(more) or 'others'}."
             ) from error
         if isinstance(error, StopIteration) or NO_ROWS in str(error):
-            raise RecipeError(f"{key}: there are no rows in {_place(path, subset, options)}.") from error
-        if NO_ROWS_IN_GROUP in str(error) and (file := _parquet_without_rows(_flat(options.get("data_files")))):
-            raise RecipeError(f"{key}: there are no rows in {file}.") from error
+            raise RecipeError(f"{key}: there are no rows in {place}.") from error
         raise table_failure(key, error) from error
     if isinstance(table, DatasetDict):
         if len(table) > 1:
@@ -83,84 +95,18 @@ def load_table(key: str, path: str, subset: str | None = None, **options: Any) -
     return table
 
 
-def _require_files(key: str, folder: Path) -> None:
-    """Refuse what ``datasets`` writes for itself, of which it would load the files of no table, and brackets."""
+def _require_readable(key: str, folder: Path) -> None:
+    """Refuse what ``datasets`` writes for itself, of which it would load files that are no table."""
     if any(all((folder / name).is_file() for name in names) for names in SAVED_TO_DISK):
         raise RecipeError(
             f"{key}: the folder {folder} was written by save_to_disk of datasets, which is not read here; load it with "
             "load_from_disk and write each table with to_parquet."
         )
-    if _looks_like_a_pattern(folder):
-        raise RecipeError(
-            f"{key}: the path of the folder {folder} must have no [, which datasets takes for the begin of a pattern; "
-            "rename it."
-        )
-
-
-def _looks_like_a_pattern(folder: Path) -> bool:
-    """Whether ``datasets`` finds no file in a folder, whose path it cannot be given with brackets escaped."""
-    return "[" in str(folder.resolve())
-
-
-def _file_with(columns: list[str], kind: str, files: Any) -> str | None:
-    """The first of the files that begins with a row that has some of these columns."""
-    for file in _flat(files):
-        with suppress(StopIteration):  # an empty file
-            rows = load_dataset(kind, split="train", streaming=True, **_literal({"data_files": file}))
-            if not set(columns).isdisjoint(next(iter(rows), ())):
-                return file
-    return None
-
-
-def _parquet_without_rows(files: list[str]) -> str | None:
-    """The first of these files that is a table without rows."""
-    for file in files:
-        with suppress(OSError, pa.ArrowInvalid):  # one on the Hub
-            if pq.read_metadata(file).num_rows == 0:
-                return file
-    return None
-
-
-def _flat(files: str | list[str] | dict[str, list[str]] | None) -> list[str]:
-    """All that ``data_files`` names."""
-    if isinstance(files, dict):
-        return [file for parts in files.values() for file in parts]
-    return [files] if isinstance(files, str) else files or []
-
-
-def _literal(options: dict[str, Any]) -> dict[str, Any]:
-    """With the names of files as patterns that match nothing else: datasets takes brackets for such."""
-
-    def escaped(files: str | list[str]) -> str | list[str]:
-        return glob.escape(files) if isinstance(files, str) else [glob.escape(file) for file in files]
-
-    files = options.get("data_files")
-    if files is None:
-        return options
-    if isinstance(files, dict):
-        return {**options, "data_files": {split: escaped(parts) for split, parts in files.items()}}
-    return {**options, "data_files": escaped(files)}
-
-
-def _told_apart(files: Any) -> dict[str, str]:
-    """An option of no effect in which files differ that have one path and one time.
-
-    ``datasets`` keeps what it made of a file by these two, and would return earlier rows where times are kept or are
-    all the same, as of a copy with its times, an archive or a bucket.
-    """
-    status = [os.stat(file) for file in _flat(files) if os.path.exists(file)]  # not those on the Hub
-    return {"description": str([(each.st_size, each.st_ctime_ns) for each in status])} if status else {}
 
 
 def table_failure(key: str, error: Exception) -> RecipeError:
     """The sentence for an error of the libraries that load what ``key`` names."""
     return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
-
-
-def _place(path: str, subset: str | None, options: dict[str, Any]) -> str:
-    if files := _flat(options.get("data_files")):
-        return ", ".join(files)
-    return f"the subset {subset} of {path}" if subset else path
 
 
 @contextmanager
@@ -177,8 +123,8 @@ def progress_shown() -> Iterator[None]:
         disable_progress_bars()
 
 
-def _files_of_folder(path: str, subset: str | None, options: dict[str, Any]) -> tuple[str, None, dict[str, Any]]:
-    """The same table by its files.
+def _files_of_folder(path: str, subset: str | None) -> tuple[str, dict[str, list[str]]]:
+    """The kind and the files, by split, of a table in a folder.
 
     ``datasets`` keeps what it made of a folder under the folder's last name only, and would return the rows of
     another folder of that name, or of this one before it was written anew. Of files it looks at path and time.
@@ -187,8 +133,7 @@ def _files_of_folder(path: str, subset: str | None, options: dict[str, Any]) -> 
     kinds = {FOLDER_FILE_TYPES.get(Path(file).suffix) for parts in files.values() for file in parts}
     if len(kinds) != 1 or None in kinds:
         raise ValueError(f"the files of a table must all end in one of {', '.join(FOLDER_FILE_TYPES)}.")
-    data_files = {str(split): list(map(str, parts)) for split, parts in files.items()}
-    return kinds.pop(), None, {**options, "data_files": data_files}
+    return kinds.pop(), {str(split): list(map(str, parts)) for split, parts in files.items()}
 
 
 def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], split: str | None = None) -> Dataset:
@@ -214,22 +159,17 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
 
 
 def has_plain_files(name: str) -> bool:
-    """Whether a data set is a folder of files rather than laid out as on the Hub, or can only be read as one."""
+    """Whether a data set is a folder of files, without a README.md that names its subsets as on the Hub."""
     folder = Path(name)
-    return folder.is_dir() and (not _names_subsets(folder / "README.md") or _looks_like_a_pattern(folder))
+    return folder.is_dir() and not _names_subsets(folder / "README.md")
 
 
 def _names_subsets(card: Path) -> bool:
-    """Whether a README.md names the subsets of its folder, which notes of one's own do not.
-
-    One that cannot be read counts as one that does: ``datasets`` says what is wrong with it.
-    """
-    if not card.exists():
-        return False
+    """Whether the header of a README.md has ``configs``; one that is not YAML is left for ``datasets`` to refuse."""
+    block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8")) if card.exists() else None
     try:
-        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8"))
         values = yaml.safe_load(block[2]) if block else None
-    except (OSError, ValueError, yaml.YAMLError):
+    except yaml.YAMLError:
         return True
     return isinstance(values, dict) and bool(values.get("configs"))
 
@@ -258,36 +198,20 @@ def is_text(table: Dataset, column: str) -> bool:
 
 
 def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
-    """Refuse texts that Python cannot read: Arrow takes any bytes for text, from JSON and Parquet alike.
+    """Refuse texts that Python cannot read, as of a file in Latin-1: Arrow takes any bytes for text.
 
     It reads them all, at the speed of the disk.
     """
-    before = 0
-    for chunk in texts.chunks:
-        try:
-            chunk.validate(full=True)
-        except pa.ArrowInvalid:
-            row = next(row for row, text in enumerate(pc.cast(chunk, _bytes_of(chunk.type))) if not _is_utf8(text))
-            raise RecipeError(f"{where} must hold text in UTF-8, but row {before + row} does not.") from None
-        before += len(chunk)
-
-
-def _bytes_of(kind: pa.DataType) -> pa.DataType:
-    return pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()
-
-
-def _is_utf8(text: pa.Scalar) -> bool:
     try:
-        (text.as_py() or b"").decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        raise RecipeError(f"{where} must hold text in UTF-8, but some rows do not.") from None
 
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
     if file := _plain_file(folder, subset):
-        return load_table(key, FILE_TYPES[file.suffix], data_files=str(file), split="train")
-    _require_files(key, folder)
+        return load_files(key, FILE_TYPES[file.suffix], {"train": [str(file)]})
+    _require_readable(key, folder)
     names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
     raise RecipeError(f"{key}: the folder {folder} must hold {names}, or a README.md that names its subsets.")
 
@@ -298,8 +222,8 @@ def _plain_file(folder: Path, subset: str) -> Path | None:
 
 def table_files(folder: str, subset: str | None, split: str) -> list[str]:
     """The files that a table in a folder is loaded from; of a part of a split, or of several, those of all splits."""
-    files = _files_of_folder(folder, subset, {})[2]["data_files"]
-    return files.get(split) or _flat(files)
+    _, files = _files_of_folder(folder, subset)
+    return files.get(split) or [file for parts in files.values() for file in parts]
 
 
 def subset_files(folder: str, subset: str, split: str) -> list[str]:

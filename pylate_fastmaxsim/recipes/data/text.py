@@ -16,7 +16,6 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 ROWS_AT_ONCE = 100_000
 
 LABEL_COLUMNS = ("label", "scores")  # what PyLate's collator reads as teacher scores, whatever the loss
-RESERVED_COLUMN = "return_loss"  # of the trainer, as is dataset_name, which is an id here
 
 
 def is_id(column: str) -> bool:
@@ -43,11 +42,6 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
-        )
-    if RESERVED_COLUMN in others:
-        raise RecipeError(
-            f"data.columns: Sentence Transformers keeps the name {RESERVED_COLUMN!r} for itself; rename the column, or leave "
-            "it out."
         )
     labels = [column for column in columns if column in LABEL_COLUMNS]
     if recipe.loss.name == "distillation":

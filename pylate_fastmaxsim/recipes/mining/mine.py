@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 
 from pylate_fastmaxsim.recipes.config.parse import with_defaults
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe
-from pylate_fastmaxsim.recipes.data.mined import SUMMARY_FILE, read_summary, settings_of
+from pylate_fastmaxsim.recipes.data.mined import SUMMARY_FILE, read_summary
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import only_command
@@ -194,7 +194,7 @@ def _finished(
         return None
     earlier = read_summary(output)
     # As JSON, where a tuple is a list.
-    if _deciding(settings_of(earlier, output)) != _deciding(json.loads(json.dumps(settings))):
+    if _deciding(earlier["settings"]) != _deciding(json.loads(json.dumps(settings))):
         raise RecipeError(
             f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
         )

@@ -26,8 +26,7 @@ pytest.importorskip("pylate")
 import torch
 from PIL import Image
 from rich.console import Console
-from test_shipped_recipes import kd_subsets
-from tiny_recipe import few_steps, hub_dataset, tiny, write
+from tiny_recipe import few_steps, hub_dataset, kd_subsets, tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli import commands

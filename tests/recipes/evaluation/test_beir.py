@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ pytest.importorskip("pylate")
 pytest.importorskip("ranx")
 
 import models
-from datasets import Dataset
 from pylate import evaluation
 from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
@@ -84,9 +82,8 @@ def test_every_layout_gives_the_same_collection(layout, tmp_path):
     }
 
 
-@pytest.mark.parametrize("expansion", [True, False])
-def test_ranking_and_metrics_are_those_of_stock_pylate(expansion, encoder, tmp_path, monkeypatch):
-    model = models.load_model(encoder("bert"), do_query_expansion=expansion)
+def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkeypatch):
+    model = models.load_model(encoder("bert"), do_query_expansion=True)
     collection = beir.load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
     monkeypatch.setattr(beir, "BATCHES_AT_ONCE", 3)  # several batches of documents
     documents = [f"{row['title']} {row['text']}".strip() for row in tables()["corpus"]]
@@ -164,20 +161,6 @@ def test_a_corpus_of_nothing_but_a_query_has_no_result_for_it(encoder, tmp_path)
     assert beir.evaluate_collection(model, collection, batch_size=8) == dict.fromkeys(beir.METRICS, 0.5)
 
 
-@pytest.mark.parametrize("table", ["corpus", "queries"])
-@pytest.mark.parametrize("layout", ["files", "parquet"])
-def test_an_empty_table_gets_one_sentence(layout, table, tmp_path):
-    folder = write_folder(tmp_path / "data", **{table: []})
-    file = folder / f"{table}.jsonl"
-    if layout == "parquet":
-        file.unlink()
-        file = file.with_suffix(".parquet")
-        Dataset.from_dict({"_id": [], "text": []}).to_parquet(file)
-    with pytest.raises(RecipeError) as error:
-        beir.load_collection(EvaluationSection(beir=str(folder)))
-    assert str(error.value) == f"evaluation.beir: there are no rows in {file}."
-
-
 @pytest.mark.skipif(not CRANFIELD.exists(), reason=f"the Cranfield collection is not at {CRANFIELD}")
 def test_cranfield_is_read():
     collection = beir.load_collection(EvaluationSection(beir=str(CRANFIELD)))
@@ -185,6 +168,7 @@ def test_cranfield_is_read():
     assert sum(map(len, collection.judgements.values())) == 1837
 
 
+@pytest.mark.e2e
 def test_a_recipe_reports_it_stock_and_fast(tmp_path, caplog):
     folder = write_folder(tmp_path / "data", qrels=[*tables()["qrels"], *judged(("q1", "gone", 1))])
     recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(folder)})
@@ -208,128 +192,71 @@ def test_a_recipe_reports_it_stock_and_fast(tmp_path, caplog):
     [
         (
             {"qrels": [{"query": "q1", "corpus-id": "0001", "score": 1}]},
-            "must name the columns query-id, corpus-id, score, but it has query, corpus-id, score.",
+            "must name the columns query-id, corpus-id, score",
         ),
+        ({"qrels": judged(("q99", "0001", 1))}, "does not fit together: no query is judged."),
         (
-            {"qrels": [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
-            "does not fit together: no query is judged.",
-        ),
-        (
-            {"qrels": tables()["qrels"] + [{"query-id": "q99", "corpus-id": "0001", "score": 1}]},
+            {"qrels": tables()["qrels"] + judged(("q99", "0001", 1))},
             "does not fit together: the query q99 is judged but is not among the queries.",
         ),
         (
-            {"qrels": [{"query-id": "q1", "corpus-id": "0001", "score": "high"}]},
-            "evaluation.beir: the grade of query q1 and document 0001 must be an integer, got 'high'.",
+            {"qrels": judged(("q1", "0001", "high"))},
+            "the grade of query q1 and document 0001 must be an integer, got 'hi",
         ),
+        (
+            {"qrels": judged(("q1", "0001", 0.5))},
+            "the grade of query q1 and document 0001 must be an integer, got '0.5'",
+        ),
+        (
+            {"qrels": judged(("q1", "0001", 1), ("q1", "0001", 0))},
+            "the query q1 and the document 0001 must have one grade, but are judged 1 and 0.",
+        ),
+        ({"qrels": []}, "must name the columns query-id, corpus-id, score, with tabs between them."),
         (
             {"corpus": [{"_id": "d1", "text": "a"}]},
-            "does not fit together: no judged document is in the corpus, whose first id is 'd1' where a judged one is "
-            "'0000'.",
-        ),
-        (
-            {"corpus": [{"_id": f"2020-01-{day}", "text": "a"} for day in range(10, 20)]},
-            "evaluation.beir: the ids of the subset corpus look like dates, which datasets reads from JSON as timestamp[s] "
-            "and not as they are written; store that subset as .parquet, with ids that are strings.",
-        ),
-        (
-            {"queries": [{"_id": f"2020-01-{day}T10:00:00Z", "text": "a"} for day in range(10, 20)]},
-            "evaluation.beir: the ids of the subset queries look like dates, ",
-        ),
-        (
-            {"queries": [row | {"text": None} if row["_id"] == "q3" else row for row in tables()["queries"]]},
-            "evaluation.beir: 'text' of the subset queries must hold a text, but the judged query q3 has none.",
-        ),
-        (
-            {"queries": [{"_id": "q1", "text": 7}]},
-            "'text' of the subset queries must hold text, but it holds Value('int64').",
-        ),
-        (
-            {"corpus": [row | {"text": [row["text"], "."]} for row in tables()["corpus"]]},
-            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds ",
-        ),
-        (
-            {"corpus": [row | {"text": {"body": row["text"]}} for row in tables()["corpus"]]},
-            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds {'body': Value('string')}.",
+            "no judged document is in the corpus, whose first id is 'd1' where a judged one is '0000'.",
         ),
         (
             {"corpus": [row | {"text": 7} for row in tables()["corpus"]]},
-            "evaluation.beir: 'text' of the subset corpus must hold text, but it holds Value('int64').",
+            "'text' of the subset corpus must hold text, but ",
         ),
         (
             {"corpus": [row | {"title": [row["title"]]} for row in tables()["corpus"]]},
-            "evaluation.beir: 'title' of the subset corpus must hold text, but it holds ",
+            "'title' of the subset corpus must hold text, but it holds ",
         ),
         (
             {"corpus": [*tables()["corpus"], {"_id": "0007", "title": "", "text": "another passage"}]},
-            "evaluation.beir: '_id' of the subset corpus must be another in each row, but 0007 is that of several.",
+            "'_id' of the subset corpus must be another in each row, but 0007 is that of several.",
         ),
         (
-            {"queries": [*tables()["queries"], {"_id": "q7", "text": "another text"}]},
-            "evaluation.beir: '_id' of the subset queries must be another in each row, but q7 is that of several.",
+            {"queries": [*tables()["queries"], {"_id": None, "text": "a"}]},
+            "'_id' of the subset queries must hold an id in every row, but row 8 has none.",
         ),
         ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
     ],
 )
 def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp_path):
-    folder = write_folder(tmp_path / "data", **changes)
+    if changes.get("qrels") == []:
+        folder = write_folder(tmp_path / "data")
+        (folder / "qrels" / "test.tsv").write_text("q1\t0001\t1\n" * 2)
+    else:
+        folder = write_folder(tmp_path / "data", **changes)
     with pytest.raises(RecipeError) as error:
         beir.load_collection(EvaluationSection(beir=str(folder)))
-    assert sentence in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("evaluation.beir: ") and sentence in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("layout", ["files", "hub"])
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        ([("q1", "0001", 0.5)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
-        ([("q1", "0001", 2.0), ("q1", "0002", 1.9)], "the grade of query q1 and document 0002 must be an integer, "),
-        ([("q1", "0001", math.nan)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
-        ([("q1", "0001", math.inf)], "the grade of query q1 and document 0001 must be an integer, got GRADE."),
-        (
-            [("q1", "0001", 1), ("q2", "0001", 0), ("q1", "0001", 0)],
-            "the query q1 and the document 0001 must have one grade, but are judged 1 and 0.",
-        ),
-        ([("q1", "0001", 1.0), ("q2", "0002", 2.0), ("q1", "0001", 1.0)], None),
-    ],
-)
-def test_a_grade_is_one_whole_number(rows, sentence, layout, tmp_path):
-    qrels = judged(*rows)
-    folder = tmp_path / "data"
+def test_grades_may_be_floats_that_are_whole(layout, tmp_path):
+    qrels = judged(("q1", "0001", 1.0), ("q2", "0002", 2.0), ("q1", "0001", 1.0))
+    folder, split = tmp_path / "data", "test" if layout == "files" else "train"
     if layout == "files":
         write_folder(folder, qrels=qrels)
     else:
         hub_dataset(folder, **(tables() | {"qrels": qrels}))
-    section = EvaluationSection(beir=str(folder), split="test" if layout == "files" else "train")
-    if sentence is None:
-        grades = beir.load_collection(section).judgements
-        assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
-        return
-    with pytest.raises(RecipeError) as error:
-        beir.load_collection(section)
-    value = rows[0][-1]
-    got = repr(str(value)) if layout == "files" else repr(value)
-    assert f"evaluation.beir: {sentence.replace('GRADE', got)}" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "place"),
-    [
-        ("corpus", "_id", "the subset corpus"),
-        ("queries", "_id", "the subset queries"),
-        ("qrels", "query-id", "the judgements"),
-        ("qrels", "corpus-id", "the judgements"),
-    ],
-)
-def test_a_row_without_an_id_is_refused(table, column, place, tmp_path):
-    content = tables()
-    content[table][2][column] = None
-    folder = hub_dataset(tmp_path / "data", **content)
-    with pytest.raises(RecipeError) as error:
-        beir.load_collection(EvaluationSection(beir=str(folder), split="train"))
-    assert (
-        str(error.value) == f"evaluation.beir: {column!r} of {place} must hold an id in every row, but row 2 has none."
-    )
+    grades = beir.load_collection(EvaluationSection(beir=str(folder), split=split)).judgements
+    assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
 
 
 def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplog):
@@ -344,76 +271,13 @@ def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplo
     ]
 
 
-@pytest.mark.parametrize(
-    ("notes", "sentence"),
-    [
-        ("# my notes\n", None),
-        ("---\nlicense: mit\nconfigs: []\n---\n# my notes\n", None),
-        ("---\nwhat this is\n---\n", None),
-        ("---\nconfigs: [\n---\n", "evaluation.beir cannot be loaded: ParserError: "),
-    ],
-)
-def test_a_readme_that_names_no_subsets_is_no_matter(notes, sentence, tmp_path):
-    folder = write_folder(tmp_path / "data")
-    (folder / "README.md").write_text(notes)
-    section = EvaluationSection(beir=str(folder))
-    if sentence is None:
-        assert len(beir.load_collection(section).judgements) == QUERIES
-        return
-    with pytest.raises(RecipeError, match=sentence):
-        beir.load_collection(section)
-
-
-def test_what_is_missing_is_named(tmp_path, monkeypatch):
+def test_what_is_missing_is_named(tmp_path):
     folder = write_folder(tmp_path / "data")
     with pytest.raises(RecipeError, match="the folder .* must hold qrels/dev.tsv or qrels.tsv"):
         beir.load_collection(EvaluationSection(beir=str(folder), split="dev"))
     (folder / "queries.jsonl").unlink()
     with pytest.raises(RecipeError, match="the folder .* must hold queries.jsonl or queries.parquet"):
         beir.load_collection(EvaluationSection(beir=str(folder)))
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(RecipeError, match="evaluation.beir cannot be loaded: "):
-        beir.load_collection(EvaluationSection(beir="no-such-owner/no-such-data"))
-    with pytest.raises(RecipeError, match="evaluation must have at most one of rows, beir and nano_beir."):
-        load_recipe(write(tmp_path, tiny(tmp_path)), ["evaluation.beir=some/data"])
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("", "there are no rows in FILE."),
-        ("query-id\tcorpus-id\tscore\n", "there are no rows in FILE."),
-        (
-            "q1\t0001\t1\n",
-            "the first line of FILE must name the columns query-id, corpus-id, score, but it has q1, 0001, 1.",
-        ),
-        (
-            "query-id\tcorpus-id\tscore\nq1\t0001\t1\n\nq1\t0002\t1\tx\n",
-            "every line of FILE must have 3 cells, as the first has, with tabs between them, but line 4 has 4.",
-        ),
-        ("query-id\tcorpus-id\tscore\nq1\t0001\n", "but line 2 has 2."),
-        (
-            "query-id\tcorpus-id\tscore\nq1\tcaf\udce9\t1\n",
-            "cannot be loaded: UnicodeDecodeError: 'utf-8' codec can't decode ",
-        ),
-        ("\ufeffquery-id\tcorpus-id\tscore\nq1\t0001\t1\n", None),
-    ],
-)
-def test_judgements_that_cannot_be_read_get_one_sentence(content, sentence, tmp_path):
-    file = write_folder(tmp_path / "data") / "qrels" / "test.tsv"
-    file.write_bytes(content.encode(errors="surrogateescape"))
-    section = EvaluationSection(beir=str(tmp_path / "data"))
-    if sentence is None:
-        assert beir.load_collection(section).judgements == {"q1": {"0001": 1}}
-        return
-    with pytest.raises(RecipeError) as error:
-        beir.load_collection(section)
-    assert sentence.replace("FILE", str(file)) in str(error.value) and str(error.value).startswith("evaluation.beir")
-    assert "\n" not in str(error.value)
-
-
-def test_a_document_without_a_text_has_its_title():
-    assert beir._joined("A title", None) == "A title" and beir._joined(None, None) == ""
 
 
 @pytest.mark.parametrize("titles", ["none", "null", "some null"])
@@ -428,17 +292,3 @@ def test_documents_may_lack_a_title_or_a_text(titles, encoder, tmp_path):
     qrels = judged(("q1", "0001", 1))
     found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
     assert len(found["q1"]) == 9
-
-
-@pytest.mark.parametrize("table", ["corpus", "queries"])
-def test_texts_that_are_not_utf8_get_one_sentence(table, tmp_path):
-    file = write_folder(tmp_path / "data") / f"{table}.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
-    lines[3] = lines[3].replace(b'"text": "', b'"text": "caf\xe9 ')
-    file.write_bytes(b"".join(lines))
-    with pytest.raises(RecipeError) as error:
-        beir.load_collection(EvaluationSection(beir=str(tmp_path / "data")))
-    assert (
-        str(error.value)
-        == f"evaluation.beir: 'text' of the subset {table} must hold text in UTF-8, but row 3 does not."
-    )

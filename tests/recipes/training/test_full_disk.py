@@ -18,8 +18,7 @@ import yaml
 from safetensors.torch import load_file
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
 from test_misuse import command, last_line
-from test_shipped_recipes import kd_subsets
-from tiny_recipe import hub_dataset, tiny, write
+from tiny_recipe import hub_dataset, kd_subsets, tiny, write
 
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import train as training

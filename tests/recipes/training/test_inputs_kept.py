@@ -13,8 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("pylate")
 
 from test_output_kept import ending_with, without_checkpoints
-from test_shipped_recipes import kd_subsets
-from tiny_recipe import tiny, write
+from tiny_recipe import kd_subsets, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.digest import content_digest

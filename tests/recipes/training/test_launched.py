@@ -18,8 +18,7 @@ pytest.importorskip("pylate")
 import torch
 from safetensors.torch import load_file
 from test_mining import recipe_for, teacher  # noqa: F401  (a fixture)
-from test_shipped_recipes import kd_subsets
-from tiny_recipe import fell_back, few_steps, hub_dataset, text
+from tiny_recipe import fell_back, few_steps, hub_dataset, kd_subsets, text
 
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 

@@ -1,0 +1,185 @@
+"""How a recipe is read: its keys, overrides and paths, and what it gets wrong."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+from paths import RECIPES
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from tiny_recipe import tiny, write
+
+from pylate_fastmaxsim.recipes.config.schema import FastSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import load_recipe
+
+COLQWEN = RECIPES / "colqwen_vidore.yaml"
+
+
+def test_overrides_are_yaml_and_numbers_may_be_written_with_an_exponent(tmp_path):
+    recipe = load_recipe(
+        write(tmp_path, tiny(tmp_path)),
+        ["training.learning_rate=3e-6", "fast.enabled=true", "data.columns=[query, positive]", "loss.temperature=2"],
+    )
+    assert recipe.training.learning_rate == 3e-6
+    assert recipe.fast.enabled is True
+    assert recipe.data.columns == ["query", "positive"]
+    assert recipe.loss.temperature == 2.0
+
+
+def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_path):
+    file = tmp_path / "aliased.yaml"
+    file.write_text(
+        "{output_dir: out, model: {name_or_path: some/model}, loss: {name: distillation},"
+        " data: {source: distillation, name: mined}, mining: {teacher: some/teacher,"
+        " pairs: &rows {source: hub, name: some/rows, split: train}, corpus: *rows}}"
+    )
+    mining = load_recipe(file, ["mining.corpus.name=some/corpus", "mining.corpus.columns=[text]"]).mining
+    assert (mining.corpus.name, mining.corpus.split, mining.corpus.columns) == ("some/corpus", "train", ["text"])
+    assert (mining.pairs.name, mining.pairs.split, mining.pairs.columns) == ("some/rows", "train", None)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainin.max_steps=3", "trainin is not a key of a recipe; did you mean 'training'?"),
+        ("model.build.depth=3", "model.build.depth is not a key of a recipe; allowed here: vocab_size, "),
+        ("training.max_steps=many", "training.max_steps must be an integer of at least 1 or null, got 'many'."),
+        ("training.max_steps=0", "training.max_steps must be an integer of at least 1 or null, got 0."),
+        ("training.max_steps=true", "training.max_steps must be an integer of at least 1 or null, got True."),
+        ("training.learning_rate=fast", "training.learning_rate must be a number of at least 0, got 'fast'."),
+        ("training.learning_rate=.nan", "training.learning_rate must be a number of at least 0, got nan."),
+        ("training.precision=int8", "training.precision must be one of auto, fp32, bf16, fp16, got 'int8'."),
+        ("training.seed=5000000000", "training.seed must be an integer of at least 0 and at most 4294967295, got 5000"),
+        ("fast.enabled=maybe", "fast.enabled must be true or false, got 'maybe'."),
+        ("fast=true", "fast must be a section with the keys enabled, padding_free, compile, "),
+        ("data.files=pairs.jsonl", "data.files must be a list of at least one string or null, got 'pairs.jsonl'."),
+        ("data.columns=[query, query]", "data.columns must name each column once, got query, query."),
+        ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
+        ("data.files=[rows.csv]", "data.files must end in .jsonl or .parquet, got rows.csv."),
+        ("data.source=web", "data.source must be one of docstrings, hub, files, distillation, got 'web'."),
+        ("data.name=some/data", "data.name does not apply to data.source files, which takes files."),
+        ("data={source: hub}", "data.name is missing; data.source hub needs it."),
+        ("data={source: docstrings, packages: [no_such]}", "data.packages: No package named 'no_such' is installed."),
+        ("data={source: distillation, name: a}", "loss.name must be distillation with data.source distillation"),
+        (
+            "data={source: hub, name: pairs.jsonl}",
+            "data.name must be data on the Hub or a directory, but pairs.jsonl is",
+        ),
+        ("model.name_or_path=a/b", "model must have exactly one of name_or_path and build."),
+        (
+            "model={name_or_path: ./nowhere}",
+            "model.name_or_path must be a model on the Hub or a directory, but ./nowhere",
+        ),
+        ("model.build.num_attention_heads=3", "model.build.hidden_size must be a multiple of 2 * num_attention_heads"),
+        ("loss.mini_batch_size=8", "loss.mini_batch_size does not apply to the contrastive loss, which takes "),
+        ("loss.temperature=0", "loss.temperature must be greater than 0, got 0.0."),
+        ("evaluation.beir=some/data", "evaluation must have at most one of rows, beir and nano_beir."),
+        (
+            "output_dir=/dev/null/out",
+            "output_dir must be a directory or a path yet to be made, but /dev/null is a file.",
+        ),
+        ("output_dir=''", "output_dir must not be empty."),
+        ("training", "--set training: write it as key=value, for example training.max_steps=100."),
+        ("name.x=1", "--set name.x=1: name is not a section."),
+        ("training.seed={a: 1, a: 2}", "--set training.seed: 'a' is given twice (line 1); give it once."),
+        ("training.seed=[1", "--set training.seed, line 1: not valid YAML: "),
+        ("name=2024-31-12", "--set name: not valid YAML: month must be in 1..12."),
+    ],
+)
+def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, tmp_path, monkeypatch):
+    file = write(tmp_path, {"name": "x", **tiny(tmp_path)})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(file, [override])
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("- a\n", "a recipe is a mapping with the keys name, output_dir, model, "),
+        ("model: {build: {}}\ndata: {source: hub, name: a}\n", "output_dir is missing; it must be a string."),
+        ("output_dir: a\noutput_dir: b\n", "'output_dir' is given twice (line 2); give it once."),
+        ("output_dir: {{ out }}\n", "bad.yaml, line 1: not valid YAML: found unhashable key."),
+        ("output_dir: !!python/object/apply:os.getcwd []\n", "not valid YAML: "),
+        (None, "Cannot read the recipe "),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(content, sentence, tmp_path):
+    if content is not None:
+        (tmp_path / "bad.yaml").write_text(content)
+    with pytest.raises(RecipeError) as error:
+        load_recipe(tmp_path / "bad.yaml")
+    assert sentence in str(error.value)
+
+
+def test_a_path_that_may_not_be_looked_up_is_named(tmp_path, monkeypatch):
+    def stat(path, **options):
+        raise PermissionError(13, "Permission denied", path)
+
+    file = write(tmp_path, tiny(tmp_path))
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(RecipeError, match="pairs.jsonl cannot be reached: Permission denied."):
+        load_recipe(file)
+
+
+def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
+    other = {"grad_filter": "auto", **dict.fromkeys(("enabled", "padding_free", "fused_head"), False)}
+    for name in (field.name for field in dataclasses.fields(FastSection)):
+        override = f"fast.{name}={json.dumps(other.get(name, True))}"
+        if name in ("enabled", "grad_filter"):
+            assert load_recipe(COLQWEN, [override]).fast != load_recipe(COLQWEN).fast
+            continue
+        with pytest.raises(RecipeError, match=f"^fast.{name} does not apply to model.kind colqwen2.$"):
+            load_recipe(COLQWEN, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("loss.name=contrastive", "loss.name must be one of colbert, colbert_pairwise_ce, .* got 'contrastive'"),
+        ("loss.tau=0", "loss.tau must be greater than 0, got 0.0."),
+        ("loss.in_batch_term_weight=0.5", "loss.in_batch_term_weight does not apply to the colbert loss"),
+        ("model.query_length=32", "model.query_length does not apply to model.kind colqwen2"),
+        ("model.kind=colbert", "model.attn_implementation does not apply to model.kind colbert"),
+        ("model.kind=colpali", "model.max_visual_tokens does not apply to model.kind colpali"),
+        ("model.lora={r: 8}", "model.lora.target_modules is missing"),
+        ("data.source=docstrings", "data.source must be hub or files with model.kind colqwen2"),
+        ("training.batch_sampler=no_duplicates", "training.batch_sampler does not apply to model.kind colqwen2"),
+        ("evaluation={beir: BeIR/scifact}", "evaluation.beir does not apply to model.kind colqwen2"),
+    ],
+)
+def test_what_does_not_apply_to_pages_is_refused(override, sentence):
+    with pytest.raises(RecipeError, match=sentence):
+        load_recipe(COLQWEN, [override])
+
+
+def test_merge_keys_bring_in_what_a_section_does_not_say_itself(tmp_path):
+    # The first is built before the one that it takes over, which has a merge key and a key of that itself.
+    text = """
+    output_dir: out
+    model: {build: {<<: &wide {<<: &narrow {hidden_size: 16, dropout: 0.5}, hidden_size: 32}, num_hidden_layers: 1}}
+    data: {source: hub, name: a/b}
+    mining: {pairs: {source: hub, name: a/b}, teacher: a/b}
+    """
+    (tmp_path / "merged.yaml").write_text(text)
+    build = load_recipe(tmp_path / "merged.yaml").model.build
+    assert (build.hidden_size, build.dropout, build.num_hidden_layers) == (32, 0.5, 1)
+
+
+def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "encoder").mkdir()
+    values = tiny(tmp_path, model={"name_or_path": "~/encoder"}, data={"files": ["~/pairs.jsonl"]})
+    values["model"].pop("build")
+    values |= {"output_dir": "~/runs", "evaluation": {"beir": "~/scifact"}}
+    values["mining"] = {"pairs": {"source": "hub", "name": "~/pairs"}, "teacher": "~/teacher", "num_negatives": 1}
+    recipe = load_recipe(write(tmp_path, values))
+    paths = [recipe.output_dir, recipe.model.name_or_path, *recipe.data.files, recipe.evaluation.beir]
+    paths += [recipe.mining.pairs.name, recipe.mining.teacher]
+    assert paths == [str(tmp_path / name) for name in ("runs", "encoder", "pairs.jsonl", "scifact", "pairs", "teacher")]

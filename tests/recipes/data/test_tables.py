@@ -1,0 +1,120 @@
+"""Tables from folders and files: what is read, and one sentence for what is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from datasets import Dataset, DatasetDict
+from tiny_recipe import hub_dataset, kd_subsets
+
+from pylate_fastmaxsim.recipes.data import tables
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_subset, load_table
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+ROWS = [{"query": f"query {row}", "positive": f"document {row}"} for row in range(9)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_files_with_other_columns_than_the_first(suffix, tmp_path):
+    files = []
+    for name, row in {"train-0": {"query": "q", "positive": "d"}, "train-1": {"query": "q", "answer": "a"}}.items():
+        files.append(str(tmp_path / f"{name}.{suffix}"))
+        rows = Dataset.from_list([row] * 9)
+        rows.to_json(files[-1]) if suffix == "jsonl" else rows.to_parquet(files[-1])
+    for load in (
+        lambda: load_files("data", "json" if suffix == "jsonl" else suffix, {"train": files}),
+        lambda: load_table("data", str(tmp_path), split="train"),
+    ):
+        with pytest.raises(RecipeError) as error:
+            load()
+        assert (
+            str(error.value)
+            == "data: all rows must have the columns of the first (query, positive), but some have answer."
+        )
+
+
+@pytest.mark.parametrize("saved", [Dataset, DatasetDict])
+def test_a_folder_written_by_save_to_disk(saved, tmp_path):
+    rows = Dataset.from_list(ROWS)
+    (rows if saved is Dataset else DatasetDict(train=rows)).save_to_disk(tmp_path / "saved")
+    sentence = "^data.name: the folder .*/saved was written by save_to_disk of datasets, which is not read here; "
+    for load in (load_table, lambda key, name: load_subset(key, name, "train", ("query",))):
+        with pytest.raises(RecipeError, match=sentence):
+            load("data.name", str(tmp_path / "saved"))
+
+
+def test_names_that_datasets_gives_a_meaning_of_its_own(tmp_path, monkeypatch):
+    # One is that of a folder named after a kind of files, one a pattern.
+    for name, rows in {"rows.jsonl": ROWS, "json/others.jsonl": ROWS[:5], "runs [1]/rows.jsonl": ROWS[:3]}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Dataset.from_list(rows).to_json(str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+    assert len(load_files("data.files", "json", {"train": ["rows.jsonl"]})) == 9
+    assert len(load_files("data.files", "json", {"train": ["runs [1]/rows.jsonl"]})) == 3
+
+
+def test_a_file_without_rows(tmp_path):
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(RecipeError) as error:
+        load_files("data.files", "json", {"train": [str(tmp_path / "rows.jsonl")]})
+    assert str(error.value) == f"data.files: there are no rows in {tmp_path}/rows.jsonl."
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    file = str(tmp_path / "rows.parquet")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied", file)
+
+    monkeypatch.setattr(tables, "load_dataset", refuse)
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(RecipeError, match=f"^data.files: {file} cannot be read: Permission denied.$"):
+        load_files("data.files", "parquet", {"train": [file]})
+
+
+def test_what_is_not_on_the_hub(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(RecipeError, match="^data.name cannot be loaded: "):
+        load_table("data.name", "no-such-owner/no-such-data")
+
+
+@pytest.mark.parametrize("timeless", [False, True])
+@pytest.mark.parametrize("layout", ["files", "hub"])
+def test_a_folder_that_is_written_anew_is_read_anew(layout, timeless, tmp_path):
+    folder, columns = tmp_path / "data", ("document_id", "text")
+
+    def load(prefix: str) -> list[str]:
+        subsets = kd_subsets()
+        rows = subsets["documents"] = [row | {"text": prefix + row["text"]} for row in subsets["documents"]]
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if layout == "hub":
+            hub_dataset(folder, **subsets)
+        else:
+            Dataset.from_list(rows).to_json(folder / "documents.jsonl")
+        for file in folder.rglob("*") if timeless else ():  # as of an archive in which all files have one time
+            os.utime(file, ns=(0, 0))
+        return load_subset("data.name", str(folder), "documents", columns)[:]["text"]
+
+    before = load("old ")
+    assert load("new ") == ["new " + text.removeprefix("old ") for text in before]
+
+
+@pytest.mark.parametrize(
+    ("notes", "plain"),
+    [
+        ("# my notes\n", True),
+        ("---\nlicense: mit\nconfigs: []\n---\n", True),
+        ("---\nconfigs: [\n---\n", False),  # which datasets refuses
+    ],
+)
+def test_a_readme_that_names_no_subsets_is_no_matter(notes, plain, tmp_path):
+    (tmp_path / "README.md").write_text(notes)
+    assert tables.has_plain_files(str(tmp_path)) == plain

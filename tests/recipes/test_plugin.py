@@ -1,0 +1,20 @@
+"""The plugin as a recipe switches it."""
+
+from dataclasses import asdict
+
+import pytest
+
+pytest.importorskip("pylate")
+
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.recipes.config.schema import FastSection
+from pylate_fastmaxsim.recipes.plugin import switched
+
+
+def test_every_option_of_the_fast_section_reaches_the_flag():
+    section = FastSection(
+        padding_free=False, compile=True, stock_masking=True, grad_filter="auto", ring=True, fused_head=False
+    )
+    assert all(value != getattr(FastSection(), key) for key, value in asdict(section).items() if key != "enabled")
+    with switched(section):
+        assert {"enabled": True, **asdict(current_options())} == asdict(section)
