@@ -5,6 +5,7 @@ from argparse import ArgumentParser
 
 import pytest
 
+from benchmarks.compare_results import compared
 from benchmarks.harness.records import Results, add_options
 
 
@@ -31,3 +32,22 @@ def test_a_cell_is_written_at_once_and_can_go_elsewhere(results, tmp_path):
     results("--output", str(tmp_path / "other.json")).add("newer", {"status": "ok"}, "newer")
     assert "newer" in json.loads((tmp_path / "other.json").read_text())["cells"]
     assert (tmp_path / "results.json").read_text() == before
+
+
+def test_results_are_compared_cell_by_cell():
+    def step(ms: float, least: float, most: float) -> dict:
+        return {"step_ms": ms, "step_ms_min": least, "step_ms_max": most, "peak_gib": 2.0}
+
+    def call(ms: float) -> dict:
+        return {"entries": {"einsum": {"forward": {"ms": ms, "peak_bytes": None}}}}
+
+    recorded = {"environment": {"device": "H200"}}
+    before = {"cells": {"a": step(10.0, 9.0, 12.0) | recorded, "b": step(10.0, 9.0, 12.0), "c": call(1.0)}}
+    now = {"cells": {"a": step(13.0, 12.5, 14.0), "b": step(12.0, 11.0, 14.0), "c": call(2.0), "d": call(1.0)}}
+    rows = compared(before, now).splitlines()[4:]
+    assert rows == [
+        "| a | 10.000 ms | 13.000 ms | 1.30 slower | 2,048 MiB | 2,048 MiB |",
+        "| b | 10.000 ms | 12.000 ms | 1.20 | 2,048 MiB | 2,048 MiB |",
+        "| c einsum forward | 1.000 ms | 2.000 ms | 2.00 slower |  |  |",
+    ]
+    assert compared(before, before).startswith("Before: H200. Now: H200.")
