@@ -11,9 +11,9 @@ COLOURS = ["#555555", "#1f77b4", "#2ca02c", "#d62728"]  # stock, the two peers, 
 
 
 def bars(rows: list[tuple[str, str]], measures: dict[str, tuple[list, list[str]]], title: str) -> plt.Figure:
-    """Horizontal bars, a title and a colour each, for every measure: its label, its values and how they are written.
+    """Horizontal bars. ``rows`` are titles and colours; ``measures`` give by label the values and their texts.
 
-    A value that is None has no bar.
+    A value of ``None`` has no bar.
     """
     figure, axes = plt.subplots(1, len(measures), figsize=(11, 1.2 + 0.5 * len(rows)), sharey=True)
     for axis, (label, (values, texts)) in zip(axes, measures.items(), strict=True):

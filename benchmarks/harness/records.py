@@ -1,4 +1,4 @@
-"""The files of results: how one is written, and what every cell records beside its numbers."""
+"""Results files: their options, which cells are missing, and what every cell records beside its numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = [
     "flash-maxsim",
 ]
 
-# When this run began, in an environment variable, so that the processes which it starts belong to the same run.
+# When this run began. In an environment variable, so that processes started by it share the value.
 RUN = "FASTMAXSIM_BENCHMARK_RUN"
 os.environ.setdefault(RUN, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"))
 
@@ -39,7 +39,7 @@ def processor() -> str:
 
 
 def environment() -> dict:
-    """Machine, versions, date and when this run began, recorded with every cell."""
+    """Machine, versions, date and start of the run, recorded with every cell."""
     import pylate_fastmaxsim
 
     def version(package: str) -> str | None:
@@ -61,7 +61,7 @@ def environment() -> dict:
 
 
 def write(results: Path, content: dict) -> None:
-    """The results file, which is never there in part."""
+    """Replace a results file in one step, so that it is never incomplete."""
     results.parent.mkdir(parents=True, exist_ok=True)
     temporary = results.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
@@ -77,17 +77,17 @@ def add_options(parser: argparse.ArgumentParser, results: Path | None, timeout: 
     parser.add_argument("--results", type=Path, default=results)
     parser.add_argument("--output", type=Path, help="write here instead of over --results")
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="start no further cell after so many seconds"
+        "--budget", type=float, default=float("inf"), help="start no further cell after this many seconds"
     )
     parser.add_argument("--timeout", type=float, default=timeout, help="seconds a cell may take")
-    parser.add_argument("--again", action="store_true", help="measure cells anew that the file holds")
-    parser.add_argument("--render-only", action="store_true", help="tables and plots of the results file, no measuring")
+    parser.add_argument("--again", action="store_true", help="measure finished cells again")
+    parser.add_argument("--render-only", action="store_true", help="only tables and plots of the results file")
 
 
 class Results:
-    """A results file: which cells are still to be measured, and those that are known, written one by one.
+    """A results file: which cells are missing, and new ones, each written as soon as it is known.
 
-    The cells are under the key ``cells``, or are the file itself (``flat``).
+    Cells are under the key ``cells``, or the file itself is the dictionary of cells (``flat``).
     """
 
     def __init__(self, options: argparse.Namespace, flat: bool = False) -> None:
@@ -104,7 +104,7 @@ class Results:
         return self.ends - time.monotonic()
 
     def wants(self, name: str) -> bool:
-        """Whether to measure a cell; one of a step that failed is tried again."""
+        """Whether to measure a cell: it is missing, its step failed, or with ``--again``."""
         known = name in self.cells and self.cells[name].get("status") != "failed"
         return (self.again or not known) and self.left > 0
 

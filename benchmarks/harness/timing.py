@@ -22,11 +22,11 @@ def time_calls(
 ) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
 
-    So many calls ``at_once`` are queued while the device idles. A queue holds some 1,000 launches; calls that launch
-    more than that together keep the host waiting, and then the device.
+    ``at_once`` calls are queued while the device idles. The queue holds about 1,000 launches; with more of them the
+    host waits for the device, and then the device for the host.
 
-    ``host_ms`` is what queueing one call costs the host: where it exceeds ``ms``, a program that calls nothing else
-    is bound by the host. Where a call itself waits for the device, ``ms`` holds that wait as well.
+    ``host_ms`` is the host's time to queue one call. Where it exceeds ``ms``, a program that makes only this call is
+    bound by the host. ``ms`` includes any wait for the device inside the call.
     """
     turns = cycle(calls)
     for call in islice(turns, WARM_UP):
@@ -77,7 +77,7 @@ def time_calls(
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory that one call holds beyond what was held before it."""
+    """Peak memory of one call beyond what was allocated before it."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -104,5 +104,5 @@ def elapsed(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> f
 
 
 def peaks_gib() -> list[float]:
-    """Peak memory that tensors took, and that PyTorch's allocator held, which batches of many sizes split up."""
+    """Peak GiB of tensors, and of what PyTorch's allocator reserved (more, where memory is fragmented)."""
     return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]

@@ -1,7 +1,7 @@
-"""Processes that measure: each reads a cell a line from its standard input, as JSON, and answers each by one line.
+"""Measuring processes: each reads one cell a line from its standard input, as JSON, and answers with one line.
 
-Processes of their own, because an illegal access or a crash in one competitor ends every later call of its process, and
-because nothing that one leaves behind, in memory or in settings, may reach the next.
+They are apart from the command because an illegal memory access in one competitor makes every later CUDA call of its
+process fail, and because nothing that one leaves in memory or in settings may reach the next.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _ANSWER = "RESULT "
 
 
 def child_variables() -> dict[str, str]:
-    """The environment of a measuring process, which imports the package of this checkout."""
+    """The environment of a measuring process, which imports this checkout."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def say(result: dict) -> None:
-    """Answer, from within the measuring process."""
+def send_result(result: dict) -> None:
+    """Answer from the measuring process."""
     print(_ANSWER + json.dumps(result), flush=True)
 
 
-def said(line: str) -> dict | None:
-    """The answer in a line of a measuring process, if it is one."""
+def parse_result(line: str) -> dict | None:
+    """The answer in a line that a measuring process printed, if it is one."""
     return json.loads(line.removeprefix(_ANSWER)) if line.startswith(_ANSWER) else None
 
 
 def last_error(text: str) -> str:
-    """One line of what a process that ended wrote: what is aborted ends in the frames of its stack."""
+    """The line that names the error of a process that ended; frames of the stack may follow it."""
     lines = text.strip().splitlines()
     errors = [line for line in lines if re.search(r"\w(Error|Exception)\b|CUDA error", line)]
     return (errors or lines or ["no output"])[-1].strip()[:500]
 
 
 def failure(error: Exception) -> str:
-    """One line that says why a cell failed."""
+    """Why a cell failed, in one line."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory: " + str(error).split(". ")[0]
     lines = str(error).strip().splitlines() or [""]
@@ -58,9 +58,9 @@ def failure(error: Exception) -> str:
 
 
 def serve(answer: Callable[[dict], dict]) -> None:
-    """Answer every cell of the standard input, until the device takes no more calls of this process.
+    """Answer every cell from the standard input, until CUDA calls of this process fail.
 
-    What `answer` raises is the result of its cell, whatever it is: competitors raise what they like.
+    Whatever ``answer`` raises is the result of its cell: competitors raise all kinds of errors.
     """
     for line in sys.stdin:
         try:
@@ -69,13 +69,13 @@ def serve(answer: Callable[[dict], dict]) -> None:
             traceback.print_exc()
             result = {"failure": failure(error)}
         ends = not _usable()
-        say({**result, "ends": ends})
+        send_result({**result, "ends": ends})
         if ends:
             break
 
 
 def _usable() -> bool:
-    """Whether this process can go on; after an illegal access no call of it reaches the device any more."""
+    """Whether CUDA calls still work; after an illegal memory access every one fails."""
     if torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
@@ -86,9 +86,9 @@ def _usable() -> bool:
 
 
 class Worker:
-    """The measuring process of a command, started when it is first asked and again after it ended.
+    """The measuring process of a command, started with the first cell and again after it ended.
 
-    It has `timeout` seconds for an answer. What it writes to its standard error goes to `errors`, if given.
+    It has ``timeout`` seconds for each answer. Its standard error goes to ``errors``, if given.
     """
 
     GRACE = 10.0  # seconds to end after its input is closed
@@ -108,22 +108,22 @@ class Worker:
             self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(self.GRACE)
-            self._kill()  # one that is not asked may be at work still
+            self._kill()  # it may still be measuring
             self.process.wait()
 
     def ask(self, cell: dict) -> dict:
-        """The answer to a cell; that it failed or ran too long is an answer as well."""
+        """The answer to a cell; a failure or a timeout is an answer too."""
         if self.process is None or self.process.poll() is not None:
             self.start()
         try:
             self.process.stdin.write(json.dumps(cell) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:  # it ended, and `answer` says why
+        except BrokenPipeError:  # it ended; `answer` finds out why
             pass
         return self.answer()
 
     def start(self) -> None:
-        """Start the process, for a command that is not asked but answers all the same."""
+        """Start the process; needed only where it answers without being asked."""
         self.errors.seek(0)
         self.errors.truncate()
         self.process = subprocess.Popen(
@@ -143,7 +143,7 @@ class Worker:
         timer.start()
         try:
             for line in self.process.stdout:
-                result = said(line)
+                result = parse_result(line)
                 if result is not None:
                     if result.pop("ends", False):
                         self.process.wait()
@@ -161,10 +161,10 @@ class Worker:
 
     def _kill(self) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the compiler's processes, which hold its output open
+            os.killpg(self.process.pid, signal.SIGKILL)  # with compiler processes, which keep its output open
 
 
 def ask_apart(command: list[str], cell: dict, timeout: float) -> dict:
-    """The answer to one cell from a process of its own."""
+    """The answer to one cell from a new process."""
     with Worker(command, timeout) as worker:
         return worker.ask(cell)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import pylate_fastmaxsim
 from benchmarks.harness.records import environment
 from benchmarks.harness.timing import elapsed, mark
-from benchmarks.harness.workers import failure, say
+from benchmarks.harness.workers import failure, send_result
 from benchmarks.losses.embedded import Step
 from benchmarks.losses.table import RING_PATHS
 from pylate_fastmaxsim.ops.distributed import ring as distributed_ring
@@ -88,7 +88,7 @@ def main() -> None:
     for cell in options.cells:
         result = run_cell(cell, device, options.iterations)
         if dist.get_rank() == 0:
-            say({**result, "environment": recorded})
+            send_result({**result, "environment": recorded})
     dist.destroy_process_group()
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.operators.attention                 # the table, written to results/attention.json
     python -m benchmarks.operators.attention --render-only
 
-Shapes of ModernBERT-base (12 heads of 64 numbers, bf16; windows of 64 tokens to each side in 14 of its 22 layers, none
-in the others) with some 40,000 tokens. Both run on every shape, also where `is_faster` would take FlashAttention.
+Shapes of ModernBERT-base (12 heads of 64 dimensions, bf16; 14 of its 22 layers have a window of 64 tokens to each
+side, the others none) with about 40,000 tokens. Both run on every shape, even where `is_faster` chooses FlashAttention.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ WINDOWS = (64, -1)
 
 
 def drawn_lengths(mean: float, count: int, draw: random.Random) -> list[int]:
-    """Lengths as of the training steps (see training/cell.py): three special tokens, 300 at most."""
+    """Lengths as in training/cell.py: three special tokens, 300 tokens at most."""
     return [min(300, 3 + max(1, log_normal(mean - 3, draw))) for _ in range(count)]
 
 
 def shapes() -> dict[str, tuple[list[int], list[int]]]:
-    """Rows and keys of every text. Of a query 32 rows attend to the keys that its words are; nobody sees the others."""
+    """Rows and keys of every text. All 32 rows of an expanded query attend to its words alone."""
     draw = random.Random(0)
     documents = drawn_lengths(80, 512, draw)
     words = [draw.randint(8, 15) for _ in range(256)]
@@ -58,7 +58,7 @@ def measure(rows: list[int], keys: list[int], reach: int) -> dict:
     borders, key_borders = (torch.tensor([0, *lengths]).cumsum(0).int().to(device) for lengths in (rows, keys))
     longest = max(rows + keys)
     made = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    # Queries and keys lie head by head, as rotary positions leave them.
+    # Rotary embeddings leave queries and keys with the heads outermost in memory.
     query, key = (made(HEADS, sum(lengths), DIM).transpose(0, 1) for lengths in (rows, keys))
     leaves = [values.requires_grad_() for values in (query, key, made(sum(keys), HEADS, DIM))]
     gradient = made(sum(rows), HEADS, DIM)

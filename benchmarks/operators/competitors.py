@@ -1,7 +1,7 @@
-"""Every way to compute MaxSim that the operator benchmark compares, each through its public entry points.
+"""Every way to compute MaxSim that the operator benchmark compares, each through its public functions.
 
-A competitor may have several entries for one shape; each is measured and its fastest counts. Inputs that a caller
-would hold anyway (lengths, masks, packed copies, token batches) are made beforehand and are not timed.
+A competitor may have several entries for one shape; the fastest counts. Inputs that a caller has anyway (lengths,
+masks, packed copies, token batches) are made beforehand and not timed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Entry:
     score: Callable[[Inputs], Tensor]
     differentiable: bool = True
     documents: str = "documents"
-    masked: bool = True  # False: padding counts as tokens, to show what it would cost
+    masked: bool = True  # False: padding counts as tokens, to show its cost
 
 
 def make_inputs(shape: Shape, device: torch.device, seed: int) -> Inputs:
@@ -106,7 +106,7 @@ def fast_entries(shape: Shape) -> list[Entry]:
     if shape.layout == "ragged":
         every = Entry("maxsim of all positions", lambda x: maxsim(x.queries, x.documents), masked=False)
         return [batch, padded, every]
-    # The same kernels; where only the growth of their time is asked for, once is enough.
+    # Both run the same kernels; a sweep needs only one of them.
     return [batch] if shape.group in ("dimensions", "sweep") else [batch, padded]
 
 
@@ -131,7 +131,7 @@ def lik_entries(shape: Shape) -> list[Entry]:
 
 
 def flash_entries(shape: Shape) -> list[Entry]:
-    """Its packed functions take one query at a time and have no gradient; batches go padded, with lengths."""
+    """Its packed functions take one query at a time and have no gradient, so batches are padded, with lengths."""
     import flash_maxsim as flash
 
     shared = shape.layout != "candidates"
@@ -143,7 +143,7 @@ def flash_entries(shape: Shape) -> list[Entry]:
         Entry(
             "flash_maxsim_batched", lambda x: flash.flash_maxsim_batched(x.queries, x.documents, **options(x)), False
         ),
-        # By default queries are padded to 128 tokens, which costs a short query most of its time.
+        # The default pads queries to 128 tokens, which takes most of the time of a short query.
         Entry(
             "flash_maxsim_batched, pad_lq=False",
             lambda x: flash.flash_maxsim_batched(x.queries, x.documents, pad_lq=False, **options(x)),
@@ -176,7 +176,7 @@ def stock_formula(queries: Tensor, documents: Tensor, mask: Tensor | None) -> Te
     similarities = torch.einsum(equation, queries, documents)
     if mask is not None:
         similarities = similarities.masked_fill(~mask[:, None, :], -torch.inf)
-    # As PyLate has it: `max`, whose gradient goes to one winner, where `amax` would share it among equals.
+    # `max` as in PyLate: its gradient goes to one winner, that of `amax` is shared among equal ones.
     return similarities.max(dim=-1).values.sum(dim=-1)
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.operators.grad_filter
 
-Queries and documents are random unit vectors. Of each query's gradients a share is 1 and the rest far below the
-bound, so that exactly this share is kept; the filter's own time is part of the backward's.
+Queries and documents are random unit vectors. A share of each query's score gradients is 1 and the rest far below the
+bound, so that exactly this share is kept. The time of the filter is part of the backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time, memory and error of one entry at one shape; the ceilings of the device; host time of small calls."""
+"""Time, memory and error of one entry at one shape; the device's own rates; host time of small calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST_WARMUP_SECONDS = 1.0
 
 
 def input_sets(shape: Shape, device: torch.device) -> list[Inputs]:
-    """Enough sets that going round them does not find its inputs in the cache."""
+    """Enough sets of inputs that taking them in turn never finds one in the cache."""
     count = max(1, min(ITERATIONS, math.ceil(2 * CACHE_BYTES / shape.input_bytes()))) if device.type == "cuda" else 2
     return [make_inputs(shape, device, seed) for seed in range(count)]
 
@@ -59,9 +59,9 @@ def spread(count: int, most: int, device: torch.device) -> Tensor:
 
 
 def errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
-    """Relative errors of scores and gradients against float64, over a few queries and documents of the whole shape.
+    """Relative errors of scores and gradients against float64, over a few queries and documents of the shape.
 
-    Only those have a gradient of their score, so that their vectors' gradients come from them alone.
+    Only their scores have a gradient, so that the gradients of their vectors depend on nothing else.
     """
     device = inputs.queries.device
     rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
@@ -99,7 +99,7 @@ def errors(entry: Entry, shape: Shape, inputs: Inputs) -> dict[str, float | None
 
 
 def measure_entry(entry: Entry, shape: Shape, sets: list[Inputs]) -> dict:
-    """Every measure of an entry; one that fails leaves its sentence and the others stand."""
+    """Every measure of an entry; one that fails is recorded as a sentence."""
     device = sets[0].queries.device
     result: dict = {}
     for measure in MEASURES if entry.differentiable and shape.backward else MEASURES[:1]:
@@ -140,9 +140,9 @@ def ceilings(device: torch.device) -> dict:
 
 
 def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[str, dict[str, float]]:
-    """Median host microseconds of one call on an input so small that the device keeps up, without waiting for it.
+    """Median host microseconds of one call on an input so small that the device keeps up.
 
-    Of the calls after the first second: until then every launch of a young process, PyTorch's own too, costs more.
+    Calls of the first second are left out: launches of a young process, PyTorch's own too, cost more.
     """
     result: dict[str, dict[str, float]] = {}
     sets = [make_inputs(shape, device, seed=0)]
@@ -158,6 +158,6 @@ def host_time(entries: list[Entry], shape: Shape, device: torch.device) -> dict[
                     if began - first > HOST_WARMUP_SECONDS:
                         times.append((time.perf_counter() - began) * 1e6)
                 if device.type == "cuda":
-                    torch.cuda.synchronize()  # between calls, so that none finds the queue full
+                    torch.cuda.synchronize()  # so that no call finds the queue full
             result.setdefault(entry.name, {})[measure] = statistics.median(times)
     return result

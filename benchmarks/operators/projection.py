@@ -1,4 +1,4 @@
-"""From hidden states to MaxSim scores on one GPU: this package's fused head against Linear, normalize and each peer.
+"""From hidden states to MaxSim scores on one GPU: the fused projection against Linear, normalize and each peer.
 
     python -m benchmarks.operators.projection                         # measure what is missing, then print the table
     python -m benchmarks.operators.projection --render-only           # the table of the committed results
@@ -6,9 +6,8 @@
     python -m benchmarks.operators.projection --shapes tiny --entries fast einsum --results /tmp/head.json   # a trial on a CPU
     python -m benchmarks.operators.projection --sweep                 # times of tile sizes, into results/head_trials.json
 
-A cell is one way at one shape, in a process of its own: forward without gradient, and forward with the gradients of
-queries, hidden states and weight, their memory, and their error against float64. Each is written as soon as it is
-known.
+A cell is one implementation at one shape, in a process of its own: forward without gradient, forward + backward with
+the gradients of queries, hidden states and weight, their memory, and their error against float64.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FASTER, MEMORY = 2.5, 1 / 3
 
 
 def measure(shape: Shape, entry: str, device: torch.device) -> dict:
-    """Times, memory and errors of one way at one shape."""
+    """Times, memory and errors of one implementation at one shape."""
     score = ENTRIES[entry][1]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=shape.autocast)
     inputs = make_inputs(shape, device, seed=0)
@@ -56,7 +55,7 @@ def measure(shape: Shape, entry: str, device: torch.device) -> dict:
 
 
 def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
-    """Relative errors against float64 over a few queries and documents of the shape, the only ones with a gradient."""
+    """Relative errors against float64 over a few queries and documents, the only ones whose scores have a gradient."""
     device = inputs.queries.device
     rows, columns = spread(shape.queries, 4, device), spread(shape.documents, 8, device)
     hidden = inputs.hidden[rows][:, columns] if shape.candidates else inputs.hidden[columns]
@@ -79,7 +78,7 @@ def errors(score, shape: Shape, inputs: Inputs) -> dict[str, float | None]:
 
 
 def markdown(cells: dict) -> str:
-    """A table for each shape, ours compared with the fastest of the others."""
+    """A table for each shape, and this package compared with the fastest peer."""
     parts = []
     for name in dict.fromkeys(cell["shape"]["name"] for cell in cells.values()):
         found = {entry: cells[f"{name}/{entry}"] for entry in ENTRIES if f"{name}/{entry}" in cells}
@@ -109,7 +108,7 @@ def mebibytes(count: int) -> str:
 
 
 def targets(found: dict[str, dict]) -> str:
-    """How ours compares with the fastest way through Linear, normalize and a peer."""
+    """The fused projection compared with the fastest of Linear, normalize and a peer."""
     peers = [cell for entry, cell in found.items() if entry in ("lik", "flash", "einsum") and "failure" not in cell]
     own = found.get("fast", {"failure": "not measured"})
     if "failure" in own or not peers:

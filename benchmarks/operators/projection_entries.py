@@ -1,4 +1,4 @@
-"""Every way from hidden states to MaxSim scores that the benchmark of the head compares, and their inputs."""
+"""The implementations that the projection benchmark compares, and their inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pylate_fastmaxsim import maxsim, maxsim_from_hidden
 class Shape:
     """Nq queries of Lq unit vectors against Nd documents of Ld hidden states, or K for each query (``candidates``).
 
-    With ``autocast`` hidden states and weights are float32 and what is computed from them bfloat16, as in training.
+    With ``autocast`` hidden states and weights are float32 and the computation bfloat16, as in training.
     """
 
     name: str
@@ -55,7 +55,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Leaves of one call: unit vectors [Nq, Lq, d], hidden states [Nd, Ld, d_model] or [Nq, K, Ld, d_model], weight."""
+    """Unit vectors [Nq, Lq, d], hidden states [Nd, Ld, d_model] or [Nq, K, Ld, d_model], weight [d, d_model]."""
 
     queries: Tensor
     hidden: Tensor
@@ -92,7 +92,7 @@ def fused(x: Inputs) -> Tensor:
 
 
 def projected(x: Inputs) -> Tensor:
-    """Unit vectors as PyLate makes them, in the dtype of the queries."""
+    """Normalised projections, as in PyLate, in the dtype of the queries."""
     return F.normalize(F.linear(x.hidden, x.weight), dim=-1).to(x.queries.dtype)
 
 

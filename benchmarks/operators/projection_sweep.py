@@ -1,4 +1,4 @@
-"""Times of tile sizes of the projection's kernels on the GPU at hand, beside cuBLAS on products of the same sizes."""
+"""Times of tile sizes of the projection kernels on this GPU, beside cuBLAS products of the same sizes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOICES = {
         for r, k, warps, stages in itertools.product((32, 64, 128), (128, 256), (4, 8), (2, 3))
     ],
 }
-# Parts of the weight's gradient, as programs in all.
+# How many programs compute the weight gradient.
 PROGRAMS = (132, 264, 528)
 
 
@@ -50,7 +50,7 @@ def sweep(shape: Shape) -> None:
     runs: dict[str, Callable] = {
         "project": lambda tiles: projection_launch.forward(hidden, weight, None, True, "highest", tiles)[0],
         "hidden_gradient": lambda tiles: backward(tiles, True, False, False)[0],
-        # With the scales and shifts, whose kernel then makes no product.
+        # Includes scales and shifts, which then need no product.
         "weight_gradient": lambda tiles: backward(tiles, False, True, False)[1],
     }
     libraries = {

@@ -30,7 +30,7 @@ class Results:
 
     @cached_property
     def shapes(self) -> list[Shape]:
-        """Those measured, as they were when they were."""
+        """The measured shapes, as recorded with their cells."""
         found = {}
         for cell in self.cells.values():
             if cell["kind"] == "shape":
@@ -54,7 +54,7 @@ class Results:
         return best and best["ms"]
 
     def best_peer(self, shape: Shape, measure: str) -> tuple[str, dict] | None:
-        """The fastest of all others, and its figures."""
+        """The fastest peer and its figures."""
         found = [(peer, best) for peer in PEERS if (best := self.best(shape, peer, measure))]
         return min(found, key=lambda item: item[1]["ms"], default=None)
 
@@ -65,25 +65,25 @@ class Results:
         return cell.get("failure") or (sentences[0] if sentences else None)
 
     def same_run(self, shape: Shape, peer: str) -> bool:
-        """Whether a peer was measured in the run that measured ours."""
+        """Whether one run measured a peer and this package."""
         runs = {self.cells[name]["run"] for c in ("fast", peer) if (name := f"{shape.name}/{c}") in self.cells}
         return len(runs) == 1
 
     def worst_error(self, shape: Shape, competitor: str) -> float | None:
-        """The largest relative error against float64 of any output of any entry; infinite where one is not a number."""
+        """The largest relative error against float64 of any output of any entry; infinite for NaN."""
         errors = [x for e in self.entries(shape, competitor).values() for x in e["errors"].values()]
         errors = [math.inf if x is None else x for x in errors if not isinstance(x, str)]
         return max(errors, default=None)
 
     def ceilings(self, shape: Shape) -> tuple[float, float]:
-        """Operations and bytes a second of the device, measured in the run that measured ours."""
+        """Operations and bytes a second of the device, from the run that measured this package."""
         cell = self.cells.get(f"{shape.name}/fast")
         measured = self.runs[cell["run"] if cell else -1]["ceilings"]
         rate = f"float32 {shape.precision}" if shape.dtype == "float32" else shape.dtype
         return measured["matmul_flops_per_s"][rate], measured["copy_bytes_per_s"]
 
     def floor_ms(self, shape: Shape, measure: str) -> float:
-        """No exact computation is faster: the product at the measured rate or the bytes at the measured bandwidth."""
+        """The least time of an exact MaxSim: the product at the measured rate, or the bytes at the measured bandwidth."""
         flops_per_s, bytes_per_s = self.ceilings(shape)
         return max(shape.flops() / flops_per_s, shape.bytes(measure) / bytes_per_s) * 1e3
 
@@ -96,7 +96,7 @@ class Results:
         return {axis: sorted(points, key=lambda point: point[0]) for axis, points in sweeps.items()}
 
     def largest_step(self, axis: str, measure: str) -> float | None:
-        """How much faster than its size a sweep's time grows at most, from one point to the next (linear: 1)."""
+        """The largest growth of time over growth of size between neighbouring points of a sweep (linear: 1)."""
         points = [(n, ms) for n, shape in self.sweeps()[axis] if (ms := self.milliseconds(shape, "fast", measure))]
         steps = [(b[1] / a[1]) / (b[0] / a[0]) for a, b in zip(points, points[1:], strict=False)]
         return max(steps, default=None)

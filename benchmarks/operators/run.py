@@ -5,11 +5,11 @@
     python -m benchmarks.operators.run --shapes in-batch kd --competitors fast lik flash --budget 120
     python -m benchmarks.operators.run --shapes tiny --results /tmp/tiny.json     # a trial of the command on a CPU
 
-A cell is one competitor at one shape: forward without gradient, forward that keeps the winners, forward with both
-gradients, their memory, and their error against float64. Each is written to the results file as soon as it is known
-and a finished one is not run again, so several short runs on a GPU fill one file. Every run first measures
-the device's own rates, against which its cells are reported. Compiling einsum is slow and is left out unless asked
-for by name in --competitors.
+A cell is one competitor at one shape: forward without gradient, forward that keeps the winners, forward + backward,
+their memory, and their error against float64. Each is written to the results file as soon as it is known, and a
+finished one is not measured again, so several short runs on a GPU fill one file. Every run first measures the device's
+own rates (matrix products and a copy), with which its cells are compared. Compiling einsum is slow; it is measured only
+where --competitors names it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODULES = {"lik": "late_interaction_kernels", "flash": "flash_maxsim"}
 
 
 def chosen(names: list[str] | None) -> list[Shape]:
-    """The shapes of these names or groups, in the table's order; by default all but the tiny ones."""
+    """The shapes of these names or groups, in their order; by default all but the tiny ones."""
     if names is None:
         return [shape for shape in SHAPES if shape.group != "tiny"]
     unknown = [name for name in names if name not in BY_NAME and name not in GROUPS]

@@ -1,4 +1,4 @@
-"""The shapes that the operator benchmark measures, and the least work that each of them asks for."""
+"""The shapes of the operator benchmark, and the least work that each needs."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Shape:
         return [min(max(length, 1), self.document_length) for length in drawn]
 
     def flops(self) -> int:
-        """Operations of the one matrix product that no exact MaxSim can leave out: live tokens only."""
+        """Operations of the matrix product over live tokens, which every exact MaxSim computes."""
         queries = 1 if self.layout == "candidates" else self.queries
         return 2 * queries * self.query_length * sum(self.lengths()) * self.dim
 
     def similarity_bytes(self) -> int:
-        """What the einsum writes to memory before it takes the maximum."""
+        """The similarity tensor that einsum writes."""
         similarities = self.queries * self.documents * self.query_length * self.document_length
         return similarities * ELEMENT_BYTES[self.dtype]
 
     def winner_bytes(self) -> int:
-        """One position in its document for every query token and document."""
+        """One position for every query token and document."""
         size = 1 if self.document_length <= 255 else 2 if self.document_length <= 32767 else 4
         return size * self.queries * self.query_length * self.documents
 
@@ -70,10 +70,10 @@ class Shape:
         return (self.queries * self.query_length + sum(self.lengths())) * self.dim * ELEMENT_BYTES[self.dtype]
 
     def bytes(self, measure: str) -> int:
-        """The fewest bytes through device memory: inputs read once, outputs written once.
+        """The fewest bytes to and from device memory: inputs read once, outputs written once.
 
-        The backward reads winners and the scores' gradient, and writes gradients of the inputs' size. Of the inputs it
-        needs no more than the tokens that won, which may be in the cache.
+        The backward reads winners and the gradient of the scores, and writes gradients of the size of the inputs. The
+        winning tokens that it reads may be in the cache.
         """
         scores = 4 * self.queries * self.documents
         least = {"forward": self.input_bytes() + scores}

@@ -25,7 +25,7 @@ def mebibytes(figures: dict | None) -> str:
 
 
 def ours(results: Results, shape: Shape, measure: str) -> str:
-    """Time, and the share of it that the floor explains."""
+    """Time, and the least possible time as a share of it."""
     ms = results.milliseconds(shape, "fast", measure)
     if ms is None:
         return results.failure(shape, "fast", measure) or ""
@@ -33,7 +33,7 @@ def ours(results: Results, shape: Shape, measure: str) -> str:
 
 
 def against(results: Results, shape: Shape, measure: str) -> list[str]:
-    """The best peer's time with its name, and how many times faster ours is."""
+    """The best peer's time and name, and how many times faster this package is."""
     peer, ms = results.best_peer(shape, measure), results.milliseconds(shape, "fast", measure)
     if peer is None:
         return ["", ""]
@@ -61,7 +61,7 @@ def headline(results: Results) -> str:
 
 
 def failures(results: Results) -> str:
-    """What a peer could not do, sentence by sentence."""
+    """A sentence for each shape that a competitor could not compute."""
     lines = []
     for shape in results.shapes:
         for competitor in shape.competitors:
@@ -73,7 +73,7 @@ def failures(results: Results) -> str:
 
 
 def ragged(results: Results) -> str:
-    """Every entry by itself: what padding costs each of them."""
+    """Every entry by itself, to show what padding costs."""
     rows = []
     for shape in results.group("ragged"):
         for competitor in ("fast", *PEERS):
@@ -85,7 +85,7 @@ def ragged(results: Results) -> str:
 
 
 def dimensions(results: Results) -> str:
-    """Time of one multiply-add, relative to d = 128."""
+    """Time of one multiply-add relative to d = 128."""
     shapes = results.group("dimensions")
     base = next((shape for shape in shapes if shape.dim == 128), None)
     if base is None:
@@ -110,7 +110,7 @@ def dimensions(results: Results) -> str:
 def accuracy(results: Results) -> str:
     """The largest relative error against float64 of scores and gradients.
 
-    Where rounding changes which token wins, the gradient moves by a whole token vector; so does einsum's in 16 bits.
+    Where rounding changes the winner, a gradient changes by a whole token vector, with einsum in 16 bits as well.
     """
     groups = [group for group in HEADLINE if results.group(group)]
     rows = []
@@ -121,7 +121,7 @@ def accuracy(results: Results) -> str:
 
 
 def runs_by_machine(results: Results) -> dict[tuple, list[dict]]:
-    """The runs that cells are of, those of one kind of machine and the same versions together."""
+    """The runs of the cells, grouped by machine and versions."""
     found: dict[tuple, list[dict]] = {}
     for index in sorted({cell["run"] for cell in results.cells.values()}):
         run = results.runs[index]
@@ -132,7 +132,7 @@ def runs_by_machine(results: Results) -> dict[tuple, list[dict]]:
 
 
 def machine(runs: list[dict]) -> str:
-    """Versions, dates and ceilings of runs on one kind of machine."""
+    """Versions, dates and measured rates of runs on one kind of machine."""
     where, ceilings = runs[0]["environment"], [run["ceilings"] for run in runs]
     rates = ", ".join(
         f"{name} {span([each['matmul_flops_per_s'][name] / 1e12 for each in ceilings], '.0f')}"
@@ -148,7 +148,7 @@ def machine(runs: list[dict]) -> str:
 
 
 def span(values: list[float] | list[str], form: str) -> str:
-    """The smallest and the largest, or the one that they both are."""
+    """'smallest to largest', or one value where they are equal."""
     return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 

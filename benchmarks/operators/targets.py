@@ -1,4 +1,4 @@
-"""What the operator is meant to reach on an H200, beside what was measured."""
+"""Targets of the operator on an H200, beside what was measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def excess_memory(results: Results, shape: Shape) -> float | None:
 
 
 def ragged_ratio(results: Results, shape: Shape, competitors: tuple[str, ...], measure: str) -> float | None:
-    """How many times faster packed is than the fastest entry of others, or than our own padded one."""
+    """How many times faster packed documents are than the fastest peer, or than all positions scored by this package."""
     own = results.entries(shape, "fast")
     packed = own.get("maxsim of token batches", {}).get(measure, {}).get("ms")
     if competitors:
@@ -51,7 +51,7 @@ def relative_cost(results: Results, shape: Shape, measure: str) -> float | None:
 
 
 def rows(results: Results) -> Iterator[tuple[str, float, float | None, bool]]:
-    """Each target: what, the bound, what was measured, and whether the bound is a least rather than a most."""
+    """Each target: title, bound, what was measured, and whether the bound is a minimum."""
     for shape in results.shapes:
         measures = {FORWARD: "forward"} | ({BOTH: "forward + backward"} if shape.backward else {})
         if shape.group == "in-batch":
@@ -115,7 +115,7 @@ def rows(results: Results) -> Iterator[tuple[str, float, float | None, bool]]:
 
 
 def accuracy(results: Results) -> Iterator[tuple[str, float, float | None, bool]]:
-    """The largest error of ours by dtype. TF32 rounds similarities enough to change winners, so it has no bound."""
+    """The largest error of this package by dtype. TF32 rounding changes winners, so it has no bound."""
     bounds = {"bfloat16": 1e-2, "float16": 1e-2, "float32": 1e-4}
     for dtype, bound in bounds.items():
         shapes = [s for s in results.shapes if s.dtype == dtype and (dtype != "float32" or s.precision == "highest")]
@@ -124,7 +124,7 @@ def accuracy(results: Results) -> Iterator[tuple[str, float, float | None, bool]
 
 
 def targets(content: dict) -> str:
-    """A markdown table of targets, those not measured left out."""
+    """A markdown table of the targets that were measured."""
     lines = []
     results = Results(content)
     for what, bound, measured, least in [*rows(results), *accuracy(results)]:

@@ -1,4 +1,4 @@
-"""The process of the operator benchmark that touches the device (harness/workers.py)."""
+"""The measuring process of the operator benchmark (see harness/workers.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_cell(shape: Shape, competitor: str, device: torch.device) -> dict:
     torch.set_float32_matmul_precision(shape.precision)
     if competitor == "compile" and device.type == "cuda":
         free = torch.cuda.mem_get_info()[0]
-        # Eagerly the einsum, its mask and its gradient are held together.
+        # Eager einsum holds the similarities, their masked copy and their gradient together.
         if 3 * shape.similarity_bytes() > free:
             return {
                 "failure": f"not tried: similarities of {shape.similarity_bytes() / 2**30:.0f} GiB and their gradient "

@@ -1,14 +1,14 @@
 """XTR scores, stock against this package: forward, forward + backward and peak memory, on one GPU.
 
-    python -m benchmarks.operators.xtr                        # those of PyLate; the table, written to results/xtr.json
+    python -m benchmarks.operators.xtr                        # of PyLate, written to results/xtr.json
     python -m benchmarks.operators.xtr --host multi-vector    # of Sentence Transformers 6, to results/multi_vector_xtr.json
     python -m benchmarks.operators.xtr --kernels              # where the time of the first shape goes, kernel by kernel
-    python -m benchmarks.operators.xtr --sweep                # times tiles of the maxima and of collecting, at the first shape
+    python -m benchmarks.operators.xtr --sweep                # times of tile sizes at the first shape
     python -m benchmarks.operators.xtr --shapes tiny --output /tmp/xtr.json     # a trial of the command on a CPU
 
-Embeddings are unit vectors: "random" ones are independent; "clustered" documents have tokens that are alike, near those
-of the query, which leaves more candidates for the k-th largest; tokens of "collapsed" documents are so much alike that
-these do not fit at first. A mask drops a tenth of the document tokens.
+Embeddings are unit vectors. "random" ones are independent. "clustered" document tokens are close to each other and to
+the query, which leaves more candidates for the k-th largest similarity. "collapsed" ones are so close that these
+candidates overflow their buffer at first. A tenth of the document tokens is masked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import failure
 from pylate_fastmaxsim import TokenBatch
 
-# Where the scores of each host are, and its file of results.
+# The module with the scores of each host, and its results file.
 HOSTS = {
     "pylate": ("pylate.scores", "xtr.json"),
     "multi-vector": ("sentence_transformers.multi_vector_encoder.scoring", "multi_vector_xtr.json"),
@@ -101,7 +101,7 @@ def forward_backward(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...]) 
 
 
 def measure(host: str, shape: Shape, device: torch.device) -> dict:
-    """Both paths at one shape; what a path cannot do is its result."""
+    """Both paths at one shape; a failure is a result."""
     queries, documents, mask = inputs(shape, device)
     forward = partial(metric_of(host, shape), queries, documents, documents_mask=mask)
     both = partial(forward_backward, forward, (queries, documents))
@@ -122,7 +122,7 @@ def measure(host: str, shape: Shape, device: torch.device) -> dict:
 
 
 def line(row: dict) -> str:
-    """A row for the terminal: forward, forward + backward, memory, and how many times less of the last two."""
+    """A row for the terminal: forward, forward + backward, memory, and both ratios to stock."""
     cells = [f"{row['shape']['name']:20}"]
     for name in ("stock", "fast"):
         result = row[name]
@@ -141,7 +141,7 @@ def line(row: dict) -> str:
 
 
 def profile_kernels(host: str, shape: Shape, device: torch.device) -> None:
-    """Prints the time of every kernel of one forward and backward of this package, the longest first."""
+    """Print the time of every kernel of one forward + backward of this package, longest first."""
     queries, documents, mask = inputs(shape, device)
     forward = partial(metric_of(host, shape), queries, documents, documents_mask=mask)
     with pylate_fastmaxsim.enabled():
@@ -155,7 +155,7 @@ def profile_kernels(host: str, shape: Shape, device: torch.device) -> None:
 
 
 def sweep(shape: Shape, device: torch.device) -> None:
-    """Times the forward with each choice of tiles, one of the two at a time; results must be those of the table."""
+    """Time the forward with each choice of tiles, one kernel at a time, and compare results with the default tiles."""
     from pylate_fastmaxsim._operands import ScoringOperands
     from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
     from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch

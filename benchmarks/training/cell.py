@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
 from benchmarks.harness.timing import elapsed, mark, peaks_gib
-from benchmarks.harness.workers import say
+from benchmarks.harness.workers import send_result
 
 QUERY_LENGTH = 32
 DOCUMENT_LENGTH = 300
@@ -360,7 +360,7 @@ def main() -> None:
     except torch.OutOfMemoryError as error:
         result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
     if result["status"] != "ok" or os.environ.get("LOCAL_RANK", "0") == "0":
-        say(result)
+        send_result(result)
     if options.ranks > 1:
         if result["status"] != "ok":
             os._exit(1)  # the other ranks wait for this one, until the launcher ends them

@@ -1,8 +1,8 @@
-"""Cells of the training-step benchmark in processes that warm up side by side, and are measured one after the other.
+"""Cells of training steps, a process each: several warm up at once, and they are measured one after the other.
 
-To compile a stock model takes minutes of the host and leaves the GPU idle. So several cells may warm up at the same
-time; each then waits for a line on its standard input, and has the GPU and the host to itself while it is measured.
-What chooses kernels by timing them in its first steps does so beside the others, so measure kernels one at a time.
+Compiling a stock model takes minutes on the host and leaves the GPU idle, so several cells may warm up at once. Each
+then waits for a line on its standard input and is measured alone. Do not warm up kernels that are autotuned in their
+first steps beside others.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from benchmarks.harness.workers import ask_apart, child_variables, last_error, said
+from benchmarks.harness.workers import ask_apart, child_variables, last_error, parse_result
 
 CELL = ["-m", "benchmarks.training.cell"]
 OUT_OF_MEMORY = "out of memory"
 
 
 def measure(cells: list[dict], extra: list[str], timeout: float) -> Iterator[tuple[int, dict]]:
-    """Run each cell in its own process; its place in the list and its result, as soon as that is known.
+    """Run each cell in its own process; yields its index and its result as soon as it is known.
 
-    A cell that fails or runs too long is a result as well. One that runs out of memory beside others is run once more
-    without them.
+    A failure or a timeout is a result too. A cell that runs out of memory beside others is run again alone.
     """
     warm = [threading.Event() for _ in cells]
     turn = threading.Lock()
@@ -34,7 +33,7 @@ def measure(cells: list[dict], extra: list[str], timeout: float) -> Iterator[tup
         try:
             return index, _run(_command(cells[index], extra), timeout, warm[index], warm, turn)
         finally:
-            warm[index].set()  # nobody waits for one that failed before it was warm
+            warm[index].set()  # the others do not wait for one that failed
 
     alone = []
     with ThreadPoolExecutor(len(cells)) as pool:
@@ -56,14 +55,14 @@ def _command(cell: dict, extra: list[str]) -> list[str]:
 
 
 def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: list, turn: threading.Lock) -> dict:
-    """Run one process, which has `timeout` seconds to warm up and as many to be measured."""
+    """Run one process, which has ``timeout`` seconds to warm up and again as many to be measured."""
     result, late = None, threading.Event()
     with tempfile.TemporaryFile("w+") as errors:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=child_variables())
 
         def limit() -> threading.Timer:
-            # Not killed: a launcher of several ranks passes this on to them.
+            # Terminated, not killed: torchrun passes that on to its ranks.
             timer = threading.Timer(timeout, lambda: (late.set(), process.terminate()))
             timer.daemon = True
             timer.start()
@@ -79,11 +78,11 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
                         other.wait()
                     stack.enter_context(turn)
                     timer = limit()
-                    with contextlib.suppress(BrokenPipeError):  # it died while it waited, and says so below
+                    with contextlib.suppress(BrokenPipeError):  # it died while it waited; reported below
                         process.stdin.write("go\n")
                         process.stdin.flush()
                 else:
-                    result = said(line) or result
+                    result = parse_result(line) or result
             process.wait()
             timer.cancel()
         if result is not None:
@@ -92,13 +91,13 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
             return {"status": f"not finished in {timeout:.0f} s"}
         errors.seek(0)
         text = errors.read()
-    if "CUDA error: out of memory" in text:  # where PyTorch's allocator was not the one that asked
+    if "CUDA error: out of memory" in text:  # not raised by PyTorch's allocator
         return {"status": OUT_OF_MEMORY, "detail": "CUDA out of memory"}
     return {"status": "failed", "detail": last_error(text), "stderr": text[-3000:]}
 
 
 def step_apart(command: list[str], cell: dict, timeout: float) -> dict:
-    """The result of a cell of a benchmark of steps, measured in a process of its own."""
+    """The result of one training step, measured in a new process."""
     result = ask_apart(command, cell, timeout)
     if "failure" not in result:
         return result
