@@ -108,12 +108,6 @@ LEFT_OUT = "as it does dataset_name and every column with _id in its name; leave
             f"data.columns: PyLate's collator encodes 'anchored' as queries, {QUERIES}",
         ),
         (
-            {"return_loss": "n"},
-            None,
-            "contrastive",
-            "data.columns: Sentence Transformers keeps the name 'return_loss' for itself; rename the column, or leave it out.",
-        ),
-        (
             {"positive_id": "p"},
             "[query, positive_id]",
             "contrastive",
@@ -172,6 +166,6 @@ def test_rows_that_are_not_utf8_get_one_sentence(rows, column, tmp_path):
     file.write_bytes(b"".join(lines))
     with pytest.raises(RecipeError) as error:
         train(recipe)
-    wanted = "texts in UTF-8, but some are not" if column == "documents" else "text in UTF-8, but row 17 does not"
+    wanted = "texts in UTF-8, but some are not" if column == "documents" else "text in UTF-8, but some rows do not"
     assert str(error.value) == f"data.columns: {column!r} must hold {wanted}."
     assert not (tmp_path / "out").exists()

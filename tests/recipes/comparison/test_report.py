@@ -1,0 +1,179 @@
+"""A comparison as a table, a picture and a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+pytest.importorskip("pylate")
+
+from comparisons import Page, steps
+from rich.console import Console
+from tiny_recipe import tiny, write
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.recipes.comparison import compare as comparing
+from pylate_fastmaxsim.recipes.comparison import figures
+from pylate_fastmaxsim.recipes.comparison.compare import contrast, summarize
+from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
+from pylate_fastmaxsim.recipes.comparison.html import sweep_sentence, write_html
+from pylate_fastmaxsim.recipes.comparison.report import LABELS, comparison_table, sweep_rows, sweep_table
+from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
+
+MEBIBYTE = 2**20
+WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compare adds to a summary
+
+
+def shown(comparison: dict) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(comparison_table(comparison))
+    return console.file.getvalue()
+
+
+def test_a_comparison_with_a_run_out_of_memory_is_drawn(tmp_path):
+    on_gpu = {"before": 100, "peak": 200, "held": 77 * MEBIBYTE}
+    result = {"status": "finished", "memory": on_gpu, "ndcg@10": 0.5}
+    environment = {"device": "some GPU", "device_memory": 80 * 2**30}
+    fast = summarize({**result, "environment": environment}, steps([1.0] * 6, encoded=50))
+    for stock in (
+        summarize({"status": "out of memory"}, steps([2.0] * 3, encoded=80)),
+        summarize({"status": "out of memory"}, []),
+        summarize({**result, "ndcg@10": 0.4}, steps([2.0] * 6, encoded=80)),
+    ):
+        runs = {"stock": stock, "fast": fast}
+        comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(stock, fast) | WALL}
+        draw_comparison(comparison, tmp_path / "compare.png")
+        write_html(comparison | {"recipe": {"name": "<script>x"}}, tmp_path / "compare.html")
+        page = Page((tmp_path / "compare.html").read_text())
+        assert "<script>x" in page.text and "80.0 GiB" in page.text
+        table = shown(comparison)
+        assert "held by PyTorch's allocator" in page.text and "held by PyTorch's allocator" in table
+        assert "77 MiB" in page.text and "77 MiB" in table
+        if stock["status"] == "finished":
+            assert comparison["summary"]["speedup"] == 2.0 and comparison["summary"]["peak_memory"] == 1.0
+            assert "2.00x as fast" in table and "+0.1000" in table and "x on some GPU" in table
+        else:
+            assert comparison["summary"]["speedup"] is None
+            assert "out of memory" in table
+    both = {"stock": stock, "fast": stock}
+    assert contrast(stock, stock)["largest_loss_difference"] == 0.0
+    assert "unknown device" in shown({"recipe": {"name": "x"}, "runs": both, "summary": contrast(stock, stock) | WALL})
+
+
+@pytest.mark.parametrize(("held", "said"), [(125, False), (126, True)])
+def test_an_allocator_that_holds_much_more_than_is_used_is_spoken_of(held, said):
+    runs = {
+        mode: summarize({"status": "finished", "memory": memory, "ndcg@10": 0.5}, steps([1.0] * 6, encoded=50))
+        for mode, memory in (
+            ("stock", {"before": 1, "peak": 100}),
+            ("fast", {"before": 1, "peak": 100, "held": held}),
+        )
+    }
+    comparison = {"recipe": {"name": "x"}, "runs": runs, "summary": contrast(*runs.values()) | WALL}
+    assert ("expandable_segments:True" in shown(comparison)) == said
+
+
+def test_what_was_measured_is_shown_before_it_is_drawn_whatever_its_name(tmp_path, monkeypatch):
+    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": None}
+    run = summarize({**result}, steps([1.0] * 4, encoded=50))
+    runs = {"stock": run, "fast": run}
+    comparison = {"recipe": {"name": "$\\nosuch$ run"}, "runs": runs, "summary": contrast(run, run) | WALL}
+    draw_comparison(comparison, tmp_path / "compare.png")
+    monkeypatch.setattr(comparing, "compare", lambda *arguments: comparison)
+    monkeypatch.setattr(figures, "draw_comparison", lambda *arguments: 1 / 0)
+    done = CliRunner().invoke(app, ["compare", str(write(tmp_path, tiny(tmp_path)))])
+    assert isinstance(done.exception, ZeroDivisionError) and "median step" in done.stdout
+
+
+@pytest.mark.process
+def test_tables_need_no_matplotlib_and_figures_leave_its_backend_alone():
+    program = """
+import sys
+from pylate_fastmaxsim.recipes.comparison import report
+assert "matplotlib" not in sys.modules
+from pylate_fastmaxsim.recipes.comparison import figures
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("modes", "lost"), [(("fast",), math.nan), (("stock", "fast"), math.inf)])
+def test_a_loss_that_is_not_a_number_is_seen(modes, lost, tmp_path):
+    result = {"status": "finished", "memory": {"before": 100, "peak": 200}, "ndcg@10": None}
+    runs = {mode: summarize({**result}, steps([1.0] * 4, encoded=50)) for mode in ("stock", "fast")}
+    for mode in modes:
+        # Between finite ones, where max() returns the larger of those.
+        runs[mode]["losses"] = [1.5, lost, 0.1, lost]
+    summary = contrast(runs["stock"], runs["fast"])
+    assert math.isnan(summary["largest_loss_difference"]) and summary["loss_difference_nan_from"] == 2
+    comparison = without_nan({"recipe": {"name": "x"}, "runs": runs, "summary": summary | WALL})
+    write_json(tmp_path / "compare.json", comparison)
+
+    def refused(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    comparison = json.loads((tmp_path / "compare.json").read_text(), parse_constant=refused)
+    assert comparison["runs"][modes[0]]["losses"] == [1.5, None, 0.1, None]
+    assert comparison["summary"]["largest_loss_difference"] is None
+    draw_comparison(comparison, tmp_path / "compare.png")
+    write_html(comparison, tmp_path / "compare.html")
+    page = " ".join(Page((tmp_path / "compare.html").read_text()).text.split())
+    for text in (page, " ".join(shown(comparison).split())):
+        assert "Largest difference of the loss curves over 4 steps: NaN, first at step 2." in text
+        final = text.partition("last loss")[2][:60]
+        assert final.count("NaN") == len(modes) and final.count("0.2500") == 2 - len(modes)
+
+
+def test_a_sweep_says_how_far_each_path_went():
+    def point(batch_size, status):
+        return {
+            "batch_size": batch_size,
+            "status": status,
+            "step_seconds": 0.25,
+            "memory": {"before": 1, "peak": 2**30},
+        }
+
+    sizes = (64, 256, 1024)
+    # Without a step there is nothing but the status.
+    empty = {mode: [point(64, "finished"), {"batch_size": 4096, "status": "no batch of this size"}] for mode in LABELS}
+    assert sweep_sentence(empty) == (
+        "Stock takes every batch tried, up to 64. Fast takes every batch tried, up to 64. No batch of 4,096 can be made "
+        "of the rows."
+    )
+    Console(file=io.StringIO()).print(sweep_table(empty))
+    assert "out of memory" not in figures.svg(figures.sweep(empty), 8, 4)
+    points = {
+        "stock": list(map(point, sizes, ("finished", "out of memory", "not run"))),
+        "fast": list(map(point, sizes, ("finished",) * 3)),
+    }
+    assert sweep_sentence(points) == (
+        "Stock takes a batch of 64 and runs out of memory at 256. Fast takes every batch tried, up to 1,024."
+    )
+    console = Console(width=200, file=io.StringIO())
+    console.print(sweep_table(points))
+    table = console.file.getvalue()
+    rows = sweep_rows(points)
+    assert rows[0] == (
+        "batch size",
+        "stock, median step",
+        "stock, peak memory",
+        "fast, median step",
+        "fast, peak memory",
+    )
+    assert rows[2:] == [
+        ("256", "out of memory", "-", "0.250 s", "1,024 MiB"),
+        ("1,024", "not run", "-", "0.250 s", "1,024 MiB"),
+    ]
+    assert all(text in table for row in rows for text in row)
+    assert table.count("0.250 s") == 4 and "1,024 MiB" in table and "out of memory" in table and "not run" in table
+    drawn = figures.svg(figures.sweep(points, capacity=2**31), 8, 4)
+    assert drawn.count("<!-- out of memory -->") == 2

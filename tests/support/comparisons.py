@@ -1,0 +1,38 @@
+"""What tests of comparisons read and make: reports, and the steps of a run."""
+
+from __future__ import annotations
+
+import base64
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+
+class Page(HTMLParser):
+    """A report as a browser without a network sees it; anything that it would have to fetch fails."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.titles, self.images, self.text, self._tag = [], [], "", ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self._tag = tag
+        attributes = dict(attributes)
+        assert tag not in ("script", "link", "iframe", "object") and "href" not in attributes
+        if "src" in attributes:
+            kind, _, data = attributes["src"].partition(";base64,")
+            assert kind == "data:image/svg+xml" and attributes["alt"]
+            self.images.append(ElementTree.fromstring(base64.b64decode(data)))
+
+    def handle_data(self, data):
+        assert "url(" not in data and "@import" not in data
+        self.text += data
+        if self._tag == "h2" and data.strip():
+            self.titles.append(data)
+
+
+def steps(seconds: list[float], encoded: int) -> list[dict]:
+    return [
+        {"loss": 1 / (place + 1), "seconds": s, "documents": 4, "live": 30, "query_tokens": 20, "encoded": encoded}
+        for place, s in enumerate(seconds)
+    ]
