@@ -237,15 +237,10 @@ def compare(
 
         batch_sizes = parse_sweep(sweep) if sweep is not None else []
         result = Path(loaded.output_dir, RESULT_FILE)
-        files = [result.with_suffix(suffix) for suffix in (".json", ".png", ".html")]
-        before = _times(files)
-
-        def kept() -> str:
-            return f"the steps of each run are in {result.parent / 'compare'}{_earlier(files, before)}"
-
+        steps = f"the steps of each run are in {result.parent / 'compare'}"
         _quiet_libraries()
         try:
-            with _one_sentence_for_a_full_disk(kept):
+            with _one_sentence_for_a_full_disk(lambda: steps):
                 with _progress() as on_progress:
                     comparison = run(loaded, on_progress, batch_sizes)
                 # Before anything that may fail: it took long to measure.
@@ -253,21 +248,10 @@ def compare(
                 draw_comparison(comparison, result.with_suffix(".png"))
                 write_html(comparison, result.with_suffix(".html"))
         except RunFailed as error:
-            _end_with(f"fastmaxsim: {error}{_earlier(files, before)}")
+            _end_with(f"fastmaxsim: {error}")
         except KeyboardInterrupt:
-            _end_interrupted(f"a comparison is not resumed, the same command starts it again{_earlier(files, before)}")
-    typer.echo("\n".join(map(str, files)))
-
-
-def _times(files: list[Path]) -> dict[Path, int]:
-    """When each file that is there was written."""
-    return {file: file.stat().st_mtime_ns for file in files if file.exists()}
-
-
-def _earlier(files: list[Path], before: dict[Path, int]) -> str:
-    """Which files a comparison that did not come to its end has left as they were ``before``, to be said of it."""
-    left = [str(file) for file, time in _times(files).items() if before.get(file) == time]
-    return f"; of an earlier comparison and not of this one: {', '.join(left)}" if left else ""
+            _end_interrupted("a comparison is not resumed, the same command starts it again")
+    typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
 
 
 def _show_comparison(comparison: dict[str, Any]) -> None:

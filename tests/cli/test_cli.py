@@ -39,8 +39,8 @@ def fastmaxsim(*arguments, code="", **options):
 
 def test_version_and_help():
     assert CliRunner().invoke(app, ["--version"]).output == f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}\n"
-    listed = fastmaxsim("--help").stdout
-    assert all(command in listed for command in ("train", "compare", "warmup", "run", "doctor"))
+    listed = CliRunner().invoke(app, ["--help"]).output
+    assert all(command in listed for command in ("train", "mine", "compare", "warmup"))
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
@@ -78,27 +78,20 @@ def test_train_says_what_was_in_force_and_why(tmp_path):
         assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
 
 
-def test_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(commands.plain, "_width", 300)
-    recipe = tiny(tmp_path, "a:x:b", training={"max_steps": 1, "save_steps": None}) | {"name": ":smiley:"}
-    file = write(tmp_path, recipe)
-    done = CliRunner().invoke(app, ["train", str(file)])
-    assert ":smiley:: trained" in done.stdout and str(tmp_path / "a:x:b" / "model") in done.stdout
-    done = CliRunner().invoke(app, ["train", str(file), "--set", "data.columns=[':x:', b]"])
-    assert "no column ':x:'" in done.stderr
-
-
-def test_brackets_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
+def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(commands.plain, "_width", 300)
     folder = tmp_path / "rows[1]"
     folder.mkdir()
-    recipe = tiny(folder, "lr[=1e-3]", training={"max_steps": 2, "save_steps": None})
+    recipe = tiny(folder, "lr[=1e-3] :x:", training={"max_steps": 1, "save_steps": None}) | {"name": "[/x] :smiley:"}
     # What the name would match as a pattern.
     (tmp_path / "rows1").mkdir()
     (tmp_path / "rows1" / "pairs.jsonl").write_text('{"query": "other", "positive": "rows"}\n')
-    done = CliRunner().invoke(app, ["train", str(write(folder, recipe | {"name": "[/x]"}))])
+    file = write(folder, recipe)
+    done = CliRunner().invoke(app, ["train", str(file)])
     assert done.exit_code == 0, done.output
-    assert "[/x]: trained" in done.stdout and str(folder / "lr[=1e-3]" / "model") in done.stdout
+    assert "[/x] :smiley:: trained" in done.stdout and str(folder / "lr[=1e-3] :x:" / "model") in done.stdout
+    done = CliRunner().invoke(app, ["train", str(file), "--set", "data.columns=[':x:', b]"])
+    assert "no column ':x:'" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "warmup"])
@@ -112,6 +105,7 @@ def test_a_nonsense_switch_is_one_sentence_before_anything_is_written(command, t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
 def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 100_000, "save_steps": 20}))
     command = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file)]
@@ -142,30 +136,22 @@ def test_an_interrupt_with_no_resume_does_not_name_the_command_that_removes_what
     )
 
 
+@pytest.mark.process
 def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
-    # As if it came while the named module was imported: by the command line, then by a command.
-    for module in ("yaml", "pylate_fastmaxsim.recipes.comparison.report"):
-        code = f"""
+    code = """
 import builtins
 load = builtins.__import__
 def interrupted(name, *rest, **more):
-    if name == {module!r}:
+    if name == "yaml":
         raise KeyboardInterrupt
     return load(name, *rest, **more)
 builtins.__import__ = interrupted
 """
-        done = fastmaxsim("train", write(tmp_path, tiny(tmp_path)), code=code)
-        assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nInterrupted.\n")
+    done = fastmaxsim("train", write(tmp_path, tiny(tmp_path)), code=code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nInterrupted.\n")
 
 
-def test_names_that_the_terminal_has_no_letters_for_are_shown_with_others(tmp_path):
-    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 1, "save_steps": None}))
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = fastmaxsim("train", file, "--set", "name=modèle", env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "mod?le: trained" in done.stdout
-
-
+@pytest.mark.process
 def test_run_hands_all_arguments_to_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -175,7 +161,8 @@ def test_run_hands_all_arguments_to_the_script(tmp_path):
     assert done.stdout.strip() == "['--help', '--set', 'a=b', '-v', '--', '--version'] True"
 
 
-@pytest.mark.parametrize("missing", ["typer", "yaml", "pylate"])
+@pytest.mark.process
+@pytest.mark.parametrize("missing", ["typer", "pylate"])
 def test_without_the_recipes_extra_it_says_what_to_install(missing):
     code = f"sys.modules['{missing}'] = None"
     done = fastmaxsim("train", RECIPES / "quickstart.yaml", code=code)
@@ -186,6 +173,7 @@ def test_without_the_recipes_extra_it_says_what_to_install(missing):
     )
 
 
+@pytest.mark.process
 def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     code = "for name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None"
     script = tmp_path / "script.py"
@@ -193,10 +181,4 @@ def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     done = fastmaxsim("run", script, "--help", code=code)
     assert done.stdout.strip() == "['--help'] True", done.stderr
     done = fastmaxsim("doctor", code=code)
-    assert done.returncode == 0 and "pylate" in done.stdout.lower(), done.stderr
-
-
-def test_doctor_prints_the_report():
-    done = fastmaxsim("doctor")
-    assert done.returncode == 0, done.stderr
-    assert pylate_fastmaxsim.__version__ in done.stdout
+    assert done.returncode == 0 and pylate_fastmaxsim.__version__ in done.stdout, done.stderr
