@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import ModuleType
 
-from pylate_fastmaxsim.integrations.hosts import Host, left_alone, usable_hosts
+from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, Host, left_alone, usable_hosts
 from pylate_fastmaxsim.integrations.log import forget_what_was_said, log_once
 from pylate_fastmaxsim.integrations.options import (
     Options,
@@ -21,7 +21,9 @@ from pylate_fastmaxsim.integrations.options import (
     on_or_off,
     set_options,
 )
+from pylate_fastmaxsim.integrations.patching.known_sources import code_of, not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
+from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 
@@ -212,8 +214,18 @@ def available_patches() -> list[Patch]:
     ImportError
         As :func:`enable`.
     """
-    _, patches = _available()
-    return patches
+    return _available()[1]
+
+
+def not_accelerated() -> list[str]:
+    """A sentence for each host and each function of a host that is left as it is, and why."""
+    hosts, reasons = usable_hosts()
+    return [*left_alone(reasons), *_patches_of(hosts)[1]]
+
+
+def all_patches() -> list[Patch]:
+    """What there is to replace in the hosts that are installed, whether or not it is known code."""
+    return [patch for _, name in _providers(usable_hosts()[0]) for patch in _provider(name).patches()]
 
 
 def _available() -> tuple[list[Host], list[Patch]]:
@@ -221,32 +233,50 @@ def _available() -> tuple[list[Host], list[Patch]]:
     hosts, reasons = usable_hosts()
     if not hosts:
         raise ImportError(" ".join(reasons.values()))
-    for line in left_alone(reasons):
+    patches, lines = _patches_of(hosts)
+    for line in (*left_alone(reasons), *lines):
         log_once("%s", line)
-    providers = [
-        importlib.import_module(f"pylate_fastmaxsim.integrations.{name}") for host in hosts for name in host.providers
-    ]
-    patches = [patch for provider in providers for patch in provider.patches()]
-    replaced = [patch for patch in patches if not _is_hosts(patch)]
-    for patch in replaced:
-        log_once("%s stays as it is: it was replaced before, by another library or the script.", patch.target)
-    return hosts, [patch for patch in patches if patch not in replaced]
+    return hosts, patches
 
 
-def _is_hosts(patch: Patch) -> bool:
-    """Whether a host library, or what it scores through, wrote what stands in a patch's place and what the patch wraps.
+def _patches_of(hosts: Iterable[Host]) -> tuple[list[Patch], list[str]]:
+    """The patches to apply, and a sentence for each that is not."""
+    patches, lines = [], []
+    for host, name in _providers(hosts):
+        try:
+            made = _provider(name).patches()
+        except (ImportError, AttributeError) as error:  # a release that has renamed what the provider imports
+            release = f"{host.name} {host.version}"
+            lines.append(f"{name} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim.")
+            continue
+        for patch in made:
+            if (reason := _reason_to_leave(patch)) is None:
+                patches.append(patch)
+            else:
+                lines.append(f"{patch.target} is not accelerated (running {host.name}'s own): {reason}.")
+    return patches, lines
 
-    That is what stood there when the patch was made, which somebody may have put back since.
-    """
-    from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, SCORING, defined_in
 
-    now = inspect.getattr_static(patch.owner, patch.name, None)
+def _providers(hosts: Iterable[Host]) -> list[tuple[Host, str]]:
+    return [(host, name) for host in hosts for name in host.providers]
+
+
+def _provider(name: str) -> ModuleType:
+    return importlib.import_module(f"pylate_fastmaxsim.integrations.{name}")
+
+
+def _reason_to_leave(patch: Patch) -> str | None:
+    """Why a patch is not applied: what it would replace is not what it was written for."""
+    now = patch.original
     if now is None:
-        return True  # PatchSet says that there is no such name
-    replacement = getattr(patch.replacement, "__func__", patch.replacement)
-    # A class may inherit what it has from torch.
-    authors = HOSTS + SCORING if patch.name in vars(patch.owner) else (*HOSTS, "torch")
-    return all(defined_in(function, authors) for function in (now, getattr(replacement, "__wrapped__", now)))
+        return "this release has no such name"
+    if not defined_in(now, HOST_PACKAGES | {"pylate_fastmaxsim"}) and defined_in(now, ("torch", "transformers")):
+        return None  # inherited, or a decision of transformers; the replacement only calls it
+    if (part := unknown_part(now)) is not None:
+        return not_known(part)
+    # It may have been put back since the replacement was made, which calls what stood there then.
+    was = code_of(patch.replacement)
+    return None if was is code_of(now) else not_known(patch.target)
 
 
 def _switch_to(new: Options | None) -> None:

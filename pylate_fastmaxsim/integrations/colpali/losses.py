@@ -37,8 +37,8 @@ from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _replaces = partial(replaces, host="colpali-engine")
-# What the losses with negatives score through, as it came.
-_aggregate, _kd = stock_losses.ColbertModule._aggregate, stock_losses.maxsim_kd
+# By which the losses with negatives make a score of similarities, as it came.
+_aggregate = stock_losses.ColbertModule._aggregate
 
 
 def patches() -> list[Patch]:
@@ -86,9 +86,8 @@ def _with_negatives(
     """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
     _check_backend()
     # Not self._aggregate.__func__, which for torch.compile is another function each time.
-    replaced = "_aggregate" in vars(self) or type(self)._aggregate is not _aggregate
-    if replaced or stock_losses.maxsim_kd is not _kd:
-        raise FallbackToHost("its _aggregate or maxsim_kd is not colpali-engine's own")
+    if "_aggregate" in vars(self) or type(self)._aggregate is not _aggregate:
+        raise FallbackToHost("its _aggregate is not colpali-engine's own")
     _check(query_embeddings, doc_embeddings, 3)
     _check(query_embeddings, neg_doc_embeddings, 4)
     batch_size = len(query_embeddings)

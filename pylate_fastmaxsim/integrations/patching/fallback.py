@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.known_sources import constant, not_known
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -27,6 +28,7 @@ def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
     in another thread or by a reference to a method that was taken before; one that begins afterwards calls stock.
     """
     stock = detached(stock)
+    unknown = constant(stock)
 
     def decorate(fast: Callable) -> Callable:
         @functools.wraps(stock)
@@ -35,11 +37,14 @@ def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
             if in_force is None:
                 return stock(*args, **kwargs)
             try:
+                # Each time: somebody may have replaced what it calls since.
+                if (part := unknown()) is not None:
+                    raise FallbackToHost(not_known(part))
                 return fast(in_force, *args, **kwargs)
             except FallbackToHost as error:
                 reason = error
             result = stock(*args, **kwargs)
-            log_once("%s of %s itself computes the scores: %s.", stock.__qualname__, host, reason)
+            log_once("%s is not accelerated (running %s's own): %s.", stock.__qualname__, host, reason)
             return result
 
         return replacement

@@ -47,6 +47,11 @@ class Patch:
             return f"{self.owner.__name__}.{self.name}"
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.name}"
 
+    @property
+    def original(self) -> object:
+        """What stands there now; None where there is no such name."""
+        return inspect.getattr_static(self.owner, self.name, None)
+
 
 class PatchSet:
     """The patches that are applied now.
@@ -113,7 +118,7 @@ class PatchSet:
 
 
 def _original(patch: Patch) -> object:
-    if inspect.getattr_static(patch.owner, patch.name, None) is None:
+    if patch.original is None:
         raise AttributeError(f"Cannot replace {patch.target}: there is no such name.")
     return vars(patch.owner).get(patch.name, _INHERITED)
 

@@ -55,6 +55,13 @@ def detached(function: Callable) -> Callable:
     return copy
 
 
+def stock_code(function: FunctionType) -> CodeType:
+    """What the function runs while it is not redirected."""
+    redirected = _code.get(function)
+    is_redirected = redirected is not None and function.__code__ is redirected[1]
+    return function.__wrapped__.__code__ if is_redirected else function.__code__
+
+
 class Redirection:
     """Lets a function run ``target`` from now on, with the arguments of the call and its own defaults.
 

@@ -36,8 +36,9 @@ from pylate_fastmaxsim.integrations.models.wrappers import (
     unwrap,
 )
 from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, defined_in
+from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.ops.projection import project_normalize
 
@@ -178,7 +179,7 @@ def _full_name(thing: object) -> str:
 def _reason_to_expect_changes(module: nn.Module) -> str | None:
     """Why what the module returns may differ from what PyLate's code made, as where embeddings are cut short."""
     name = type(module).__name__
-    if isinstance(module, ColBERT) and not defined_in(type(module).forward, HOSTS):
+    if isinstance(module, ColBERT) and unknown_part(type(module).forward) is not None:
         return f"the forward of {name} is not PyLate's own"
     if not has_class_forward(module):
         return f"the forward of {name} was replaced"

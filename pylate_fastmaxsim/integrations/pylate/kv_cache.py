@@ -1,11 +1,12 @@
-"""Decoders without the keys and values that transformers keeps of every layer, for a text that goes on.
+"""Decoders without the KV cache.
 
-Nobody goes on with a text that is encoded. To keep them copies them in each layer, holds the copies until the model has
-answered, and gives each layer a place of its own among them, so that ``torch.compile`` compiles each layer for itself.
+Encoding never decodes further, so the cache is dead weight: each layer copies its keys and values, the copies live until
+the forward ends, and each layer's own place in the cache makes ``torch.compile`` compile every layer for itself.
 """
 
 from __future__ import annotations
 
+from functools import wraps
 from importlib import util
 
 from sentence_transformers.models import Transformer
@@ -18,6 +19,7 @@ from pylate_fastmaxsim.integrations.patching.redirect import detached
 _stock_forward = detached(Transformer.forward)
 
 
+@wraps(_stock_forward)
 def forward(self: Transformer, features: dict[str, Tensor], **kwargs: object) -> dict[str, Tensor]:
     asked = "use_cache" in features or "use_cache" in kwargs
     if "use_cache" in self.model_forward_params and not asked and not layers_share_keys(self):

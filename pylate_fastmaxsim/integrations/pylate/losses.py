@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from pylate import scores as stock_scores
 from pylate.losses.cached_contrastive import CachedContrastive, RandContext
 from pylate.losses.contrastive import Contrastive
 from pylate.losses.distillation import Distillation
-from pylate.models import ColBERT
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,10 +29,9 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, no_grad_sync, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
+from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import SCORING, defined_in
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
-from pylate_fastmaxsim.integrations.pylate.scores import group_scores_are_own
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
@@ -46,6 +43,8 @@ from pylate_fastmaxsim.tokens import TokenBatch
 Features = list[dict[str, Tensor]]
 
 Result = TypeVar("Result")
+
+NOT_ACCELERATED = "%s is not accelerated (running PyLate's padded implementation): %s."
 
 
 def patches() -> list[Patch]:
@@ -69,7 +68,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
             features = list(sentence_features)
             options = current_options()
             if options is not None:
-                reason = _reason_to_leave(self) or _reason_in_masking(self) or _reason_in_model(self)
+                reason = _reason_to_leave(self, stock) or _reason_in_model(self)
                 if reason is None:
                     if len(features) < 2:
                         raise ValueError(
@@ -84,7 +83,7 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                     except MasksChanged:
                         features, reason = before, _reason_in_model(self)
                 name = type(self).__name__
-                log_once("The %s loss runs as PyLate has it, padded: %s.", name, reason, about=self)
+                log_once(NOT_ACCELERATED, name, reason, about=self)
             return stock(self, [without_total(column) for column in features], *labels, **named_labels)
 
         return forward
@@ -92,35 +91,25 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def _reason_to_leave(loss: nn.Module) -> str | None:
+def _reason_to_leave(loss: nn.Module, stock: Callable) -> str | None:
+    # What the loss itself runs, with GradCache also its steps on this very instance.
+    if (part := unknown_part(stock, loss)) is not None:
+        return not_known(part)
     metric = loss.score_metric
-    xtr = passing_tokens(loss) is not None
-    if isinstance(loss, Distillation):
-        default = metric is stock_scores.colbert_kd_scores and defined_in(metric, SCORING)
-    else:
-        default = type(metric) is stock_scores.ColBERTScores and defined_in(type(metric).__call__, SCORING)
-        if default and not group_scores_are_own():
-            return "pylate.scores.colbert.colbert_scores was replaced"
-    if not default and not xtr:
-        name = getattr(metric, "__name__", type(metric).__name__)
-        return f"its score_metric {name} is not PyLate's own, and takes padded embeddings"
-    if not xtr and (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
-        return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
-    if isinstance(loss, CachedContrastive):
-        steps = ("embed_minibatch", "embed_minibatch_iter", "calculate_loss", "calculate_loss_and_cache_gradients")
-        changed = [step for step in steps if not defined_in(getattr(loss, step), ("pylate",))]
-        if changed:
-            return f"{', '.join(changed)} of it is not PyLate's own"
-    return None
-
-
-def _reason_in_masking(loss: nn.Module) -> str | None:
-    """Why other tokens may count than PyLate's: somebody replaced what says which do."""
-    own = next(cls for cls in (Contrastive, CachedContrastive, Distillation) if isinstance(loss, cls))
-    masking = getattr(sys.modules[own.__module__], "extract_skiplist_mask", None)
-    if defined_in(masking, ("pylate",)) and defined_in(ColBERT.skiplist_mask, ("pylate",)):
+    if passing_tokens(loss) is not None:
         return None
-    return "extract_skiplist_mask or ColBERT.skiplist_mask was replaced"
+    if isinstance(loss, Distillation):
+        is_default, scoring = metric is stock_scores.colbert_kd_scores, metric
+    else:
+        is_default, scoring = type(metric) is stock_scores.ColBERTScores, type(metric).__call__
+    if not is_default:
+        name = getattr(metric, "__name__", type(metric).__name__)
+        return f"its score_metric {name} is not PyLate's own and takes padded embeddings"
+    if (part := unknown_part(scoring)) is not None:
+        return not_known(part)
+    if (backend := asked_backend("PYLATE_SCORES_BACKEND")) is not None:
+        return f"the environment asks for PYLATE_SCORES_BACKEND={backend}"
+    return None
 
 
 def _reason_in_model(loss: nn.Module) -> str | None:

@@ -16,7 +16,6 @@ from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import SCORING, defined_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -74,17 +73,8 @@ def score_groups(
 ):
     queries, documents = convert_to_tensor(queries_embeddings), convert_to_tensor(documents_embeddings)
     _check_backend(backend)
-    if not group_scores_are_own():
-        raise FallbackToHost("colbert_scores was replaced")
     check(queries, documents, 3, 4)
     return _score(options, queries, documents, queries_mask, documents_mask)
-
-
-# What is compiled takes the answer that it was compiled with: dynamo cannot trace how it is found.
-@torch.compiler.assume_constant_result
-def group_scores_are_own() -> bool:
-    """Whether PyLate wrote the function by which its ``ColBERTScores`` score each group of documents."""
-    return defined_in(stock_scores.colbert_scores, SCORING)
 
 
 @replaces(stock_scores.colbert_scores_pairwise)
@@ -99,8 +89,6 @@ def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embe
 @replaces(stock_rank.rerank)
 def rerank(_options: Options, documents_ids, queries_embeddings, documents_embeddings, device=None):
     _check_backend(None)
-    if not defined_in(stock_rank.colbert_scores, SCORING):
-        raise FallbackToHost("colbert_scores was replaced")
     queries, documents = map(stock_rank.reshape_embeddings, (queries_embeddings, documents_embeddings))
     return [
         # Each left to stock by itself: what a generator has given is gone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from pylate.losses.distillation import Distillation
 from pylate.scores import XTRKDScores, XTRScores
 from pylate.utils import convert_to_tensor
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
+from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import SCORING, defined_in
 from pylate_fastmaxsim.integrations.pylate.scores import broadcast, masked_batch, replaces
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -29,21 +28,7 @@ def passing_tokens(loss: nn.Module) -> int | None:
     """How many document tokens pass for each query token of a loss with PyLate's XTR scores; None: it has others."""
     own = XTRKDScores if isinstance(loss, Distillation) else XTRScores
     metric = loss.score_metric
-    return metric.k if type(metric) is own and defined_in(own.__call__, SCORING) and _is_pylates(metric) else None
-
-
-def _is_pylates(metric: XTRScores) -> bool:
-    """Whether PyLate wrote both steps of the scores. ``metric.compile()`` leaves them as they are."""
-    if type(metric)._score is not XTRScores._score or not _steps_are_own():
-        return False
-    score = vars(metric).get("_score")
-    return score is None or defined_in(getattr(score, "_torchdynamo_orig_callable", score), SCORING)
-
-
-# What is compiled takes the answer that it was compiled with: dynamo cannot trace how it is found.
-@torch.compiler.assume_constant_result
-def _steps_are_own() -> bool:
-    return defined_in(XTRScores.__call__, SCORING) and defined_in(XTRScores._score, SCORING)
+    return metric.k if type(metric) is own and unknown_part(own.__call__, metric) is None else None
 
 
 @replaces(XTRScores.__call__)
@@ -61,8 +46,10 @@ def score_own_documents(
 
 
 def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
-    if not _is_pylates(metric):
-        raise FallbackToHost(f"__call__ or _score of {type(metric).__name__} is not PyLate's own")
+    # Not in every case: torch.compile cannot trace the question.
+    if "_score" in vars(metric) or type(metric)._score is not XTRScores._score:
+        if (part := unknown_part(XTRScores.__call__, metric)) is not None:
+            raise FallbackToHost(not_known(part))
     queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, 4)
     count, ways, length = documents.shape[:3]

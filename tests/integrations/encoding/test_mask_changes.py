@@ -109,7 +109,7 @@ def copied(batch):
 
 
 def lines(caplog) -> list[str]:
-    return [message for message in caplog.messages if "runs as PyLate has it" in message]
+    return [message for message in caplog.messages if "is not accelerated" in message]
 
 
 @pytest.mark.parametrize(("collate", "padding_free"), [(collated, True), (features, False)])
@@ -125,7 +125,7 @@ def test_contrastive(model, caplog, change, collate, padding_free):
     for seed, expected in zip((0, 10), stock, strict=True):
         assert_equal(run(loss_function, batch_of(model, seed=seed, collate=collate)), expected)
     (said,) = lines(caplog)
-    assert "The Contrastive loss" in said and "the model changes input_ids or attention_mask" in said
+    assert "Contrastive is not" in said and "the model changes input_ids or attention_mask" in said
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
@@ -139,7 +139,7 @@ def test_distillation(model, caplog, change):
     for _ in range(2):
         assert_equal(run(loss_function, copied(batch), labels), stock)
     (said,) = lines(caplog)
-    assert "The Distillation loss" in said
+    assert "Distillation is not" in said
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
