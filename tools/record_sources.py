@@ -77,7 +77,7 @@ def functions() -> list[FunctionType]:
     """The functions of the hosts that are replaced, and those that they call."""
     found, unread = {}, [patch.original for patch in all_patches()] + also_relied_on()
     while unread:
-        function = known_sources._host_function(unread.pop())
+        function = known_sources.host_function(unread.pop())
         if function is None or not _of_host(function) or function in found:
             continue
         found[function] = None
@@ -151,7 +151,7 @@ def _methods(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def _dotted(value: object) -> str | None:
-    function = known_sources._host_function(value)
+    function = known_sources.host_function(value)
     if function is None or not _of_host(function) or known_sources.digest(known_sources.code_of(function)) is None:
         return None
     return known_sources.dotted_name(function)

@@ -11,8 +11,7 @@ from importlib import metadata, util
 
 import torch
 
-from pylate_fastmaxsim.integrations.enable import available_patches
-from pylate_fastmaxsim.integrations.hosts import left_alone
+from pylate_fastmaxsim.integrations.enable import available_patches, not_accelerated
 from pylate_fastmaxsim.integrations.options import forbidden
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 
@@ -74,7 +73,7 @@ def report() -> Report:
     fallbacks = _fallbacks()
     try:
         patches = [patch.target for patch in available_patches()]
-        fallbacks[:0] = left_alone()
+        fallbacks[:0] = not_accelerated()
     except ImportError as error:
         patches = []
         fallbacks.insert(0, f"Nothing is patched: {error}")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import ModuleType
 
-from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, Host, left_alone, usable_hosts
+from pylate_fastmaxsim.integrations.hosts import Host, left_alone, usable_hosts
 from pylate_fastmaxsim.integrations.log import forget_what_was_said, log_once
 from pylate_fastmaxsim.integrations.options import (
     Options,
@@ -21,7 +21,7 @@ from pylate_fastmaxsim.integrations.options import (
     on_or_off,
     set_options,
 )
-from pylate_fastmaxsim.integrations.patching.known_sources import code_of, not_known, unknown_part
+from pylate_fastmaxsim.integrations.patching.known_sources import code_of, host_function, not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
@@ -270,8 +270,8 @@ def _reason_to_leave(patch: Patch) -> str | None:
     now = patch.original
     if now is None:
         return "this release has no such name"
-    if not defined_in(now, HOST_PACKAGES | {"pylate_fastmaxsim"}) and defined_in(now, ("torch", "transformers")):
-        return None  # inherited, or a decision of transformers; the replacement only calls it
+    if defined_in(host_function(now), ("torch", "transformers")):
+        return None  # inherited from there; the replacement calls it
     if (part := unknown_part(now)) is not None:
         return not_known(part)
     # It may have been put back since the replacement was made, which calls what stood there then.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded
+from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, LIBRARIES, defined_in
 
 # Their layers treat each text by itself, or trials find that they do not; their hooks leave texts as they are.
@@ -84,7 +85,7 @@ def custom_module(core: nn.Module) -> nn.Module | None:
         modules += map(unsharded, core.children())
     for module in modules:
         forward = type(module).forward
-        if forward not in known or not defined_in(forward, HOSTS) or not has_class_forward(module):
+        if forward not in known or unknown_part(forward) is not None or not has_class_forward(module):
             return module
     return None
 

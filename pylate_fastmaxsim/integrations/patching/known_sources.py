@@ -67,7 +67,7 @@ def unknown_part(function: Callable, instance: object = None) -> str | None:
     str or None
         The dotted name of the first such function, its own among them; of the object, as "its calculate_loss".
     """
-    function = _host_function(function)
+    function = host_function(function)
     if function is None:
         return "a callable"
     references = _found.get(function)
@@ -107,7 +107,7 @@ def dotted_name(function: FunctionType) -> str:
 
 def code_of(function: object) -> CodeType | None:
     """The code of a host's function, also while it is replaced by this package, bound or compiled."""
-    function = _host_function(function)
+    function = host_function(function)
     return None if function is None else stock_code(function)
 
 
@@ -141,7 +141,7 @@ def _references(function: FunctionType, seen: set[str]) -> Iterator[_Reference]:
                 raise _UnknownError(f"{function.__module__}.{used}")
             yield function, used, value
             continue
-        inner = _host_function(_look_up(function, used))
+        inner = host_function(_look_up(function, used))
         if inner is None or dotted_name(inner) != what:
             raise _UnknownError(what)
         yield function, used, value
@@ -182,7 +182,7 @@ def _is_compiled(function: object) -> bool:
     )
 
 
-def _host_function(function: object) -> FunctionType | None:
+def host_function(function: object) -> FunctionType | None:
     """The plain function inside of a method or property, of what is compiled, and of this package's replacements."""
     while (inner := _inside(function)) is not None:
         function = inner

@@ -14,9 +14,6 @@ LIBRARIES = ("torch", "accelerate", "deepspeed", "peft")
 # The libraries that are patched, and this package, whose replacements stand in for theirs.
 HOSTS = ("pylate", "colpali_engine", "sentence_transformers", "transformers", "pylate_fastmaxsim")
 
-# Their scoring functions give PyLate's scores: PyLate, this package, and the libraries that PyLate scores through.
-SCORING = ("pylate", "pylate_fastmaxsim", "late_interaction_kernels", "flash_maxsim")
-
 _AROUND_A_FUNCTION = MethodType, classmethod, staticmethod
 
 

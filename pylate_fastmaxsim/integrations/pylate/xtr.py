@@ -46,10 +46,10 @@ def score_own_documents(
 
 
 def _score(metric: XTRScores, queries, documents, queries_mask, documents_mask, own: bool) -> Tensor:
-    # Not in every case: torch.compile cannot trace the question.
-    if "_score" in vars(metric) or type(metric)._score is not XTRScores._score:
-        if (part := unknown_part(XTRScores.__call__, metric)) is not None:
-            raise FallbackToHost(not_known(part))
+    # Asked only where the answer may be no: torch.compile cannot trace the question.
+    is_plain = "_score" not in vars(metric) and type(metric)._score is XTRScores._score
+    if not is_plain and (part := unknown_part(XTRScores.__call__, metric)) is not None:
+        raise FallbackToHost(not_known(part))
     queries, documents = convert_to_tensor(queries), convert_to_tensor(documents)
     check(queries, documents, 3, 4)
     count, ways, length = documents.shape[:3]

@@ -38,8 +38,8 @@ from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, e
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, unwrap
 from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, defined_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.sentence_transformers import gradcache as sentence_transformers_gradcache
 from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
@@ -298,7 +298,7 @@ def _reason_behind(model: MultiVectorEncoder) -> str | None:
 
 
 def _looks_at_padding(model: MultiVectorEncoder) -> nn.Module | None:
-    if not defined_in(type(model).forward, HOSTS):
+    if unknown_part(type(model).forward) is not None:
         return model
     modules = list(model.children())
     for module in map(unwrap, modules):

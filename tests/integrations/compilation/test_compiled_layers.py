@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, run
 from models import features, load_model
 from pylate import losses
-from test_pylate_losses import assert_equal, batch_of, run
 from torch import nn
 
 import pylate_fastmaxsim

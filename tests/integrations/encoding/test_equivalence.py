@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
+from compared import assert_equal, run
 from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, looking, sentences
 from pylate import losses
 from test_encode import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
-from test_pylate_losses import assert_equal, run
 from torch.nn.utils import parametrizations, parametrize
 
 import pylate_fastmaxsim

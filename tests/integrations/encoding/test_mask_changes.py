@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, mode_of, run
 from models import Behind, collated, features, sentences
 from pylate import losses
-from test_pylate_losses import assert_equal, batch_of, mode_of, run
 
 import pylate_fastmaxsim
 

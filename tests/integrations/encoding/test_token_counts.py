@@ -8,9 +8,9 @@ from copy import deepcopy
 import pytest
 import torch
 from accelerate.utils import operations
+from compared import assert_equal, batch_of, run
 from models import collated, load_model, sentences
 from pylate import losses
-from test_pylate_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import token_counts

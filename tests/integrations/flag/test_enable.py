@@ -15,9 +15,9 @@ from pylate_fastmaxsim.integrations.options import Options, current_options
 pytest.importorskip("pylate")
 
 import pylate  # noqa: E402
+from compared import assert_equal, batch_of, run  # noqa: E402
 from models import features, load_model, sentences  # noqa: E402
 from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
-from test_pylate_losses import assert_equal, batch_of, run  # noqa: E402
 
 WHERE = [
     (scores, "colbert_scores"),

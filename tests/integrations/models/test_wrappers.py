@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
+from compared import assert_equal, batch_of, mode_of, run
 from models import load_model
 from peft import LoraConfig, get_peft_model
 from pylate import losses
 from sentence_transformers.losses import MatryoshkaLoss
-from test_pylate_losses import assert_equal, batch_of, mode_of, run
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

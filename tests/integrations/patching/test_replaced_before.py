@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, run
 from models import collated, features, sentences
 from paths import SUPPORT
 from pylate import losses, rank
@@ -15,7 +16,6 @@ from pylate.models import ColBERT, Dense
 from pylate.scores import ColBERTScores
 from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformer
-from test_pylate_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.enable import available_patches

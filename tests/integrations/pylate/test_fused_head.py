@@ -9,11 +9,11 @@ from types import MethodType
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
+from compared import assert_equal, batch_of, run
 from models import features, load_model, sentences
 from peft import LoraConfig
 from pylate import losses, models
 from pylate.models import Dense
-from test_pylate_losses import assert_equal, batch_of, run
 from torch import nn
 
 import pylate_fastmaxsim

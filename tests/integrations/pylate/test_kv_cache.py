@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, run
 from models import collated, load_model, sentences
 from pylate import losses
-from test_pylate_losses import assert_equal, batch_of, run
 from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim

@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, run
 from models import features, load_model, looking, sentences
 from pylate import losses
-from test_pylate_losses import assert_equal, batch_of, run
 from torch.nn import functional as F
 
 import pylate_fastmaxsim

@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, run
 from models import features, load_model, sentences
 from pylate import losses, scores
-from test_pylate_losses import assert_equal, batch_of, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import _winners

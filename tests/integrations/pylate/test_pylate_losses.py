@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, mode_of, run
 from models import FAMILIES, collated, features, load_model, looking, sentences
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from pylate import losses, scores
@@ -15,37 +16,6 @@ from torch.nn import functional as F
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim.integrations.encoding import modes
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
-
-
-def batch_of(model, columns: int = 2, queries: int = 6, seed: int = 0, collate=features):
-    texts = [sentences(queries, longest=8, seed=seed)]
-    texts += [sentences(queries, seed=seed + 1 + column) for column in range(columns)]
-    return collate(model, *texts)
-
-
-def run(loss_function, batch, labels=None):
-    """The loss and the gradients of all parameters."""
-    loss_function.model.zero_grad()
-    loss = loss_function([dict(column) for column in batch], labels)
-    loss.backward()
-    weights = unwrap(loss_function.model).named_parameters()
-    return loss.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
-
-
-def assert_equal(ours, stock, tolerance: float = 1e-10):
-    """Equal to ``tolerance`` of the loss, and of the largest gradient."""
-    assert abs(ours[0] - stock[0]) <= tolerance * abs(stock[0])
-    assert ours[1].keys() == stock[1].keys()
-    largest = max(gradient.abs().max() for gradient in stock[1].values())
-    assert largest > 0
-    for name, gradient in stock[1].items():
-        assert (ours[1][name] - gradient).abs().max() <= tolerance * largest, name
-
-
-def mode_of(model) -> str:
-    return next(iter(modes.chosen[unwrap(model)].values()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -305,7 +275,11 @@ def test_tokens_that_somebody_else_masks(model, monkeypatch, caplog, loss_class,
     assert abs(stock[0] - plain) > 1e-6
     assert_equal(ours, stock)
     said = [record.message for record in caplog.records if "skiplist_mask is not the code" in record.message]
-    assert any(f"{loss_class.__name__}.forward is not accelerated" in line or line.startswith(f"{loss_class.__name__} is not accelerated") for line in said)
+    assert any(
+        f"{loss_class.__name__}.forward is not accelerated" in line
+        or line.startswith(f"{loss_class.__name__} is not accelerated")
+        for line in said
+    )
 
 
 def test_distillation_without_labels_raises_as_stock_does(model):

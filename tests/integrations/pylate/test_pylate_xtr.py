@@ -6,10 +6,10 @@ import logging
 
 import pytest
 import torch
+from compared import assert_equal, batch_of, mode_of, run
 from models import FAMILIES, features, load_model, sentences
 from pylate import losses, scores
 from pylate.scores import XTRKDScores, XTRScores
-from test_pylate_losses import assert_equal, batch_of, mode_of, run
 from torch.nn import functional as F
 
 import pylate_fastmaxsim

@@ -1,0 +1,37 @@
+"""Losses of PyLate, run with and without the flag: a batch, the loss with its gradients, and whether two are equal."""
+
+from __future__ import annotations
+
+from models import features, sentences
+
+from pylate_fastmaxsim.integrations.encoding import modes
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+
+
+def batch_of(model, columns: int = 2, queries: int = 6, seed: int = 0, collate=features):
+    texts = [sentences(queries, longest=8, seed=seed)]
+    texts += [sentences(queries, seed=seed + 1 + column) for column in range(columns)]
+    return collate(model, *texts)
+
+
+def run(loss_function, batch, labels=None):
+    """The loss and the gradients of all parameters."""
+    loss_function.model.zero_grad()
+    loss = loss_function([dict(column) for column in batch], labels)
+    loss.backward()
+    weights = unwrap(loss_function.model).named_parameters()
+    return loss.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+
+
+def assert_equal(ours, stock, tolerance: float = 1e-10):
+    """Equal to ``tolerance`` of the loss, and of the largest gradient."""
+    assert abs(ours[0] - stock[0]) <= tolerance * abs(stock[0])
+    assert ours[1].keys() == stock[1].keys()
+    largest = max(gradient.abs().max() for gradient in stock[1].values())
+    assert largest > 0
+    for name, gradient in stock[1].items():
+        assert (ours[1][name] - gradient).abs().max() <= tolerance * largest, name
+
+
+def mode_of(model) -> str:
+    return next(iter(modes.chosen[unwrap(model)].values()))
