@@ -1,13 +1,12 @@
-"""The attention kernels compile for the GPUs that they are used on, with their matrix units."""
+"""The attention kernels compile for the GPU that they are used on, with its matrix units."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from test_maxsim_compile import SHARED_MEMORY, compiled  # noqa: E402
-from test_maxsim_compile import pytestmark as pytestmark  # noqa: E402
+from compiled import SHARED_MEMORY, compiled, options_of  # noqa: E402
 
-from pylate_fastmaxsim.kernels.attention import launch as attention_launch  # noqa: E402
+from pylate_fastmaxsim.kernels.attention import launch  # noqa: E402
 from pylate_fastmaxsim.kernels.attention.long import (  # noqa: E402
     long_attention_gradient_kernel,
     long_attention_kernel,
@@ -17,25 +16,24 @@ from pylate_fastmaxsim.kernels.attention.short import (  # noqa: E402
     short_attention_kernel,
 )
 
-LAYOUT = {"Q_ROW": 64, "K_ROW": 64, "V_ROW": 768, "HEADS": 12, "DIM": 64, "SCALE": 0.125}
+pytestmark = pytest.mark.compile
+
+LAYOUT = {"Q_ROW": 64, "K_ROW": 64, "V_ROW": 768, "GRAD_ROW": 768, "HEADS": 12, "DIM": 64, "SCALE": 0.125}
+KERNELS = {
+    "forward": (short_attention_kernel, long_attention_kernel, launch.FORWARD),
+    "backward": (short_attention_gradient_kernel, long_attention_gradient_kernel, launch.BACKWARD),
+}
 
 
-@pytest.mark.parametrize("window", [False, True])
-@pytest.mark.parametrize("operand", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "short, long, tiles",
-    [
-        (short_attention_kernel, long_attention_kernel, attention_launch.FORWARD),
-        (short_attention_gradient_kernel, long_attention_gradient_kernel, attention_launch.BACKWARD),
-    ],
-    ids=["forward", "backward"],
+    "operand, window", [pytest.param("bf16", True, marks=pytest.mark.smoke), ("bf16", False), ("fp16", True)]
 )
+@pytest.mark.parametrize("short, long, tiles", KERNELS.values(), ids=KERNELS)
 def test_tiles_of_the_table(short, long, tiles, operand, window):
-    layout = LAYOUT | {"HAS_WINDOW": window, "LONGER_THAN": 0, "GRAD_ROW": 768}
     for tile in (*tiles.short, tiles.long):
-        options = {"num_warps": tile.num_warps, "maxnreg": tile.max_registers}
         kernel = long if tile is tiles.long else short
-        ptx, shared = compiled(kernel, 90, operand, options, **layout, BLOCK=tile.block)
+        constants = LAYOUT | {"HAS_WINDOW": window, "LONGER_THAN": 0, "BLOCK": tile.block}
+        ptx, shared = compiled(kernel, 90, operand, options_of(tile), **constants)
         # Some spill a few registers, and were faster than those that spill none.
         assert shared <= SHARED_MEMORY[90]
         assert ("wgmma.mma_async" in ptx) == (tile.block >= 64)

@@ -29,14 +29,12 @@ def check(batch, tiles=TILES, tolerance=1e-5):
     assert max(distances([states, *gradients], definition(batch))) < tolerance
 
 
-@pytest.mark.parametrize("reach", [-1, 0, 3, 20, 64])
-@pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
+@pytest.mark.parametrize("reach, tiles", [(-1, TILES), (0, LONG), (3, TILES), (20, LONG), (20, TILES), (64, TILES)])
 def test_windows(reach, tiles):
     check(case(LENGTHS, reach), tiles)
 
 
-@pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
-@pytest.mark.parametrize("reach", [-1, 20])
+@pytest.mark.parametrize("tiles, reach", [(TILES, 20), (LONG, -1)], ids=["both", "long"])
 def test_fewer_keys_than_rows(reach, tiles):
     """As of PyLate's query expansion: texts of which some rows are not attended to, and keys that nobody sees."""
     rows, keys = [20, 0, 7, 0, 40, 9, 3], [5, 15, 7, 0, 35, 0, 21]
@@ -48,8 +46,7 @@ def test_half(dtype):
     check(case(LENGTHS, 20, dtype), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-3)
 
 
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("heads, dim", [(1, 32), (3, 64)])
+@pytest.mark.parametrize("heads, dim, by_head", [(1, 32, True), (3, 64, False)])
 def test_heads_and_layouts(heads, dim, by_head):
     check(case([3, 18, 40], heads=heads, dim=dim, by_head=by_head))
 

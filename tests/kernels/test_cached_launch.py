@@ -14,6 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from compiled import SIZES  # noqa: E402
 
 from pylate_fastmaxsim import kernels  # noqa: E402
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher  # noqa: E402
@@ -93,7 +94,7 @@ def test_each_gpu_has_a_program_of_its_own():
 
 
 def launchers():
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, Launcher) and value.kernel.fn.__module__ == module.name:
                 yield pytest.param(value, id=name)
@@ -101,13 +102,9 @@ def launchers():
 
 @pytest.mark.parametrize("launcher", list(launchers()))
 def test_what_a_launcher_relies_on(launcher):
-    if not isinstance(launcher.kernel, triton.runtime.JITFunction):
-        pytest.skip("kernels are interpreted in this process")
     constants = [parameter.is_constexpr for parameter in launcher.kernel.params]
     assert constants == sorted(constants), "constants come last"
-    # The compile tests tell pointers from numbers by their names.
-    from test_maxsim_compile import SIZES
-
+    # Compile tests tell pointers from numbers by their names.
     numbers = {parameter.name for parameter in launcher.kernel.params if parameter.name in SIZES}
     assert numbers == {parameter.name for parameter in launcher.kernel.params if parameter.do_not_specialize}
 
@@ -115,7 +112,7 @@ def test_what_a_launcher_relies_on(launcher):
 def constants_of_launches():
     """Of each kernel, what its launches name after the positional arguments, in the order of each call."""
     found = {}
-    for path in Path(kernels.__path__[0]).glob("*.py"):
+    for path in Path(kernels.__path__[0]).rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript):
                 names = tuple(keyword.arg or ast.unparse(keyword.value) for keyword in call.keywords)

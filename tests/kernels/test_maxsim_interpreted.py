@@ -91,9 +91,17 @@ def generator():
     return torch.Generator().manual_seed(0)
 
 
-@pytest.mark.parametrize("dim", [1, 7, 48, 128, 200])
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize(
+    "dim, layout, gap",
+    [
+        (1, "all", 1),
+        (7, "candidates", 0),
+        (48, "all", 0),
+        (48, "candidates", 1),
+        (128, "all", 1),
+        (200, "candidates", 1),
+    ],
+)
 def test_ragged(generator, dim, layout, gap):
     queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8, gap=gap)
     documents = ragged(generator, [1, 40, 0, 17, 33], dim, keep=0.6, gap=gap)
@@ -109,10 +117,12 @@ def test_half(generator, dtype, layout):
     check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
 
 
-@pytest.mark.parametrize("gap", [0, 1])
-@pytest.mark.parametrize("longest", [7, 20])
 @pytest.mark.parametrize("candidates", [[[2, 0], [1, 3], [5, 4]], [[2, 0], [2, 2], [5, 0]]], ids=["once", "repeated"])
-@pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
+@pytest.mark.parametrize(
+    "scanned, longest, gap",
+    [(0, 7, 1), (0, 20, 0), (2**13, 7, 0), (2**13, 20, 1)],
+    ids=["ordered-short", "ordered-long", "scanned-short", "scanned-long"],
+)
 def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
     monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
     monkeypatch.setattr(maxsim_launch, "_BLOCK_SCAN", 4)
@@ -121,8 +131,7 @@ def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidate
     check(queries, documents, torch.tensor(candidates))
 
 
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("layout, dim", [("all", 80), ("candidates", 16)])
 def test_queries_longer_than_a_tile(generator, layout, dim):
     queries = ragged(generator, [37, 2, 130], dim, keep=0.9)
     documents = ragged(generator, [18, 5], dim)
@@ -168,8 +177,7 @@ def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparison
     assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
 
 
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-@pytest.mark.parametrize("keep", [None, 0.7], ids=["all tokens", "masked"])
+@pytest.mark.parametrize("layout, keep", [("all", None), ("candidates", 0.7)], ids=["all", "candidates masked"])
 def test_strided_tensors(generator, layout, keep):
     batches = ragged(generator, [4, 7, 1], 48, keep=keep), ragged(generator, [20, 3, 35], 48, keep=keep)
     candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
@@ -226,8 +234,7 @@ def test_first_of_equal_maxima(generator):
     assert (winners[0, 1:4] == 21).all()
 
 
-@pytest.mark.parametrize("width", [32, 64, 128])
-@pytest.mark.parametrize("layout", ["all", "candidates"])
+@pytest.mark.parametrize("width, layout", [(32, "all"), (64, "candidates"), (128, "all")])
 def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, layout):
     tiles = TILES._replace(forward=TILES.forward._replace(block_n=width))
     queries = ragged(generator, [7, 3], 16)
@@ -269,10 +276,10 @@ def test_nan_shows_and_stays_where_it_is_used(generator):
     assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
 
-@pytest.mark.parametrize("longest", [16, 20], ids=["short", "longer than a block of rows"])
-@pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize(
-    "candidates", [None, [[0, 1], [1, 2]], [[0], [1]], [[1, 0], [1, 1]]], ids=["all", "shared", "once", "repeated"]
+    "candidates, longest, gap",
+    [(None, 16, 0), ([[0, 1], [1, 2]], 20, 1), ([[0], [1]], 16, 1), ([[0], [1]], 20, 0), ([[1, 0], [1, 1]], 16, 0)],
+    ids=["all", "shared", "once", "once longer than a block of rows", "repeated"],
 )
 def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, candidates, gap, longest):
     queries = ragged(generator, [longest, 3], 16, permuted=False, gap=gap)

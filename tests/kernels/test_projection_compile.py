@@ -1,10 +1,10 @@
-"""The kernels of the projection compile for every GPU architecture of the tables, without a GPU, and spill nothing."""
+"""The projection's kernels compile without a GPU, fit the GPUs of the tables, and spill nothing."""
 
 import pytest
 
 pytest.importorskip("triton")
 
-from test_maxsim_compile import check, compiled, kind, precision, pytestmark  # noqa: E402, F401
+from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 from pylate_fastmaxsim.kernels.projection import tiles as projection_tiles  # noqa: E402
 from pylate_fastmaxsim.kernels.projection.backward import (  # noqa: E402
@@ -12,59 +12,41 @@ from pylate_fastmaxsim.kernels.projection.backward import (  # noqa: E402
     weight_gradient_kernel,
 )
 from pylate_fastmaxsim.kernels.projection.forward import normalize_kernel, project_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.runtime.arch import ARCHITECTURES  # noqa: E402
 
-CASES = [
-    ("bf16", 768, 128),
-    ("bf16", 1024, 96),
-    ("bf16", 4096, 1024),
-    ("bf16", 100, 48),
-    ("fp16", 768, 128),
-    ("bf16x6", 768, 128),
-    ("bf16x6", 1024, 512),
-    ("bf16x3", 768, 128),
-    ("tf32", 768, 128),
-]
+pytestmark = pytest.mark.compile
+
+EVERYWHERE = (("bf16", 768, 128), ("bf16x6", 768, 128))
+CASES = [*EVERYWHERE, ("bf16", 1024, 96), ("bf16", 4096, 1024), ("bf16", 100, 48), ("fp16", 768, 128)]
+CASES += [("bf16x6", 1024, 512), ("bf16x3", 768, 128), ("tf32", 768, 128)]
+KERNELS = {
+    "project": project_kernel,
+    "hidden_gradient": hidden_gradient_kernel,
+    "weight_gradient": weight_gradient_kernel,
+}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("operand, dim_in, dim_out", CASES)
-@pytest.mark.parametrize("absent", [("bias", "grad_biases"), ()], ids=["no bias", "bias"])
-@pytest.mark.parametrize("kernel", ["project", "hidden_gradient", "weight_gradient"])
-def test_kernels(arch, operand, dim_in, dim_out, absent, kernel, tmp_path):
-    if kernel == "hidden_gradient" and absent:
-        pytest.skip("has no bias")
-    tile = getattr(projection_tiles, f"{kernel}_tiles")(arch, kind(operand), dim_in, dim_out)
-    function = {
-        "project": project_kernel,
-        "hidden_gradient": hidden_gradient_kernel,
-        "weight_gradient": weight_gradient_kernel,
-    }[kernel]
+def compile_kernel(name, arch, operand, dim_in, dim_out, directory, absent=()):
+    tile = getattr(projection_tiles, f"{name}_tiles")(arch, kind(operand), dim_in, dim_out)
     if dim_out <= tile.block_d:
         absent = (*absent, "squares")
-    blocks = {name.upper(): value for name, value in tile._asdict().items() if name.startswith("block")}
-    ptx, shared = compiled(
-        function,
-        arch,
-        operand,
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
-        absent,
-        IN=dim_in,
-        OUT=dim_out,
-        NORMALIZE=True,
-        PRECISION=precision(operand),
-        **blocks,
-    )
-    check(arch, operand, ptx, shared, tmp_path)
-    if kind(operand) == "half" and dim_in == 768:
-        unit = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(arch, "mma.sync")
-        assert unit in ptx
+    sizes = {"IN": dim_in, "OUT": dim_out, "NORMALIZE": True}
+    found = compiled(KERNELS[name], arch, operand, options_of(tile), absent, **sizes, **blocks_of(tile))
+    check(arch, operand, *found, directory, unit=dim_in == 768)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("arch, operand, dim_in, dim_out", points(CASES, EVERYWHERE))
+def test_kernels(name, arch, operand, dim_in, dim_out, tmp_path):
+    compile_kernel(name, arch, operand, dim_in, dim_out, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["project", "weight_gradient"])
+def test_without_a_bias(name, tmp_path):
+    compile_kernel(name, 90, "bf16", 768, 128, tmp_path, absent=("bias", "grad_biases"))
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("operand", ["bf16", "bf16x6"])
-def test_normalize(arch, operand, tmp_path):
-    ptx, shared = compiled(
-        normalize_kernel, arch, operand, {"num_warps": 4}, OUT=1024, COLUMN_BLOCKS=4, BLOCK_T=16, BLOCK_D=128
-    )
-    check(arch, operand, ptx, shared, tmp_path)
+def test_normalize(operand, tmp_path):
+    sizes = {"OUT": 1024, "COLUMN_BLOCKS": 4, "BLOCK_T": 16, "BLOCK_D": 128}
+    check(90, operand, *compiled(normalize_kernel, 90, operand, {"num_warps": 4}, **sizes), tmp_path)

@@ -67,12 +67,13 @@ def test_half(generator, dtype):
     check(queries, documents, 12)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "constants",
-    [{}, {"_SCRATCH_BYTES": 1}, {"_PLACES_OF_K": 1, "_PLACES": 0, "_ROUNDS": 0}],
+    "constants, dtype, layout, masked",
+    [
+        ({}, torch.float32, "candidates", True),
+        ({"_SCRATCH_BYTES": 1}, torch.bfloat16, "all", True),
+        ({"_PLACES_OF_K": 1, "_PLACES": 0, "_ROUNDS": 0}, torch.float32, "all", False),
+    ],
     ids=["at once", "rows in parts", "by bisection"],
 )
 def test_without_winners(generator, monkeypatch, constants, dtype, layout, masked):
@@ -97,8 +98,7 @@ def test_every_row_has_a_winner_where_one_token_passes(generator):
     assert (winner_index(winners) >= 0).sum() == 17
 
 
-@pytest.mark.parametrize("integers", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("places, rounds", [(1, 0), (1, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize("places, rounds, integers", [(1, 0, True), (1, 1, False), (1, 2, True), (2, 3, False)])
 def test_more_candidates_than_places(generator, monkeypatch, integers, places, rounds):
     """Further rounds and bisection find the same as one round."""
     monkeypatch.setattr(xtr_launch, "_PLACES_OF_K", places)
@@ -147,8 +147,7 @@ def test_everything_masked(generator):
     assert not counts.any() and (winners == 255).all()
 
 
-@pytest.mark.parametrize("k", [1, 2, 40])
-@pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
+@pytest.mark.parametrize("k, normalizer", [(1, "retrieved"), (2, "positive"), (40, "retrieved")])
 def test_nan_shows_and_takes_a_place(generator, k, normalizer):
     queries = TokenBatch.from_padded(torch.randn(2, 3, 16, generator=generator))
     documents = torch.randn(3, 9, 16, generator=generator)
@@ -168,8 +167,7 @@ def test_large_and_zero_similarities(generator):
         check(queries, documents, k)
 
 
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout, masked", [("all", False), ("candidates", True)])
 def test_strided_tensors(generator, layout, masked):
     batches = batch(generator, [4, 7, 1], 48, masked=masked), batch(generator, [20, 3, 35], 48, masked=masked)
     candidates = torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None
