@@ -1,4 +1,4 @@
-"""Checks of arguments that all operators share, and the words of their errors."""
+"""Checks of arguments that all operators share."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ def require_tensor(where: str, name: str, value: object, allowed: str) -> None:
 
 
 def require_integer(name: str, value: object, allowed: str = "") -> int:
-    """The value as a number that kernels take, after TypeError unless it is an integer; ``allowed`` says more of it.
-
-    NumPy's integers compare and hash like Python's, but are none to a kernel.
-    """
+    """The value as a Python integer, also of NumPy's; TypeError if it is none. ``allowed`` is added to the error."""
     if isinstance(value, (int, torch.SymInt)):
         return value
     try:
@@ -43,7 +40,7 @@ def require_integer(name: str, value: object, allowed: str = "") -> int:
 
 
 def require_count(where: str, name: str, value: object) -> int:
-    """The argument ``name`` of ``where``, after TypeError or ValueError unless it is an integer of at least 1."""
+    """The argument ``name`` of ``where`` as a Python integer; TypeError or ValueError unless it is at least 1."""
     if isinstance(value, bool):
         raise TypeError(f"{where}: {name} must be an integer, at least 1, got {value!r}.")
     count = require_integer(f"{where}: {name}", value, ", at least 1")
@@ -53,14 +50,14 @@ def require_count(where: str, name: str, value: object) -> int:
 
 
 def has_numbers(*tensors: Tensor) -> bool:
-    """Whether the numbers in tensors of one device can be looked at, and nothing has to wait for that."""
+    """Whether the numbers in tensors of one device can be checked without waiting for a GPU."""
     return tensors[0].is_cpu and is_plain(*tensors)
 
 
 def as_mask(where: str, name: str, mask: Tensor, device: torch.device) -> Tensor:
-    """The argument ``name`` of ``where``, a mask, as bool on the device, after ValueError if it holds more than 0 and 1.
+    """The mask ``name`` of ``where`` as bool on the device; ValueError if it holds other numbers than 0 and 1.
 
-    An additive mask, 0 where a token counts, would select just the others. Looked at on a CPU only.
+    An additive mask, which is 0 where a token counts, would select all others. Checked on a CPU only.
     """
     if mask.dtype != torch.bool:
         counts = mask != 0

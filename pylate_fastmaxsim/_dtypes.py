@@ -1,4 +1,4 @@
-"""What products and sums are computed in."""
+"""Dtypes of sums, and the precision of float32 products."""
 
 import torch
 
@@ -9,12 +9,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def float32_precision(dtype: torch.dtype) -> str:
-    """``"highest"``, ``"high"`` or ``"medium"`` for vectors of `dtype`.
+    """The setting of ``torch.set_float32_matmul_precision`` for vectors of ``dtype``; ``"highest"`` unless float32.
 
-    As ``torch.set_float32_matmul_precision`` has it. Where TF32 was asked for otherwise
-    (``torch.backends.cuda.matmul.allow_tf32``, ``torch.backends.fp32_precision``, which
-    ``TrainingArguments(tf32=True)`` sets), that is ``"high"``. Vectors that are not float32 have no other products than
-    ``"highest"``.
+    Other ways to ask for TF32 count as ``"high"``: ``torch.backends.cuda.matmul.allow_tf32``, and
+    ``torch.backends.fp32_precision``, which ``TrainingArguments(tf32=True)`` sets.
 
     Examples
     --------
@@ -23,7 +21,7 @@ def float32_precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "highest"
-    # Of PyTorch 2.9 and newer. The older setting writes to it, but not the other way round: once both were used,
+    # PyTorch 2.9 and newer. The older setting writes to this one, but not the reverse: once both were used,
     # get_float32_matmul_precision() raises or is out of date.
     newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if newer is not None and newer != "tf32":

@@ -1,4 +1,4 @@
-"""Whether a call runs as it is written: outside of graphs, modes and transforms, on tensors that are what they seem."""
+"""Whether a call runs eagerly on ordinary tensors: outside of graphs, dispatch modes and transforms."""
 
 import torch
 from torch import Tensor
@@ -7,20 +7,16 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def inside_transform() -> bool:
-    """Whether the call is inside of torch.vmap or a transform of torch.func.
-
-    There a tensor may require no gradient although it is a part of one that does.
-    """
+    """Whether the call is inside of torch.vmap or a transform of torch.func."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# A constant of a graph, whose tracer has the transforms as they are there. `torch.compiler.assume_constant_result` does
-# the same, but imports the compiler.
+# A constant of a graph. `torch.compiler.assume_constant_result` does the same, but imports the compiler.
 inside_transform._dynamo_marked_constant = True
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether tensors hold numbers of their own, and a registered operator on them comes straight to its function."""
+    """Whether tensors hold numbers, and a registered operator on them would call its function directly."""
     return (
         not torch.compiler.is_compiling()
         and _PLAIN.issuperset(map(type, tensors))

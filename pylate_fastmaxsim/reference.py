@@ -1,6 +1,6 @@
-"""MaxSim, XTR scores, projection and attention in plain PyTorch: what every faster path is tested against.
+"""MaxSim, XTR scores, projection and attention in plain PyTorch: the definitions that faster paths are tested against.
 
-Clarity over speed and memory: everything is padded, and the whole similarity tensor is held.
+Everything is padded, and the whole similarity tensor is held.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _token_maxima(
 
 
 def _best(similarities: Tensor, live: Tensor, floor_is_zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Maxima over the last dimension, and where they are: the first place of equal ones, and -1 for the floor of 0.
+    """Maxima over the last dimension, and their positions: the first of equal ones, and -1 for the floor of 0.
 
-    The floor stands before all tokens, so a token wins only where it is better. Without it some token is live, and the
-    first that is wins even where all similarities are -inf; a masked one never does.
+    The floor comes before all tokens, so that a token wins only if it is better. Without a floor the first live token
+    wins even if all similarities are -inf. A masked token never wins.
     """
     live = torch.cat([floor_is_zero.expand(similarities.shape[:-1])[..., None], live.expand_as(similarities)], dim=-1)
     values = torch.nn.functional.pad(similarities, (1, 0)).masked_fill(~live, -torch.inf)
-    # NaN is the maximum of a row that has one, and equals nothing.
+    # NaN is the maximum of a row that holds one, and equals nothing.
     wins = live & ((values == values.amax(dim=-1, keepdim=True)) | values.isnan())
     place = wins.int().argmax(dim=-1, keepdim=True)
     return values.gather(-1, place).squeeze(-1), place.squeeze(-1) - 1
@@ -137,7 +137,7 @@ def attention(
     scale
         Factor on the inner products.
     reach
-        A row sees the keys whose places in the text are at most so far from its own; -1: all of its text.
+        Largest distance between a row and a key that it sees, by position in the text; -1: any.
 
     Returns
     -------
@@ -176,8 +176,8 @@ def maxsim_winners(
     Returns
     -------
     Tensor
-        ``[P, Tq]``, int64, P = Nd or K: row of the winner counted from its document's start; -1 where
-        there is none, which includes masked rows and rows that belong to no query.
+        ``[P, Tq]``, int64, P = Nd or K: position of the winner in its document; -1 where there is none, as for masked
+        rows and rows of no query.
 
     Examples
     --------
@@ -194,7 +194,7 @@ def maxsim_winners(
 
 
 def _by_row(winner: Tensor, query_mask: Tensor, queries: TokenBatch) -> Tensor:
-    """From ``[Nq, P, Lq]`` to one column for every row of ``queries.values``."""
+    """Winners ``[Nq, P, Lq]`` as ``[P, Tq]``, a column for every row of ``queries.values``."""
     rows = (queries.starts[:, None] + torch.arange(queries.max_length, device=queries.device))[query_mask]
     winners = torch.full((winner.shape[1], queries.values.shape[0]), -1, device=queries.device)
     winners[:, rows] = winner.transpose(0, 1)[:, query_mask]
@@ -209,7 +209,7 @@ def _xtr_token_maxima(
     zero_floor: Tensor | None,
     normalizer: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What every query token gets from every document, ``[Nq, P, Lq]``, from which token, and the live query tokens."""
+    """Value and winner of every query token and document, ``[Nq, P, Lq]``, and the live query tokens."""
     query_values, query_mask = queries.to_padded()
     document_values, live = documents.to_padded()
     similarities = torch.einsum("qsh,dth->qdst", query_values, document_values)
@@ -225,7 +225,7 @@ def _xtr_token_maxima(
     if normalizer == "retrieved":
         floor_is_zero = ~passes.any(dim=-1)
     else:
-        # A live token that does not pass counts as 0, and so does having no live token, or a floor.
+        # A live token that does not pass counts as 0; so do a document without a live token and a floor.
         floor_is_zero = (live & ~passes).any(dim=-1) | ~live.any(dim=-1)
     if zero_floor is not None:
         floor_is_zero = floor_is_zero | zero_floor[:, None]
@@ -246,9 +246,9 @@ def xtr_scores(
 ) -> Tensor:
     """Score as XTR trains: of each query token only the k best document tokens of the whole batch count.
 
-    With ``t_s`` the k-th largest similarity of query token s to any live token of any document, a document gives s
-    its largest similarity of those that are at least ``t_s``, which pass. The score is the sum of what the live query
-    tokens get, divided by how many of them count.
+    Let ``t_s`` be the k-th largest similarity of query token s to any live token of any document. Similarities of at
+    least ``t_s`` pass. A document gives s its largest similarity that passes. The score is the sum of these over the
+    live query tokens, divided by how many of them count.
 
     Parameters
     ----------
@@ -299,6 +299,6 @@ def xtr_winners(
     zero_floor: Tensor | None = None,
     normalizer: str = "positive",
 ) -> Tensor:
-    """Which token of each document gives :func:`xtr_scores` its value, in the form of :func:`maxsim_winners`."""
+    """Which token of each document :func:`xtr_scores` takes its value from, in the form of :func:`maxsim_winners`."""
     _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     return _by_row(winner, query_mask, queries)

@@ -16,10 +16,10 @@ from pylate_fastmaxsim._checks import as_mask, has_numbers, require_integer, req
 class TokenBatch:
     """N sequences of d-dimensional token vectors, stored back to back in one matrix.
 
-    Padded tensors, packed tensors with ``cu_seqlens`` and lists of matrices are all of this form;
-    the first two without a copy where they are contiguous. Sequence ``i`` occupies the rows ``starts[i]`` to
-    ``starts[i] + lengths[i] - 1`` of ``values``, and of those the rows where ``keep`` is true count.
-    Sequences may stand in any order and may leave rows between them unused, but must not overlap.
+    Padded tensors, packed tensors with ``cu_seqlens`` and lists of matrices become one, the first two without a copy
+    where they are contiguous. Sequence ``i`` is the rows ``starts[i]`` to ``starts[i] + lengths[i] - 1`` of ``values``,
+    of which those with ``keep`` count. Sequences may be in any order, with unused rows between them, but must not
+    overlap.
 
     Parameters
     ----------
@@ -30,19 +30,18 @@ class TokenBatch:
     lengths
         Number of rows of each sequence, ``[N]``, int64, on the device of ``values``. May be 0.
     max_length
-        An upper bound on ``lengths``, known on the host, so that nothing has to wait for the device
-        to learn how large a launch or a buffer must be.
+        An upper bound on ``lengths``, as a Python integer, so that sizes are known without waiting for the device.
     keep
         Which rows of ``values`` count, ``[T]``, bool; ``None`` means all of them.
     gapless
-        ``True`` if every row of ``values`` is known to belong to one sequence; gradients then need not be filled with
-        zeros first. ``False`` if this is not known.
+        ``True`` if every row of ``values`` belongs to exactly one sequence, which saves filling gradients with zeros.
+        ``False`` if that is not known.
 
     Raises
     ------
     ValueError
         A shape, dtype or device is not the one above, or a sequence is longer than ``max_length`` or lies outside of
-        ``values``. The numbers in ``starts`` and ``lengths`` are looked at on a CPU only.
+        ``values``. The numbers in ``starts`` and ``lengths`` are checked on a CPU only.
     TypeError
         An argument is not a tensor, or ``max_length`` is no integer.
 
@@ -151,9 +150,8 @@ class TokenBatch:
         values
             Token vectors, ``[N, L, d]``, floating point.
         mask
-            Tokens that count, ``[N, L]``, bool or 0/1 of any dtype. Any pattern is allowed, not only
-            a prefix; the rows after a sequence's last live token are left out of its length, so a
-            padded batch costs what its live tokens cost. ``None`` means all.
+            Tokens that count, ``[N, L]``, bool or 0/1 of any dtype, in any pattern. A sequence ends with its last live
+            token, so that padding costs nothing. ``None``: all.
 
         Raises
         ------
@@ -206,9 +204,8 @@ class TokenBatch:
     ) -> TokenBatch:
         """View packed token vectors ``[T, d]`` with ``cu_seqlens [N + 1]`` as a ragged batch, without a copy.
 
-        ``cu_seqlens`` is int32 or int64, and ``keep [T]`` bool or 0/1 of any dtype.
-        ``max_length`` defaults to the longest sequence, which waits for the device once; pass the
-        document length of the tokenizer to avoid that.
+        ``cu_seqlens`` is int32 or int64, and ``keep [T]`` bool or 0/1 of any dtype. ``max_length`` defaults to the
+        longest sequence, which waits for the device once; pass the tokenizer's maximum length to avoid that.
 
         Raises
         ------
@@ -247,15 +244,15 @@ class TokenBatch:
         if max_length is not None:
             max_length = require_integer("TokenBatch.from_packed: max_length", max_length)
         if max_length is None and torch.compiler.is_compiling():
-            # Tiles and integer types depend on it, and a graph has no number for them. Of a graph that may break this
-            # call stays outside.
+            # Tiles and integer dtypes depend on it, and a graph has no number for it. A graph that may break leaves this
+            # call outside.
             raise ValueError(
                 "TokenBatch.from_packed: max_length must be passed where the call is compiled with fullgraph=True or exported."
             )
         if max_length is None or has_numbers(cu_seqlens):
             longest = _longest(cu_seqlens.cpu(), values.shape[0], max_length)
             max_length = longest if max_length is None else max_length
-        # A copy, since whoever owns the bounds may fill them again for the next batch.
+        # A copy, since the caller may reuse the buffer for the next batch.
         cu_seqlens = cu_seqlens.to(device=values.device, dtype=torch.int64, copy=True)
         return cls(values, cu_seqlens[:-1], cu_seqlens.diff(), max_length, keep)
 
@@ -296,7 +293,7 @@ class TokenBatch:
                 )
         sizes = [shape[0] for shape, _, _ in kinds]
         lengths = torch.tensor(sizes, dtype=torch.int64, device=first_device)
-        # Autocast to bfloat16 refuses to join float16. The meta device has no autocast.
+        # Autocast to bfloat16 refuses to concatenate float16. The meta device has no autocast.
         with nullcontext() if first_device.type == "meta" else torch.autocast(first_device.type, enabled=False):
             values = torch.cat(list(sequences))
         return cls(values, lengths.cumsum(0) - lengths, lengths, max(sizes), gapless=True)
@@ -322,24 +319,24 @@ class TokenBatch:
     def select(self, index: Tensor) -> TokenBatch:
         """The sequences ``index`` (int64, any length), in that order. No token is copied.
 
-        Where gradients are wanted, an index must not repeat: never for queries, and for documents if their own
-        gradients are wanted. Repeat the vectors instead, or name documents more than once in ``candidates``. This is
-        checked on a CPU only, when scores are computed.
+        Where gradients are wanted, an index must not repeat: never for queries, and for documents if they need gradients
+        themselves. Repeat the vectors instead, or name documents more than once in ``candidates``. Scores check this, on
+        a CPU only.
 
-        If queries are selected, the winners that are kept for a backward still take an entry for each of the P
-        documents or candidates and each of the T rows of ``values``, selected or not.
+        The winners that are kept for a backward have an entry for each of the P documents or candidates and each of the
+        T rows of the queries' ``values``, selected or not.
         """
         return replace(self, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
 
     def shares_rows(self) -> bool:
         """Whether a row of ``values`` belongs to two sequences, as after :meth:`select` with a repeated index.
 
-        Waits for the device, unless the batch is ``gapless``, which no such batch is.
+        Waits for the device unless the batch is ``gapless``.
         """
         return not self.gapless and share_rows(self.starts, self.lengths)
 
     def to_padded(self) -> tuple[Tensor, Tensor]:
-        """Copy to ``[N, max_length, d]`` with zeros behind, and its mask ``[N, max_length]`` (bool).
+        """A copy padded with zeros, ``[N, max_length, d]``, and its mask ``[N, max_length]`` (bool).
 
         Examples
         --------
@@ -366,14 +363,14 @@ def share_rows(starts: Tensor, lengths: Tensor) -> bool:
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the sequences that have rows begin and end, in the order of rows."""
+    """First rows and ends of the sequences that are not empty, in the order of rows."""
     taken = lengths > 0
     starts, order = starts[taken].sort()
     return starts, starts + lengths[taken][order]
 
 
 def _longest(cu_seqlens: Tensor, rows: int, max_length: int | None) -> int:
-    """The longest sequence between bounds on the host, after they have been checked."""
+    """The longest sequence of ``cu_seqlens`` on a CPU, after all checks."""
     steps = cu_seqlens.diff()
     shortest, longest = map(int, torch.aminmax(steps)) if len(steps) else (0, 0)
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])

@@ -52,16 +52,6 @@ def test_from_packed_keeps_bounds_that_their_owner_fills_again(dtype):
     assert (batch.starts.tolist(), batch.lengths.tolist()) == ([0, 4], [4, 2])
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16])
-def test_from_packed_takes_any_keep(dtype):
-    values, keep = torch.randn(6, 2), torch.tensor([True, False, True, True, False, True])
-    batch = TokenBatch.from_packed(values, torch.tensor([0, 2, 6]), keep.to(dtype))
-    assert rows(batch) == [values[[0]].tolist(), values[[2, 3, 5]].tolist()]
-    queries = torch.randn(1, 3, 2)
-    expected = maxsim(queries, TokenBatch.from_list([values[[0]], values[[2, 3, 5]]]))
-    torch.testing.assert_close(maxsim(queries, batch), expected)
-
-
 @pytest.mark.parametrize("longest", [np.int64(3), np.int32(3), torch.tensor(3)])
 def test_max_length_becomes_a_number_of_python(longest):
     cu_seqlens = torch.tensor([0, 2, 5])
@@ -103,10 +93,6 @@ def test_from_list_keeps_dtypes_under_autocast(dtype):
     batch.values.sum().backward()
     assert batch.values.dtype == dtype
     assert all(leaf.grad is not None for leaf in leaves)
-
-
-def test_from_list_of_what_holds_no_numbers():
-    assert TokenBatch.from_list([torch.ones(2, 3, device="meta")] * 2).values.shape == (4, 3)
 
 
 def test_from_list_in_a_graph():
@@ -186,31 +172,20 @@ def direct(**arguments) -> TokenBatch:
             lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.tensor([0.0, 1.6, 2.0])),
             r"cu_seqlens must be int32 or int64 \[N \+ 1\] .* got torch.float32",
         ),
-        (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.tensor([False, True])), "got torch.bool"),
         (
             lambda: TokenBatch.from_packed(torch.randn(2, 3), BOUNDS, torch.ones(3)),
             r"from_packed: keep must be \[T\] with T = 2, got shape \(3,\)",
         ),
         (lambda: direct(values=torch.ones(2, 3).long()), "TokenBatch: values must be floating point, got torch.int64"),
         (
-            lambda: TokenBatch.from_padded(torch.ones(1, 2, 3).long()),
-            "from_padded: values must be floating point, got torch.int64",
-        ),
-        (
             lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 3)]),
             r"each of sequences .* \(1, 2\) on cpu and",
         ),
-        (lambda: TokenBatch.from_list([torch.ones(1, 2, 3)]), r"each of sequences must be \[L, d\]"),
         (lambda: TokenBatch.from_list([torch.ones(()), torch.ones(2)]), r"each of sequences must be \[L, d\]"),
-        (lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 2).double()]), "and torch.float64"),
-        (lambda: TokenBatch.from_list([torch.ones(1, 2), torch.ones(1, 2, device="meta")]), "on meta"),
         (lambda: direct(starts=torch.zeros(1)), "starts and lengths must be int64, got torch.float32 and torch.int64"),
-        (lambda: direct(lengths=torch.ones(1, dtype=torch.int32)), "got torch.int64 and torch.int32"),
         (lambda: direct(starts=ONE.to("meta")), "must be on cpu, as values, got meta and cpu"),
         (lambda: direct(lengths=3 * ONE), "lengths must be from 0 to max_length = 2, got 3 to 3"),
-        (lambda: direct(lengths=-ONE), "lengths must be from 0"),
         (lambda: direct(starts=-ONE), "must lie in the rows 0 to T = 2 of values, got -1 to 0"),
-        (lambda: direct(starts=2 * ONE), "got 2 to 3"),
         (lambda: direct(starts=(2**63 - 1) * ONE), f"rows 0 to T = 2 of values, got {2**63 - 1} to {2**63 - 1}"),
         (lambda: direct(starts=ONE[:0], lengths=ONE[:0], gapless=True), "every one of the T = 2 rows"),
         (
@@ -218,24 +193,15 @@ def direct(**arguments) -> TokenBatch:
             r"values must be a dense tensor \[T, d\], got .*sparse_coo",
         ),
         (
-            lambda: TokenBatch.from_packed(torch.ones(2, 3).to_sparse_csr(), BOUNDS),
-            "from_packed: values must be a dense tensor .* torch.sparse_csr",
-        ),
-        (
             lambda: TokenBatch.from_padded(torch.ones(1, 2, 3), torch.ones(1, 2, device="meta")),
             "from_padded: mask is on the meta device",
         ),
         (lambda: direct(keep=torch.ones(2, dtype=torch.int64)), r"keep must be bool \[T\] .* got torch.int64"),
-        (
-            lambda: direct(keep=torch.ones(2, dtype=torch.bool, device="meta")),
-            "keep must be on cpu, as values, got meta",
-        ),
         (lambda: TokenBatch.from_padded(torch.randn(2, 3)), r"values must be \[N, L, d\]"),
         (lambda: TokenBatch.from_padded(torch.randn(2, 3, 4), torch.ones(3, 2)), r"mask must be \[N, L\] = \[2, 3\]"),
         (lambda: TokenBatch.from_packed(torch.randn(2, 3), torch.ones(1, 2)), "cu_seqlens must be int32 or int64"),
         (lambda: packed(1, 2), "must go from 0 to at most T = 2 in steps from 0, got 1 to 2 in steps from 1 to 1."),
         (lambda: packed(0, 3), "must go from 0 to at most T = 2 in steps from 0, got 0 to 3 in steps from 3 to 3."),
-        (lambda: packed(0, 2, 1), "in steps from 0, got 0 to 1 in steps from -1 to 2."),
         (lambda: packed(0, 2, max_length=1), "in steps from 0 to max_length = 1, got 0 to 2 in steps from 2 to 2."),
         (lambda: TokenBatch.from_list([]), "empty list"),
         # Of an additive mask, and of weights.
@@ -247,31 +213,17 @@ def direct(**arguments) -> TokenBatch:
             lambda: maxsim(torch.ones(1, 2, 3), torch.ones(1, 2, 3), documents_mask=torch.tensor([[1, 2]])),
             "maxsim: documents_mask must hold 1 for tokens that count and 0 for others, got 2.",
         ),
-        (
-            lambda: TokenBatch.from_packed(torch.ones(2, 3), BOUNDS, torch.tensor([1.0, torch.nan])),
-            "from_packed: keep must hold 1 for tokens that count and 0 for others, got nan.",
-        ),
         (lambda: direct().with_values(torch.randn(3, 3)), r"with T = 2, as before, got shape \(3, 3\)"),
-        (lambda: direct().with_values(torch.randn(())), r"with_values: values must be \[T, d\] with T = 2, .* \(\)"),
         (lambda: direct(values=torch.randn(2)), r"values must be \[T, d\]"),
-        (lambda: direct(lengths=torch.zeros(2, dtype=torch.int64)), r"must both be \[N\]"),
         (lambda: direct(starts=ONE[:0], lengths=ONE[:0], max_length=-1), "max_length must be at least 0, got -1"),
         (
             lambda: TokenBatch.from_padded(torch.nested.nested_tensor([torch.ones(3, 4)], layout=torch.jagged)),
             r"from_padded: values .* got a nested one; .* TokenBatch.from_packed\(x.values\(\), x.offsets\(\)\).",
         ),
-        (
-            lambda: TokenBatch.from_packed(torch.nested.nested_tensor([torch.ones(3, 4)]), BOUNDS),
-            r"from_packed: values must be a plain tensor \[T, d\], got a nested one",
-        ),
         (lambda: direct(keep=torch.ones(3, dtype=torch.bool)), r"keep must be bool \[T\] with T = 2, .* \(3,\)"),
         (
             lambda: TokenBatch(torch.randn(4, 4), torch.tensor([0, 0]), torch.tensor([2, 2]), 2, gapless=True),
             "with gapless every one of the T = 4 rows of values must belong to one sequence, but some belong to several",
-        ),
-        (
-            lambda: TokenBatch(torch.randn(3, 4), torch.tensor([0, 1]), torch.tensor([2, 2]), 2, gapless=True),
-            "with gapless every one of the T = 3 rows of values must belong to one sequence, but some belong to several or to none.",
         ),
     ],
 )
@@ -289,17 +241,12 @@ def test_errors_say_what_is_allowed(make, message):
         (lambda: TokenBatch.from_packed(torch.ones(2, 3), [0, 2]), "from_packed: cu_seqlens must be a tensor int32 or"),
         (lambda: TokenBatch.from_packed(torch.ones(2, 3), BOUNDS, [True, True]), "from_packed: keep .* got list"),
         (lambda: TokenBatch.from_list(torch.ones(2, 3, 4)), "sequences must be a list of tensors .* got Tensor"),
-        (lambda: TokenBatch.from_list(iter([torch.ones(2, 3)])), "sequences must be a list of tensors"),
         (lambda: TokenBatch.from_list([torch.ones(2, 3), np.ones((2, 3))]), "each of sequences .* got ndarray"),
         (lambda: direct(values=[[1.0]]), r"TokenBatch: values must be a tensor \[T, d\], got list"),
         (lambda: direct(starts=[0]), "TokenBatch: starts .* got list"),
-        (lambda: direct(lengths=[1]), "TokenBatch: lengths .* got list"),
-        (lambda: direct(keep=[True, False]), "TokenBatch: keep .* got list"),
         (lambda: packed(0, 2, max_length="a"), "from_packed: max_length must be an integer, got 'a'"),
-        (lambda: packed(0, 2, max_length=2.0), "from_packed: max_length must be an integer, got 2.0"),
         (lambda: direct(max_length="a"), "TokenBatch: max_length must be an integer, got 'a'"),
         (lambda: direct().with_values(np.ones((2, 3))), "TokenBatch.with_values: values .* got ndarray"),
-        (lambda: direct().with_values([[1.0]]), "TokenBatch.with_values: values .* got list"),
     ],
 )
 def test_what_is_not_a_tensor_is_named(make, message):

@@ -1,7 +1,4 @@
-"""The tokens of a ragged batch that count, as lists, and how to cut these lists into blocks.
-
-Lengths and masks are read on the host, which is free on a CPU and waits for the device elsewhere.
-"""
+"""The live tokens of a ragged batch as lists, and how to cut these into blocks. Waits for the device."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Live(NamedTuple):
 
 
 def live_tokens(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> Live:
-    """List the tokens that count."""
+    """List the tokens that count, sequence after sequence."""
     sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), lengths)
     position = torch.arange(len(sequence), device=starts.device) - (lengths.cumsum(0) - lengths)[sequence]
     row = starts[sequence] + position

@@ -1,14 +1,13 @@
 """MaxSim in blocked PyTorch: the CPU path, and the path of every device or dtype without a kernel.
 
-The forward lays the live document tokens out position by position (the first token of every document,
-then the second, ...), longest document first. One matrix product then gives the similarities of many
-positions, and those of one position are a contiguous slab that is folded into the running maxima with
-three or four vectorised operations; no document is padded. `torch.max` with indices would take longer than
-the matrix product itself, except where maxima are so few that these operations cost more than what they do.
-The backward is sparse: each score passes its gradient to one document token per query token, so both gradients
-are weighted sums of rows (`embedding_bag`), in a fixed order.
+The forward lays out the live document tokens position by position (the first token of every document, then the second,
+...), longest document first. One matrix product gives the similarities of many positions. Those of one position are a
+contiguous slab, which three or four vectorised operations fold into the running maxima; no document is padded.
+`torch.max` with indices would take longer than the matrix product, except where maxima are few. The backward is sparse:
+each score passes its gradient to one document token per query token, so that both gradients are weighted sums of rows
+(`embedding_bag`), in a fixed order.
 
-Lengths and masks are read on the host, which is free on a CPU and waits for the device elsewhere.
+Lengths and masks are read on the host, which waits for the device where that is not a CPU.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 
-# Similarities that the forward holds at once: 4 MiB of float32, which stay close to the caches.
+# Similarities that the forward holds at once: 4 MiB of float32, which fit the caches.
 BLOCK_ELEMENTS = 1 << 20
 
 # Running maxima updated by one vectorised operation: many enough to hide the cost of a call, few enough for L2.
 SLAB_ELEMENTS = 1 << 16
 
-# Running maxima so few that it is faster to take the maximum of many positions first.
+# With so few running maxima it is faster to take the maximum of many positions first.
 FEW_ELEMENTS = 1 << 11
 
-# Winners that the backward handles at once; each needs some 60 bytes of indices and weights meanwhile.
+# Winners that the backward handles at once; each needs some 60 bytes of indices and weights.
 WINNER_ELEMENTS = 1 << 17
 
 
 def require_candidates(operator: str, candidates: Tensor | None, num_documents: int) -> None:
-    """Raise ValueError where candidates on the host are out of range; on a device that would wait for it."""
+    """Raise ValueError where candidates on a CPU are out of range. Checking on a GPU would wait for it."""
     if candidates is None or not candidates.is_cpu or candidates.numel() == 0:
         return
     low, high = torch.aminmax(candidates)
@@ -67,16 +66,15 @@ def _block_maxima(
     dtype = query_rows.dtype
     count = live.count[documents]
     maxima = floor[documents][..., None].expand(*documents.shape, rows).to(dtype, copy=True)
-    # Positions are held in floating point (exact up to 2^24) because only then does every operation on a slab
-    # vectorise.
+    # Positions are floating point (exact up to 2^24), because only then every operation on a slab vectorises.
     winners = None
     if want_winners:
-        # Without a floor of 0 the first live token wins until another one is better: also one of -infinity.
+        # Without a floor of 0 the first live token wins until another is better, even at -infinity.
         first = live.position[live.first[documents].clamp(max=len(live.row) - 1)] + 1
         winners = maxima.isinf() * first[..., None].to(dtype)
 
-    # Position by position, each with a prefix of the slots. A document that is shorter than another block's
-    # document of the same slot repeats its last token, which cannot win again.
+    # Position by position, each with a prefix of the slots. A document that is shorter than the one of another block in
+    # the same slot repeats its last token, which cannot win again.
     slot_count = count.amax(dim=0)
     prefixes = len(slot_count) - slot_count.bincount().cumsum(0)[:-1]
     runs = list(split_prefixes(prefixes.tolist(), max(1, BLOCK_ELEMENTS // (batch * max(rows, dim)))))
@@ -129,8 +127,8 @@ def _block_maxima(
         if want_winners:
             winners.masked_fill_(empty, 0)
     if want_winners and bool(maxima.isnan().any()):
-        # NaN is greater than nothing, so no comparison finds it. It wins, for the gradient of a score of NaN to reach
-        # the encoder and be noticed there. Rare, so that the products may run again.
+        # No comparison finds NaN. It wins, so that the gradient of a NaN score reaches the encoder and is noticed. This is
+        # rare, so the products may run again.
         is_nan, first_nan = _block_maxima(query_rows, d_values, live, documents, floor, True, of_nan=True)
         winners = torch.where(is_nan > 0, first_nan, winners)
     return maxima, winners
@@ -140,9 +138,9 @@ def _query_blocks(queries: Live, documents: Live, candidates: Tensor | None) -> 
     """Split the work into batches of blocks of queries that share their documents.
 
     Yields the queries ``[B, n]``, and for each block the documents ``[B, P]`` and their columns in the scores
-    ``[B, P]``, longest document first. All pairs: one block of many queries. Candidates: B blocks of one query,
-    of lengths from one power of two to the next, and of similar longest documents because the blocks of a batch
-    advance together.
+    ``[B, P]``, longest document first. All pairs: one block of many queries. Candidates: B blocks of one query, whose
+    lengths lie between two powers of two and whose longest documents are similar, because the blocks of a batch advance
+    together.
     """
     if candidates is None:
         order = queries.count.argsort(stable=True)
@@ -174,7 +172,7 @@ def forward(
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
-    # Here, where a graph is run as well, and where tensors are what they seem.
+    # Here rather than in the operator, so that a graph checks as well.
     q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates
     require_candidates("maxsim", candidates, len(operands.d_starts))
     dtype, columns = sum_dtype(q_values.dtype), operands.num_slots
@@ -206,7 +204,7 @@ def forward(
             lengths, sizes = count[0].unique_consecutive(return_counts=True)
             runs = list(zip(lengths.tolist(), sizes.tolist(), strict=True))
         else:
-            # A query that is shorter than another one of its batch repeats its last row, which is no part of its sum.
+            # A query that is shorter than another of its batch repeats its last row, which its sum leaves out.
             rank = torch.arange(int(count.max()), device=count.device)
             rows = queries.row[queries.first[block] + torch.minimum(rank, count - 1)][:, None]
             repeated = (rank >= count)[:, None]
@@ -256,7 +254,7 @@ def backward(
     none = no_winner(winners.dtype)
     row_block = min(len(live.row), WINNER_ELEMENTS)
     column_block = max(1, WINNER_ELEMENTS // row_block)
-    # Not all rows of the values: of a large batch few queries may have been selected.
+    # Live rows only: few queries of a large batch may have been selected.
     for block, query in zip(live.row.split(row_block), live.sequence.split(row_block), strict=True):
         for first_column in range(0, columns, column_block):
             group = slice(first_column, first_column + column_block)
@@ -265,7 +263,7 @@ def backward(
             start = d_starts[group] if candidates is None else d_starts[candidates[:, group][query]]
             token = winner + start
             row = block[:, None].expand(token.shape)
-            # A pair of weight 0, as gradient filtering leaves them, gathers nothing, not even what is not finite.
+            # A pair of weight 0, as gradient filtering leaves it, gathers nothing, not even NaN.
             won = (winner != none) & (weight != 0)
             bag_sizes = won.sum(dim=1)
             if bool(won.all()):

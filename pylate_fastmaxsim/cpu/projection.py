@@ -1,6 +1,6 @@
-"""Projection to unit token vectors in PyTorch, in blocks of rows: the CPU path, and that of all without a kernel.
+"""Projection to unit token vectors in blocked PyTorch: the CPU path, and the path of devices and dtypes without a kernel.
 
-The backward leaves out the rows without a gradient. To find them waits for the device where that is not a CPU.
+The backward leaves out rows without a gradient; finding them waits for the device where that is not a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pylate_fastmaxsim._dtypes import sum_dtype
 # F.normalize divides by the norm or by this, whichever is larger.
 EPSILON = 1e-12
 
-# Rows taken at once: for 16-bit vectors, which are computed with in float32, the only copies in float32.
+# Rows of a block: for 16-bit vectors, the only float32 copies.
 ROWS = 1 << 10
 
 
@@ -28,7 +28,7 @@ def forward(
     dtype = sum_dtype(hidden.dtype)
     embeddings = hidden.new_empty(len(hidden), len(weight))
     inverse_norms = hidden.new_empty(len(hidden) if normalize else 0, dtype=dtype)
-    # As the products of an autocast region: the weight's dtype is the one that hidden states are multiplied in.
+    # As autocast does: the weight is rounded to the dtype of the hidden states.
     weight = weight.to(hidden.dtype).to(dtype)
     for first in range(0, len(hidden), ROWS):
         block = slice(first, first + ROWS)
@@ -62,14 +62,14 @@ def backward(
     operand = weight.to(hidden.dtype).to(dtype)
     for first in range(0, len(grad), ROWS):
         live = (grad[first : first + ROWS] != 0).any(dim=1)
-        # A slice where all are live, so that nothing is gathered.
+        # A slice if all are live, so that nothing is gathered.
         rows = slice(first, first + ROWS) if bool(live.all()) else live.nonzero().squeeze(1) + first
         values = grad[rows].to(dtype)
         if normalize:
             inverse = inverse_norms[rows, None]
             unit = embeddings[rows].to(dtype)
             along = (values * unit).sum(dim=1, keepdim=True) * unit
-            # Below epsilon the divisor is a constant; what 1 / epsilon rounds to may be a little less.
+            # Below epsilon the divisor is a constant; 1 / epsilon may round to a little less.
             values = torch.where(inverse < 0.99999 / EPSILON, values - along, values) * inverse
         with torch.autocast(hidden.device.type, enabled=False):
             if need_hidden:

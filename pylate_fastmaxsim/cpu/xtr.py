@@ -1,8 +1,8 @@
 """XTR scores in blocked PyTorch: the CPU path, and the path of every device or dtype without a kernel.
 
-For a block of queries the similarities to a block of documents are computed once. They go into the running k largest
-of each query token and into its maximum for each document; which of these maxima pass is known after the last block.
-The backward is that of MaxSim from the winners that are left.
+For a block of queries the similarities to a block of documents are computed once. They update the k largest of each
+query token and its maximum for each document. Which of these maxima pass is known after the last block. The backward is
+MaxSim's, from the winners that pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 from pylate_fastmaxsim.cpu.maxsim import BLOCK_ELEMENTS, require_candidates
 
-# Tokens of a block of documents, and at least so many times k, because every block is merged with the k largest so far.
+# Tokens of a block of documents, at least a multiple of k, since every block is merged with the k largest so far.
 BLOCK_TOKENS = 4096
 BLOCK_TOKENS_OF_K = 4
 
@@ -41,7 +41,7 @@ class _Maxima:
             if largest.shape[1] > k:
                 largest = largest.topk(k, dim=1, sorted=False).values
             self._fold(similarities, documents, block)
-        # Where fewer than k tokens compete all pass.
+        # With fewer than k tokens all pass.
         self.threshold = largest.new_full((len(largest), 1), -torch.inf)
         if largest.shape[1] == k:
             # As in topk, NaN is larger than any number.
@@ -49,15 +49,14 @@ class _Maxima:
             self.threshold.masked_fill_(largest.isnan().all(dim=1, keepdim=True), torch.nan)
 
     def _fold(self, similarities: Tensor, documents: Live, block: Tensor) -> None:
-        """Extremes of a block of documents, longest first, from their similarities one after the other."""
+        """Fold in a block of documents, longest first, from their similarities one after the other."""
         begin = 0
         while begin < len(block):
-            # As many as, padded to the longest, are no more than the similarities that there are.
+            # As many documents as, padded to the longest, take no more memory than the similarities.
             longest = int(documents.count[block[begin]])
             some = block[begin : begin + max(1, similarities.shape[1] // longest)]
             count = documents.count[some]
-            # Behind its end a document repeats its last token, which changes neither extreme and is never the first
-            # one.
+            # Past its end a document repeats its last token, which changes neither extreme and never comes first.
             rank = torch.arange(longest, device=count.device)
             column = (count.cumsum(0) - count)[:, None] + torch.minimum(rank, count[:, None] - 1)
             padded = similarities.index_select(1, column.reshape(-1)).view(len(similarities), *column.shape)
@@ -69,7 +68,7 @@ class _Maxima:
             begin += len(some)
 
     def passing(self, zero_floor: Tensor | None, empty: Tensor, zeros_compete: bool) -> Tensor:
-        """Which maxima pass, ``[R, Nd]``; with ``zeros_compete`` only those of which no 0 is larger."""
+        """Which maxima pass, ``[R, Nd]``; with ``zeros_compete`` not those that a competing 0 reaches or exceeds."""
         passes = ((self.best >= self.threshold) | self.best.isnan()) & ~empty
         if zeros_compete:
             # The maximum of a document passes if any of its tokens does, and all do if the least one passes.
@@ -104,7 +103,7 @@ def forward(
     if sums.numel() == 0 or len(queries.row) == 0 or len(documents.row) == 0:
         return sums, counts, winners
 
-    # More than there are pass alike, and would have blocks of queries smaller than need be.
+    # A larger k passes the same tokens, and would make blocks of queries smaller.
     k = min(k, len(documents.row) + 1)
     rows_at_once = max(1, BLOCK_ELEMENTS // max(BLOCK_TOKENS, BLOCK_TOKENS_OF_K * k))
     blocks = [len(counts) for counts in split_prefixes(queries.count.tolist(), rows_at_once)]

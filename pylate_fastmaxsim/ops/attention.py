@@ -1,4 +1,4 @@
-"""Attention inside each of many texts that stand back to back, as a differentiable operator on CUDA."""
+"""Attention within each of many packed texts, as a differentiable operator on CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
 from pylate_fastmaxsim.ops.dispatch import has_kernels
 
-# A step with fewer tokens waits for the host, which launches FlashAttention with less work.
+# With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
 # Without a window FlashAttention is faster for longer texts: of 180 tokens these kernels were 1.18 times as fast on an
 # H100, of 300 tokens 0.91 times (benchmarks/operators/attention.py).
@@ -31,9 +31,9 @@ def text_attention(
 ) -> Tensor:
     """Softmax attention of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
 
-    For batches of many short texts, of which FlashAttention computes most in tiles that are mostly empty. Sums are
-    float32; weights and the gradients of logits are rounded to the dtype of the vectors, as in FlashAttention.
-    Repeatable bit by bit, gradients too. Differentiable once in query, key and value.
+    For batches of many short texts, for which most tiles of FlashAttention are mostly empty. Sums are float32; weights
+    and the gradients of logits are rounded to the dtype of the vectors, as in FlashAttention. Results and gradients
+    repeat bit by bit. Differentiable once in query, key and value.
 
     Parameters
     ----------
@@ -44,18 +44,18 @@ def text_attention(
     cu_seqlens
         First row of each text and the end of the last one, ``[N + 1]``, int32.
     key_cu_seqlens
-        The same of ``key`` and ``value``.
+        The same for ``key`` and ``value``.
     max_length
-        An upper bound on the rows and on the keys of a text.
+        An upper bound on the rows and the keys of a text.
     scale
         Factor on the inner products.
     reach
-        A row sees the keys whose places in the text are at most so far from its own; -1: all of its text.
+        Largest distance between a row and a key that it sees, by position in the text; -1: any.
 
     Returns
     -------
     Tensor
-        ``[T, heads, d]``. A row of a text without keys is 0.
+        ``[T, heads, d]``; 0 for a text without keys.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def text_attention(
 def is_faster(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, max_length: int, window: tuple[int, int], dropout: float
 ) -> bool:
-    """Whether :func:`text_attention` can stand in for FlashAttention, and was measured to be faster."""
+    """Whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
     if dropout or window[0] != window[1] or key.shape[1] != query.shape[1] or query.shape[2] != 64:
         return False
     if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
@@ -88,7 +88,7 @@ def is_faster(
     return window[0] >= 0 or (query.shape[0] <= LONGEST_MEAN * texts and max_length <= LONGEST)
 
 
-# What is compiled takes the answer that it was compiled with.
+# A constant of a graph.
 @torch.compiler.assume_constant_result
 def _measured_on(device: torch.device) -> bool:
     return _is_hopper(device)

@@ -52,8 +52,8 @@ def maxsim(
     documents_mask
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
     zero_floor
-        Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Set it for documents with a masked token, to
-        get the scores of libraries that multiply masked tokens by 0 rather than leave them out.
+        Documents whose maxima start at 0 instead of -inf, ``[Nd]``, bool. Set for documents with a masked token, it gives
+        the scores of libraries that multiply masked tokens by 0 rather than leave them out.
     grad_filter
         ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter. For each
         query they hold at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only pairs of gradient
@@ -79,8 +79,8 @@ def maxsim(
     -----
     Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``.
     Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32. Sums
-    are taken in float32. On a CPU, products of equal vectors may differ in the last bit, and then are not equal maxima:
-    another of these tokens than the first may win, and have the gradient.
+    are taken in float32. On a CPU, products of equal vectors may differ in the last bit. Then they are not equal maxima,
+    and another of these tokens than the first may win.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What the operators of scores share: checks, autocast, and whether a backward is wanted."""
+"""Checks, autocast and whether a backward is wanted, for all operators that score."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _raise_shared_rows(operator: str, name: str, instead: str) -> None:
 
 
 def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
-    """Queries or documents, as ``name`` has it, as a ragged batch; TypeError or ValueError unless they can be one."""
+    """Queries or documents, by ``name``, as a ragged batch; TypeError or ValueError unless they are one or padded."""
     if isinstance(tokens, TokenBatch):
         if mask is not None:
             raise ValueError(f"{operator}: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")
@@ -151,7 +151,7 @@ def check_numbers(operator: str, operands: ScoringOperands, want_winners: bool) 
 
 
 def check_winners(operator: str, has_winners: bool) -> None:
-    """Raise RuntimeError where winners were not kept, of which the backward would make gradients of 0."""
+    """Raise RuntimeError where no winners were kept, since all gradients would be 0."""
     if not has_winners:
         raise RuntimeError(
             f"{operator}: these scores pass no gradient, because they come from a graph that was traced with vectors that "
@@ -160,7 +160,7 @@ def check_winners(operator: str, has_winners: bool) -> None:
 
 
 def fake_scores(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor]:
-    """Scores and winners without numbers, for a graph."""
+    """Scores and winners as a graph is traced with, without numbers."""
     values = operands.q_values
     scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
     shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, want_winners)

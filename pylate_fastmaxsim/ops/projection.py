@@ -1,4 +1,4 @@
-"""From hidden states to scores: projection, normalisation and MaxSim, differentiable, with nothing held in float32."""
+"""Projection, normalisation and MaxSim from hidden states, differentiable, without float32 copies."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ def maxsim_from_hidden(
 ) -> Tensor:
     """Score by MaxSim from hidden states: ``Linear -> L2-normalise -> MaxSim``.
 
-    Each row of hidden states is projected and normalised once, in float32 on the chip. The unit vectors are kept in
-    the dtype of the hidden states; see :func:`project_normalize`. Hidden states that win for no query token get a
-    gradient of exactly 0.
+    Each row of hidden states is projected and normalised once, in float32 on the chip. Unit vectors are kept in the dtype
+    of the hidden states; see :func:`project_normalize`. Hidden states that win for no query token have gradient 0.
 
     Parameters
     ----------
     queries
-        Nq queries, as in :func:`~pylate_fastmaxsim.maxsim`: token vectors of d numbers, or hidden states of d_model
-        numbers if ``project`` names them.
+        Nq queries, as in :func:`~pylate_fastmaxsim.maxsim`: token vectors of size d, or hidden states of size d_model if
+        ``project`` names them.
     documents
         Nd documents, likewise.
     weight
-        Of the projection, ``[d, d_model]``.
+        Weight of the projection, ``[d, d_model]``.
     bias
         ``[d]``. ``None``: none.
     normalize
@@ -59,8 +58,7 @@ def maxsim_from_hidden(
     candidates, zero_floor, grad_filter, queries_mask, documents_mask
         As in :func:`~pylate_fastmaxsim.maxsim`.
     project
-        Which of the two are hidden states: ``"documents"``, ``"queries"`` or ``"both"``. The other is token vectors,
-        which are taken as they are.
+        Which are hidden states: ``"documents"``, ``"queries"`` or ``"both"``. The others are token vectors.
 
     Returns
     -------
@@ -70,8 +68,7 @@ def maxsim_from_hidden(
     Raises
     ------
     ValueError
-        ``project`` is none of the three, or as :func:`project_normalize`, whose name stands in errors of the
-        projection, and :func:`~pylate_fastmaxsim.maxsim`.
+        ``project`` is none of the three, or as in :func:`project_normalize` and :func:`~pylate_fastmaxsim.maxsim`.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -101,12 +98,12 @@ def maxsim_from_hidden(
 
 
 def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:
-    """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded where it is written.
+    """``F.normalize(F.linear(hidden, weight, bias), dim=-1)``, rounded when it is written.
 
-    Products, bias and norm are float32 (float64 for float64). A kernel that divides wide rows among several tiles
-    writes them before it divides by the norm, and so rounds them twice. For the backward the result and one number per
-    row are kept. There, rows whose gradient is 0 cost nothing, and their hidden states get a gradient of exactly 0,
-    whatever they hold. Differentiable once. Repeatable bit by bit.
+    Products, bias and norm are float32 (float64 for float64). Rows that are wider than a tile are written before they
+    are divided by their norm, and so rounded twice. The backward keeps the result and one number per row. Rows whose
+    gradient is 0 cost it nothing, and their hidden states get gradient 0, even if they hold NaN. Differentiable once.
+    Repeatable bit by bit.
 
     Parameters
     ----------
@@ -136,7 +133,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
 
     Notes
     -----
-    Float32 products follow ``torch.set_float32_matmul_precision`` and what else asks PyTorch for TF32.
+    Float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32.
 
     Examples
     --------
@@ -158,7 +155,7 @@ def project_normalize(hidden: Tensor, weight: Tensor, bias: Tensor | None = None
     if autocast:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     _check(hidden, weight, bias, autocast)
-    # Not to [-1, d_model], which is no number of rows where d_model is 0.
+    # Not view(-1, d_model), which has no number of rows if d_model is 0.
     rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden.unsqueeze(0)
     differentiate = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
@@ -222,7 +219,7 @@ torch.library.define(
 )
 
 
-# The float32 precision is read where the products run, as torch does: in a compiled graph too, and in the backward.
+# The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
 @torch.library.impl("pylate_fastmaxsim::project_forward", "CompositeExplicitAutograd")
 def _forward(hidden, weight, bias, normalize):
     return _path(hidden).forward(hidden, weight, bias, normalize, float32_precision(hidden.dtype))
@@ -274,7 +271,7 @@ def _differentiate_twice(ctx, *_):
 
 
 class _Eager(torch.autograd.Function):
-    """What `register_autograd` does below, in less host time; a compiled graph takes only the latter."""
+    """The registered autograd formula in less host time. A compiled graph takes only the registered one."""
 
     @staticmethod
     def forward(ctx, *arguments):

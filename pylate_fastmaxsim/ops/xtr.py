@@ -1,4 +1,4 @@
-"""XTR scores as a differentiable operator: only the k best document tokens of the batch count for a query token."""
+"""XTR scores as a differentiable operator: of each query token only the batch's k best document tokens count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 Normalizer = Literal["positive", "retrieved"]
 
-# What a sum is divided by where nothing counts, as in PyLate. Where nothing was retrieved the sum is 0.
+# Divisor of a sum where nothing counts, as in PyLate. Where nothing was retrieved the sum is 0.
 _SMALLEST_COUNT = 1e-3
 
 
@@ -47,8 +47,8 @@ def xtr_scores(
     similarities are never held. Differentiable once in queries and documents.
 
     All tokens that equal the k-th largest similarity pass; ``torch.topk``, which PyLate and Sentence Transformers use,
-    picks exactly k of them in an order that is not defined. Of equal maxima in a document the first wins. NaN in a live token gives NaN in
-    every score that uses it and, as in ``topk``, counts as larger than any number. Repeatable bit by bit.
+    picks exactly k of them in no defined order. Of equal maxima in a document the first wins. NaN in a live token gives
+    NaN in every score that uses it and, as in ``topk``, counts as larger than any number. Repeatable bit by bit.
 
     Parameters
     ----------
@@ -67,13 +67,13 @@ def xtr_scores(
         With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
     zero_floor
         Documents of which every query token gets at least 0, ``[Nd]``, bool. In PyLate those are the documents with a
-        masked token. It matters only where all live tokens of a document pass and are negative. Not with
+        masked token. It matters only if all live tokens of a document pass and are negative. Not with
         ``normalizer="retrieved"``.
     normalizer
-        How many query tokens the sum is divided by. ``"positive"``, as in PyLate: those that get more than 0, or 0.001
-        if none does; a token that does not pass counts as 0 in the maximum of its document. ``"retrieved"``, as in
-        Sentence Transformers: those of which a token of the document passes; what they get may be negative. The score
-        is 0 if none does.
+        Which query tokens the sum is divided by the number of. ``"positive"``, as in PyLate: those that get more than 0,
+        or 0.001 if none does; a token that does not pass counts as 0 in the maximum of its document. ``"retrieved"``, as
+        in Sentence Transformers: those for which a token of the document passes, even at a negative similarity; the
+        score is 0 if there is none.
     grad_filter
         ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter, of each
         query at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only those of gradient 0.
@@ -87,8 +87,8 @@ def xtr_scores(
     ------
     ValueError
         k is less than 1, shapes, dtypes or devices do not fit together, ``normalizer`` or ``grad_filter`` is none of the
-        above, or ``zero_floor`` is given with ``normalizer="retrieved"``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows
-        where gradients are wanted.
+        above, or ``zero_floor`` is given with ``normalizer="retrieved"``. On a CPU also: a mask holds more than 0 and 1,
+        a candidate is out of range, or sequences share rows where gradients are wanted.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -184,7 +184,7 @@ def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: boo
         return None, None
     check_winners("xtr_scores", ctx.has_winners)
     counts, winners, *tensors = ctx.saved_tensors
-    # From the winners on a score is a sum, as that of MaxSim.
+    # Given the winners, a score is a sum, as in MaxSim.
     grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(
         grad_scores / counts, winners, *tensors, *ctx.sizes, need_q, need_d
     )

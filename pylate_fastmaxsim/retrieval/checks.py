@@ -8,7 +8,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def require_batches(where: str, name: str, value: object) -> None:
-    """Raise TypeError unless the argument ``name`` of ``where`` can be gone through, and is no single batch."""
+    """Raise TypeError unless the argument ``name`` of ``where`` is an iterable, and not a single batch."""
     one = "one " if isinstance(value, (TokenBatch, Tensor)) else ""
     if one or not isinstance(value, Iterable):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Token embeddings of a corpus on disk, read through a memory map, batch by batch, as search wants them."""
+"""Token embeddings of a corpus on disk, read through a memory map in batches for search."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import mmap
 import os
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.retrieval.checks import require_batches
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Written last, so that a folder that has it is complete.
+# Written last, so that a folder with this file is complete.
 DESCRIPTION_FILE = "corpus.json"
 VALUES_FILE = "values.bin"  # [T, d], token after token
 BOUNDS_FILE = "bounds.bin"  # [N + 1], int64, where documents begin and end, as cu_seqlens
@@ -32,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 TOKENS_PER_BATCH = 1 << 20
 
-# Batches that are on their way to a GPU or being scored there; one is read while one is copied and one is scored.
+# Batches in flight for a GPU: one is read while one is copied and one is scored.
 IN_FLIGHT = 3
 
 
@@ -41,9 +40,8 @@ def write_corpus(
 ) -> Corpus:
     """Write token embeddings to a folder, batch after batch, and open it.
 
-    Only tokens that count are written: no padding, and none that ``keep`` leaves out. A document without tokens is
-    still a document. The folder is a corpus only when everything is written; what an interrupted call leaves is
-    refused.
+    Only tokens that count are written: no padding, and none that ``keep`` leaves out. A document without tokens stays a
+    document. The folder is a corpus once everything is written; one that an interrupted call leaves is refused.
 
     Parameters
     ----------
@@ -62,7 +60,7 @@ def write_corpus(
     TypeError
         Documents are one batch and not several, or something in them is no ``TokenBatch``.
     OSError
-        The disk takes no more.
+        Writing fails, as on a full disk.
 
     Examples
     --------
@@ -88,7 +86,7 @@ def write_corpus(
     try:
         sizes = _write(folder, batches, dtype)
     except (TypeError, ValueError):
-        # The folder has to be empty for the call that is corrected.
+        # So that the folder is empty for the corrected call.
         for name in (VALUES_FILE, BOUNDS_FILE):
             (folder / name).unlink()
         raise
@@ -101,7 +99,7 @@ def write_corpus(
 
 
 def _write(folder: Path, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, int]:
-    """Write vectors and bounds; how many documents and tokens there are, and d."""
+    """Write vectors and bounds; return the number of documents and tokens, and d."""
     dim, documents, tokens = None, 0, 0
     with open(folder / VALUES_FILE, "xb") as values_file, open(folder / BOUNDS_FILE, "xb") as bounds_file:
         _append(bounds_file, torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -121,7 +119,7 @@ def _write(folder: Path, batches: Iterable[TokenBatch], dtype: torch.dtype) -> d
             documents += len(batch)
             tokens += len(live.row)
         for file in (values_file, bounds_file):
-            # A power cut must not leave a description of what never came to the disk.
+            # A power cut must not leave a description of data that was never written.
             file.flush()
             os.fsync(file.fileno())
     if dim is None:
@@ -130,19 +128,18 @@ def _write(folder: Path, batches: Iterable[TokenBatch], dtype: torch.dtype) -> d
 
 
 def _append(file, tensor: Tensor) -> None:
-    # Not numpy's tofile, whose error on a full disk does not say so.
+    # The error of numpy's tofile does not say that the disk is full.
     file.write(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
 
 
 class Corpus:
     """Token embeddings that :func:`write_corpus` has written.
 
-    ``len`` gives the number of documents; ``tokens``, ``dim`` and ``dtype`` say how many vectors they have, of how many
-    numbers and of which dtype.
+    ``len`` is the number of documents, ``tokens`` that of their vectors; ``dim`` and ``dtype`` are those of the vectors.
 
-    Opening reads only the sizes. The files are mapped into memory; the operating system reads what is used, and keeps
-    as much of it as it has room for. A file that is cut while it is mapped, or that the disk fails to give, ends the
-    process (SIGBUS) when it is read there; Python sees no error.
+    Opening reads only the sizes. The files are mapped into memory, and the operating system reads and caches what is
+    used. If a file is truncated while it is mapped, or the disk fails, reading ends the process (SIGBUS) without a
+    Python error.
 
     Parameters
     ----------
@@ -185,10 +182,10 @@ class Corpus:
     ) -> Iterator[TokenBatch]:
         """The documents in order, in batches for :func:`pylate_fastmaxsim.retrieval.search.search`.
 
-        On a CPU a batch is a view of the memory map, and nothing is copied. For a GPU a thread reads ahead into pinned
-        memory, and copies on a stream of its own while earlier batches are scored. It holds three batches there. Before
-        it loads another, it waits until the GPU has finished what the caller queued for the oldest. The thread ends
-        with the iteration, even if that is abandoned.
+        On a CPU a batch is a view of the memory map. For a GPU a thread reads ahead into pinned memory and copies on its
+        own stream while earlier batches are scored. It holds three batches. Before it loads another, it waits until the
+        GPU has finished what the caller queued for the oldest. The thread ends with the iteration, also if that is
+        abandoned.
 
         Parameters
         ----------
@@ -209,9 +206,8 @@ class Corpus:
 
         Notes
         -----
-        Do not write to the vectors; on a CPU that ends the process. A file that is cut while it is mapped ends it on
-        any device. An error that the thread raises is raised here, in its turn. A batch may be kept for as long as you
-        like. On a GPU, use it on the stream that was current when you took it.
+        Do not write to the vectors; on a CPU that ends the process. An error of the thread is raised here, in its turn. A
+        batch stays valid for as long as you keep it. On a GPU, use it on the stream that was current when you took it.
         """
         device, end = torch.device(device), len(self) if end is None else end
         tokens_per_batch = require_count("Corpus.batches", "tokens_per_batch", tokens_per_batch)
@@ -224,7 +220,7 @@ class Corpus:
             )
         parts = self._parts(tokens_per_batch, begin, end)
         if device.type == "cuda":
-            # Here, because the current device is each thread's own.
+            # Here, because each thread has its own current device.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             return self._streamed(device, list(parts))
         return (_batch(*self._views(part), device) for part in parts)
@@ -238,12 +234,12 @@ class Corpus:
                 f"Corpus: {self.folder} holds no complete corpus, since it has no {file.name}, which is written last; "
                 "write it anew with write_corpus."
             ) from None
-        except (ValueError, RecursionError):
+        except ValueError:
             description = None
         if not isinstance(description, dict) or description.get("format") != FORMAT:
             raise ValueError(f"Corpus: {file} must be of the format {FORMAT!r}, as write_corpus writes it.")
         sizes = [description.get(key) for key in ("documents", "tokens", "dim")]
-        fitting = all(type(size) is int and 0 <= size <= sys.maxsize for size in sizes)
+        fitting = all(isinstance(size, int) and size >= 0 for size in sizes)
         if not fitting or description.get("dtype") not in [*DTYPES]:
             raise ValueError(
                 f"Corpus: {file} must hold documents, tokens and dim, integers from 0, and dtype, one of "
@@ -260,7 +256,7 @@ class Corpus:
             )
         if count == 0:  # which cannot be mapped
             return torch.empty(shape, dtype=dtype, device="cpu")
-        # Not torch.from_file, whose mapping can be written to and is refused where it is larger than the memory.
+        # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
         with open(file, "rb") as opened, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             return torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype).view(shape)
@@ -268,7 +264,7 @@ class Corpus:
     def _parts(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """First document and the one after the last of each batch."""
         while begin < end:
-            # Not more than there are, which a sum of 64 bits holds.
+            # At most all tokens, so that the sum fits 64 bits.
             most = self._bounds[begin] + min(tokens_per_batch, self.tokens)
             fitting = int(torch.searchsorted(self._bounds[: end + 1], most, right=True)) - 1
             last = max(begin + 1, fitting)
@@ -282,7 +278,7 @@ class Corpus:
             begin = last
 
     def _views(self, part: tuple[int, int]) -> tuple[Tensor, Tensor, int]:
-        """Vectors of some documents as they lie on disk, their ``cu_seqlens`` and how many tokens the longest has."""
+        """Vectors of some documents on disk, their ``cu_seqlens``, and the length of the longest."""
         begin, end = part
         bounds = self._bounds[begin : end + 1]
         first, last = bounds[0].item(), bounds[-1].item()
@@ -309,7 +305,7 @@ class Corpus:
                 slot.copied = stream.record_event()
             return batch, slot.copied
 
-        # Without the wait for what the caller queued, copies would run ahead of it and fill the device.
+        # Without waiting for what the caller queued, copies would run ahead of it and fill the device.
         for batch, copied in read_ahead(parts, slots, load, lambda: torch.cuda.current_stream(device).record_event()):
             current = torch.cuda.current_stream(device)
             current.wait_event(copied)
@@ -321,7 +317,7 @@ class Corpus:
 
 @dataclass
 class _Slot:
-    """A buffer in pinned memory, and when the last copy from it was done."""
+    """A buffer in pinned memory, and the event of the last copy from it."""
 
     pinned: Tensor
     copied: torch.cuda.Event | None = None
@@ -330,11 +326,10 @@ class _Slot:
 def read_ahead(
     parts: Sequence[Any], slots: Sequence[Any], load: Callable[[Any, Any, Any], Any], mark: Callable[[], Any]
 ) -> Iterator[Any]:
-    """``load(part, slot, marked)`` of each part in order, by a thread that is as many ahead as there are slots.
+    """``load(part, slot, marked)`` of each part in order, by a thread that reads as many parts ahead as there are slots.
 
-    A slot is used again when the caller comes back from what was loaded with it; ``marked`` is what ``mark`` returned
-    then, in the caller's thread, and None where the slot is new. An error of ``load`` is raised in its turn. The
-    thread ends with the iteration.
+    A slot is used again when the caller asks for the next part. ``marked`` is what ``mark`` returned then, in the
+    caller's thread; None for a new slot. An error of ``load`` is raised in its turn. The thread ends with the iteration.
     """
     reader = ThreadPoolExecutor(1, thread_name_prefix="corpus-reader")
     try:
@@ -343,7 +338,7 @@ def read_ahead(
             future, slot = loading.popleft()
             loaded = future.result()
             yield loaded
-            # Before more is loaded, which takes the room of this.
+            # Freed before more is loaded.
             del future, loaded
             if number + len(slots) < len(parts):
                 loading.append((reader.submit(load, parts[number + len(slots)], slot, mark()), slot))
@@ -352,6 +347,6 @@ def read_ahead(
 
 
 def _batch(values: Tensor, bounds: Tensor, longest: int, device: torch.device) -> TokenBatch:
-    """A batch on the device; where it lies there already, nothing is copied."""
+    """A batch on the device, without a copy if it is there already."""
     values, bounds = (tensor.to(device, non_blocking=True) for tensor in (values, bounds))
     return TokenBatch(values, bounds[:-1], bounds.diff(), longest, gapless=True)

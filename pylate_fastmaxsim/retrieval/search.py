@@ -1,4 +1,4 @@
-"""Exact MaxSim search over a corpus that streams by: all documents are scored, each query's best stay on the device."""
+"""Exact MaxSim search over a streamed corpus: all documents are scored, and each query's best stay on the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from pylate_fastmaxsim.retrieval.checks import require_batches
 from pylate_fastmaxsim.retrieval.topk import merge
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries than fit are scored in
-# turn. While these are merged with the best so far there are copies, positions and keys of them as well: 2.3 GiB in
-# all.
+# Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries are scored in turn. With
+# the copies, positions and keys of a merge that is 2.3 GiB.
 SCORES_AT_ONCE = 1 << 26
 
 

@@ -96,13 +96,6 @@ def test_candidates_of_queries_of_many_lengths_are_scored_together(monkeypatch):
     assert torch.equal(exactness.winner_index(winners), expected)
 
 
-@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
-def test_the_same_call_gives_the_same_bits(candidates):
-    queries, documents = batches()
-    first, second = (with_gradients(queries, documents, candidates) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 class LargestTensor(TorchDispatchMode):
     """Records the bytes of the largest tensor that any operation gives back."""
 
@@ -212,28 +205,6 @@ def test_an_empty_candidate_beside_a_longer_one():
         assert maxsim(queries, documents, torch.tensor([[0], [1]])).tolist() == expected
 
 
-def test_strided_values():
-    generator = torch.Generator().manual_seed(0)
-    strided = [
-        TokenBatch.from_packed(torch.randn(6, rows, generator=generator).t(), torch.tensor([0, rows]))
-        for rows in (4, 9)
-    ]
-    contiguous = [batch.with_values(batch.values.contiguous()) for batch in strided]
-    for actual, expected in zip(with_gradients(*strided), with_gradients(*contiguous), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("candidates", [None, CANDIDATES], ids=["all", "candidates"])
-def test_empty_documents_score_zero(candidates):
-    queries, documents = batches()
-    nothing = TokenBatch(
-        documents.values, documents.starts, torch.zeros_like(documents.lengths), 0, torch.zeros_like(documents.keep)
-    )
-    scores, grad_q, grad_d = with_gradients(queries, nothing, candidates)
-    assert scores.shape == (5, 6 if candidates is None else 2)
-    assert not scores.any() and not grad_q.any() and not grad_d.any()
-
-
 def test_rows_of_queries_that_were_not_selected_cost_no_backward(monkeypatch):
     queries, documents = torch.randn(100, 4, 8, requires_grad=True), torch.randn(5, 6, 8, requires_grad=True)
     chosen = torch.tensor([90, 3, 7])
@@ -258,17 +229,6 @@ def test_empty_batches_give_empty_results():
     assert not maxsim(queries[:, :0], documents).any()
     maxsim(queries[:0], documents).sum().backward()
     assert not documents.grad.any()
-
-
-def test_padded_packed_and_list_agree_bit_by_bit():
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randn(length, 24, generator=generator) for length in (3, 9, 1, 0, 14)]
-    from_list = TokenBatch.from_list(sequences)
-    packed = TokenBatch.from_packed(torch.cat(sequences), torch.tensor([0, 3, 12, 13, 13, 27]), max_length=20)
-    padded, mask = from_list.to_padded()
-    expected = maxsim(from_list, from_list)
-    assert torch.equal(maxsim(packed, packed), expected)
-    assert torch.equal(maxsim(padded, padded, queries_mask=mask, documents_mask=mask.float()), expected)
 
 
 def test_zero_floor_is_the_rule_of_stock_pylate():
@@ -307,21 +267,16 @@ def test_second_derivatives_are_refused():
 
 
 Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
-JAGGED, STRIDED = (
-    torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=layout)
-    for layout in (torch.jagged, torch.strided)
-)
+JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
         ((Q[0], D), {}, ValueError, r"padded queries must be \[N, L, d\], got shape \(3, 4\)"),
-        ((Q, [D]), {}, TypeError, "documents must be a TokenBatch or a tensor"),
         ((Q, D), {"queries_mask": torch.ones(2, 4)}, ValueError, r"queries_mask must be \[N, L\] = \[2, 3\]"),
         ((Q, TokenBatch.from_padded(D)), {"documents_mask": torch.ones(5, 6)}, ValueError, "documents_mask goes with"),
         ((Q, D.double()), {}, ValueError, "queries are torch.float32 and documents torch.float64"),
-        ((Q.long(), D.long()), {}, ValueError, "got torch.int64"),
         ((Q, D.to("meta")), {}, ValueError, "queries are on cpu and documents on meta"),
         ((Q, D[..., :3]), {}, ValueError, "queries have d = 4 and documents d = 3"),
         (
@@ -330,37 +285,18 @@ JAGGED, STRIDED = (
             ValueError,
             r"candidates must be int64 \[Nq, K\] with Nq = 2",
         ),
-        ((Q, D, torch.zeros(2, 1, dtype=torch.int32)), {}, ValueError, "got torch.int32"),
         ((Q, D, torch.zeros(2, 1, dtype=torch.int64, device="meta")), {}, ValueError, "candidates must be on cpu"),
         ((Q, D, torch.tensor([[0], [5]])), {}, ValueError, "from 0 to Nd - 1 = 4, got 0 to 5"),
-        ((Q, D, torch.tensor([[0], [-1]])), {}, ValueError, "got -1 to 0"),
         ((Q, D), {"zero_floor": torch.zeros(4, dtype=torch.bool)}, ValueError, r"zero_floor must be bool \[Nd\]"),
-        ((Q, D), {"zero_floor": torch.zeros(5)}, ValueError, "got torch.float32"),
-        (
-            (Q, D),
-            {"zero_floor": torch.zeros(5, dtype=torch.bool, device="meta")},
-            ValueError,
-            "zero_floor must be on cpu",
-        ),
         ((Q.numpy(), D), {}, TypeError, "queries must be a TokenBatch or a tensor .* got ndarray"),
-        ((Q, D, [[0], [1]]), {}, TypeError, r"candidates must be a tensor int64 \[Nq, K\], got list"),
-        ((Q, D), {"queries_mask": [[1] * 3] * 2}, TypeError, r"queries_mask must be a tensor \[N, L\], got list"),
-        ((Q, D), {"documents_mask": torch.ones(5, 6).numpy()}, TypeError, "documents_mask .* got ndarray"),
         ((Q, D), {"zero_floor": [False] * 5}, TypeError, r"zero_floor must be a tensor bool \[Nd\], got list"),
         ((Q.to("meta"), D.to("meta")), {}, ValueError, "queries are on the meta device"),
         ((Q, JAGGED), {}, ValueError, r"documents must be a plain tensor \[N, L, d\], got a nested one; .* x.offsets"),
-        ((Q, D), {"documents_mask": STRIDED}, ValueError, r"documents_mask must be a plain tensor \[N, L\]"),
     ],
 )
 def test_errors_say_what_is_allowed(arguments, options, error, message):
     with pytest.raises(error, match=f"maxsim: .*{message}"):
         maxsim(*arguments, **options)
-
-
-@pytest.mark.parametrize("arguments", [(Q, D.double()), (Q.double(), D)])
-def test_autocast_leaves_float64_alone(arguments):
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="maxsim: .* both must have one dtype"):
-        maxsim(*arguments)
 
 
 @pytest.mark.parametrize("capability, suffices", [((7, 5), False), ((8, 0), True), ((12, 1), True)])

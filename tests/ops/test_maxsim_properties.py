@@ -32,7 +32,7 @@ def scores_and_gradients(function, problem: Problem, dtype: torch.dtype, weights
 
 
 @given(problem=problems(DTYPES, integers=True))
-@settings(sweep, max_examples=200)
+@settings(sweep, max_examples=100)
 def test_exact_arithmetic_gives_exactly_the_definition(problem):
     """With small integers nothing rounds, so scores, winners of ties and gradients must be equal bit by bit."""
     dtype = problem.queries.values.dtype
@@ -72,7 +72,7 @@ def smallest_margin(problem: Problem) -> float:
 
 
 @given(problem=problems(DTYPES, integers=False))
-@settings(sweep, max_examples=200)
+@settings(sweep, max_examples=100)
 def test_scores_and_gradients_are_within_rounding(problem):
     """Everything is summed in float32 (or float64), and a gradient is rounded to the dtype of its input once."""
     dtype = problem.queries.values.dtype

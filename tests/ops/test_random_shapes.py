@@ -33,16 +33,12 @@ def no_keep(operands, *arguments):
     return blocked.forward(operands._replace(d_keep=None), *arguments)
 
 
-def no_floor(operands, *arguments):
-    return blocked.forward(operands._replace(zero_floor=None), *arguments)
-
-
 def nan_hidden(*arguments):
     scores, winners = blocked.forward(*arguments)
     return scores.nan_to_num(posinf=torch.inf, neginf=-torch.inf), winners
 
 
-@pytest.mark.parametrize("forward", [no_keep, no_floor, nan_hidden])
+@pytest.mark.parametrize("forward", [no_keep, nan_hidden])
 def test_a_wrong_forward_is_found_and_can_be_repeated(forward, monkeypatch, capsys):
     wrong = broken(forward=forward)
     status, printed = run(monkeypatch, capsys, wrong, "--count", "400")

@@ -42,9 +42,7 @@ def close(ours, wanted, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("function", [xtr_scores, reference.xtr_scores])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("k", [1, 7, 60, 110])
-@pytest.mark.parametrize("own", [False, True], ids=["XTRScores", "XTRKDScores"])
+@pytest.mark.parametrize("own, k, masked", [(False, 1, False), (False, 60, True), (True, 7, True), (True, 110, False)])
 def test_same_as_pylate(function, own, k, masked):
     queries = embeddings(5, 4, 8, dtype=torch.float32).requires_grad_()
     documents = embeddings(5, 3, 16, 8, seed=1, dtype=torch.float32).requires_grad_()
@@ -85,7 +83,7 @@ NORMALIZERS = ("positive", "retrieved")
 
 
 @given(problem=problems(DTYPES, integers=True), k=KS, normalizer=st.sampled_from(NORMALIZERS))
-@settings(sweep, max_examples=300)
+@settings(sweep, max_examples=100)
 def test_exact_arithmetic_gives_exactly_the_definition(problem, k, normalizer):
     """With small integers nothing rounds before the division, and ties abound."""
     queries, documents = problem.queries, problem.documents
@@ -129,9 +127,10 @@ def test_blocks_do_not_matter(monkeypatch, tokens, of_k, elements):
     torch.testing.assert_close(xtr_scores(queries, documents, 20), expected)
 
 
-@pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1], [2, 0]])])
-@pytest.mark.parametrize("k", [3, 9, 100])
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize(
+    "candidates, k, normalizer",
+    [(None, 9, "positive"), (None, 100, "retrieved"), (torch.tensor([[0, 2], [1, 1], [2, 0]]), 3, "positive")],
+)
 def test_gradcheck(candidates, k, normalizer):
     q_values, d_values = embeddings(7, 4).requires_grad_(), embeddings(12, 4, seed=1).requires_grad_()
     queries = TokenBatch.from_packed(q_values, torch.tensor([0, 3, 3, 7]))
@@ -199,16 +198,6 @@ def test_autocast_and_dtypes():
     assert torch.equal(scores, xtr_scores(queries.bfloat16(), documents.bfloat16(), 4))
 
 
-def test_gradient_filter_drops_what_does_not_matter():
-    queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(4, 5, 8, seed=1)
-    weights = torch.tensor([[1.0, 1e-9, 0.0, 0.0], [0.0, 1.0, 0.0, 1e-9]])
-    grads = [
-        torch.autograd.grad(xtr_scores(queries, documents, 20, grad_filter=choice), queries, kept)[0]
-        for choice, kept in (("auto", weights), (None, weights.round()), (None, weights))
-    ]
-    assert torch.equal(grads[0], grads[1]) and not torch.equal(grads[1], grads[2])
-
-
 @pytest.mark.parametrize("k", [np.int64(3), np.int32(3)])
 def test_k_may_be_an_integer_of_numpy(k):
     queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(4, 5, 8)
@@ -255,8 +244,7 @@ def test_what_is_retrieved_counts_whatever_its_sign():
     torch.testing.assert_close(xtr_scores(queries, documents, k=2), torch.tensor([[4.0, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("normalizer", NORMALIZERS)
-@pytest.mark.parametrize("candidates", [None, torch.tensor([[0, 2], [1, 1]])])
+@pytest.mark.parametrize("candidates, normalizer", [(None, "positive"), (torch.tensor([[0, 2], [1, 1]]), "retrieved")])
 def test_registered_operator(candidates, normalizer):
     queries, documents = embeddings(2, 3, 8).requires_grad_(), embeddings(3, 5, 8, seed=1).requires_grad_()
     q, d = TokenBatch.from_padded(queries), TokenBatch.from_padded(documents, masks(3, 5))

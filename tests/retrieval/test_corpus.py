@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import sys
 import threading
 import weakref
 
@@ -93,24 +91,6 @@ def test_search_equals_search_in_memory(dtype, tmp_path):
             assert torch.equal(got, expected)
 
 
-def test_search_equals_stock_scoring(tmp_path):
-    scores = pytest.importorskip("pylate.scores")
-    torch.manual_seed(0)
-    mask = torch.rand(200, 30) < torch.rand(200, 1)
-    mask[:, 0] = True
-    # Stock lets a masked token win over a negative similarity; there is none between vectors without negative numbers.
-    queries, padded = (
-        torch.nn.functional.normalize(torch.rand(*shape, 16), dim=-1).to(torch.bfloat16)
-        for shape in ((9, 8), (200, 30))
-    )
-    read = write_corpus(tmp_path / "new", [TokenBatch.from_padded(padded, mask)])
-    got, positions = search(TokenBatch.from_padded(queries), read.batches(tokens_per_batch=500), 10)
-    expected = scores.colbert_scores(queries.double(), padded.double(), documents_mask=mask, backend="torch")
-    best, order = expected.topk(10)
-    assert torch.equal(positions, order)
-    torch.testing.assert_close(got.double(), best, rtol=0, atol=1e-5)
-
-
 def test_on_a_cpu_nothing_is_copied(tmp_path):
     read = write_corpus(tmp_path / "new", grouped(documents(20), 20))
     whole = read._values.untyped_storage().data_ptr()
@@ -182,17 +162,10 @@ def test_what_is_not_a_corpus_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        *(({key: None}, "must hold documents, tokens and dim, ") for key in ("documents", "tokens", "dim", "dtype")),
-        *(({"dim": wrong}, "integers from 0, ") for wrong in (-1, 2.0, "2", True)),
-        *(({"dtype": wrong}, "one of bfloat16, float16, float32, as write_corpus writes") for wrong in ("float64", [])),
-        (
-            {"bounds": [0, 0, 0, 0]},
-            "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 0 to 0; write the corpus anew with write_corpus.$",
-        ),
-        (
-            {"bounds": [1, 2, 5, 6]},
-            "bounds.bin must go from 0 to 6, as corpus.json has it, but goes from 1 to 6; write the corpus anew with write_corpus.$",
-        ),
+        ({"tokens": None}, "must hold documents, tokens and dim, "),
+        ({"dim": -1}, "integers from 0, "),
+        ({"dtype": "float64"}, "one of bfloat16, float16, float32, as write_corpus writes"),
+        ({"bounds": [0, 0, 0, 0]}, "bounds.bin must go from 0 to 6, .* but goes from 0 to 0; write the corpus anew"),
     ],
 )
 def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):
@@ -206,34 +179,13 @@ def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):
         Corpus(tmp_path)
 
 
-@pytest.mark.parametrize("bounds", [[0, 5, 2, 6], [0, 2, 10**9, 6], [0, 10**9, 2, 6], [0, -5, 2, 6]])
+@pytest.mark.parametrize("bounds", [[0, 5, 2, 6], [0, 10**9, 2, 6]])
 def test_bounds_damaged_inside_are_refused_where_they_are_read(bounds, tmp_path):
     written = write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
     (tmp_path / "bounds.bin").write_bytes(torch.tensor(bounds).numpy().tobytes())
-    for tokens in (1, 2, written.tokens):
-        with pytest.raises(
-            ValueError, match=r"^Corpus: .*bounds.bin must rise from 0 to 6, but does not at the documents"
-        ):
-            # Not on a CPU, where a TokenBatch looks for itself.
-            list(Corpus(tmp_path).batches("meta", tokens_per_batch=tokens))
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[" * 100_000, "must be of the format"),
-        (
-            '{"documents": 2, "tokens": 0, "dim": 1' + 30 * "0" + "}",
-            "must hold documents, tokens and dim, integers from 0",
-        ),
-    ],
-)
-def test_a_description_that_nobody_wrote_is_refused(text, sentence, tmp_path):
-    write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(0, 4), torch.ones(0, 4)])])
-    described = json.loads((tmp_path / "corpus.json").read_text())
-    (tmp_path / "corpus.json").write_text(text if text[0] == "[" else json.dumps(described | json.loads(text)))
-    with pytest.raises(ValueError, match=f"^Corpus: .*{sentence}"):
-        Corpus(tmp_path)
+    with pytest.raises(ValueError, match=r"^Corpus: .*bounds.bin must rise from 0 to 6, but does not at the documents"):
+        # Not on a CPU, where a TokenBatch looks for itself.
+        list(Corpus(tmp_path).batches("meta", tokens_per_batch=written.tokens))
 
 
 def test_the_description_is_written_once_the_rest_is_on_the_disk(tmp_path, monkeypatch):
@@ -242,34 +194,6 @@ def test_the_description_is_written_once_the_rest_is_on_the_disk(tmp_path, monke
     monkeypatch.setattr(os, "replace", lambda *paths: sizes.append("described") or replace(*paths))
     write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
     assert sizes == [6 * 4 * 2, 4 * 8, "described"]
-
-
-def test_the_default_device_does_not_matter(tmp_path):
-    sequences = [*documents(5), torch.empty(0, 3)]
-    torch.set_default_device("meta")
-    try:
-        read = write_corpus(tmp_path / "new", grouped(sequences, 2), torch.float32)
-        blank = write_corpus(tmp_path / "blank", grouped(sequences[-1:], 1))
-        assert lists(read.batches(tokens_per_batch=3)) == [tokens.tolist() for tokens in sequences]
-        assert lists(blank.batches()) == [[]]
-        assert all(
-            batch.device.type == "cpu" for retrieval_corpus in (read, blank) for batch in retrieval_corpus.batches()
-        )
-    finally:
-        torch.set_default_device(None)
-
-
-@pytest.mark.parametrize(
-    ("batches", "options", "sentence"),
-    [
-        ([], {}, "there must be at least one batch"),
-        ([torch.ones(1, 2), torch.ones(1, 3)], {}, "all batches must have the same d, got 2 and 3"),
-        ([torch.ones(1, 2)], {"dtype": torch.float64}, "dtype must be one of .*, got torch.float64"),
-    ],
-)
-def test_what_cannot_be_written_gets_one_sentence(batches, options, sentence, tmp_path):
-    with pytest.raises(ValueError, match=f"write_corpus: {sentence}"):
-        write_corpus(tmp_path / "new", (TokenBatch.from_list([each]) for each in batches), **options)
 
 
 @pytest.mark.parametrize(
@@ -294,33 +218,15 @@ def test_after_a_wrong_call_the_right_one_writes(wrong, error, sentence, tmp_pat
     assert len(write_corpus(tmp_path / "new", [TokenBatch.from_list([torch.ones(1, 2)])])) == 1
 
 
-def test_a_batch_may_be_as_large_as_all(tmp_path):
-    sequences = documents(5)
-    read = write_corpus(tmp_path / "new", grouped(sequences, 5), torch.float32)
-    for tokens in (sys.maxsize, 2**70):
-        (batch,) = read.batches(tokens_per_batch=tokens, begin=1)
-        assert lists([batch]) == [tokens.tolist() for tokens in sequences[1:]]
-
-
 def test_bad_arguments_are_refused_before_anything_is_read(tmp_path):
     read = write_corpus(tmp_path / "new", grouped(documents(5), 5))
+    with pytest.raises(ValueError, match="dtype must be one of .*, got torch.float64"):
+        write_corpus(tmp_path / "other", grouped(documents(5), 5), torch.float64)
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
         read.batches(tokens_per_batch=0)
     for begin, end in ((3, 2), (-1, 2), (0, 6)):
         with pytest.raises(ValueError, match=f"in order and from 0 to 5, got {begin} and {end}"):
             read.batches(begin=begin, end=end)
-
-
-def test_a_full_disk_says_so(tmp_path):
-    from pylate_fastmaxsim.recipes.files.write import write_failure
-
-    class Full:
-        def write(self, data):
-            raise OSError(28, "No space left on device", "values.bin")
-
-    with pytest.raises(OSError) as error:
-        retrieval_corpus._append(Full(), torch.ones(3))
-    assert "No space left" in write_failure(error.value)
 
 
 def test_no_part_is_loaded_before_its_slot_is_free():
@@ -442,39 +348,6 @@ def test_memory_is_bounded_where_the_gpu_is_slower_than_the_disk(tmp_path):
     assert count == len(read)
     # Those in flight and the one that the loop still holds, rounded up to 1 MiB, out of 12; 1 MiB for what is small.
     assert torch.cuda.max_memory_allocated() - before <= (retrieval_corpus.IN_FLIGHT + 2) * (most + 2**20) + 2**20
-
-
-@pytest.mark.cuda
-def test_an_abandoned_iteration_leaves_no_thread(tmp_path):
-    read, _ = large(tmp_path)
-    batches = read.batches("cuda", tokens_per_batch=5000)
-    assert not readers()
-    next(batches)
-    assert readers()
-    del batches
-    gc.collect()
-    assert not readers()
-
-
-@pytest.mark.cuda
-def test_an_error_of_the_thread_reaches_the_caller(tmp_path, monkeypatch):
-    read, _ = large(tmp_path)
-    views = read._views
-    seen = []
-
-    def failing(part):
-        seen.append(part)
-        if len(seen) == 6:
-            # Not an error of the disk, which ends the process where a file is mapped.
-            raise RuntimeError("out of memory")
-        return views(part)
-
-    monkeypatch.setattr(read, "_views", failing)
-    count = 0
-    with pytest.raises(RuntimeError, match="out of memory"):
-        for _ in read.batches("cuda", tokens_per_batch=5000):
-            count += 1
-    assert count == 5 and not readers()
 
 
 @pytest.mark.cuda

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -72,16 +71,6 @@ def test_no_documents_and_a_bad_k():
     for k in (1.5, "3", True):
         with pytest.raises(TypeError, match=f"search: k must be an integer, at least 1, got {k!r}."):
             search(queries, [], k=k)
-
-
-@pytest.mark.parametrize("k", [np.int64(2), np.int32(2)])
-def test_k_may_be_an_integer_of_numpy(k):
-    queries = TokenBatch.from_list([torch.ones(2, 3)] * 2)
-    assert search(queries, batches(documents(5), []), k=k)[0].shape == (2, 2)
-    with pytest.raises(ValueError, match="search: k must be at least 1, got 0."):
-        search(queries, [], k=type(k)(0))
-    with pytest.raises(TypeError, match="search: k must be an integer, at least 1, got"):
-        search(queries, [], k=np.bool_(True))
 
 
 def test_what_are_no_batches_is_refused():

@@ -52,11 +52,6 @@ def test_what_is_wrong_is_reported_and_never_chosen():
     assert [one.problem for one in found.measured if one.tiles == best] == ["wrong gradient"]
 
 
-def test_a_gain_within_the_noise_changes_nothing():
-    found = search(ROW, VALUES, lambda tiles: Measured(tiles, (1.0 if tiles == ROW else 0.985,)), never)
-    assert found.best is found.table
-
-
 def test_a_gain_that_does_not_come_again_changes_nothing():
     asked = []
 
@@ -105,8 +100,7 @@ def test_the_row_can_be_pasted_and_says_where():
     assert "256x32 vs 512x300" in lines[0] and lines[3].endswith("OutOfResources: shared memory")
 
 
-@pytest.mark.parametrize("architecture", arch.ARCHITECTURES)
-@pytest.mark.parametrize("dim, dtype", [(128, torch.bfloat16), (1024, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize("architecture, dim, dtype", [(90, 128, torch.bfloat16), (80, 1024, torch.float32)])
 @pytest.mark.parametrize("family", CANDIDATES)
 def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, family, monkeypatch):
     monkeypatch.setattr(arch, "architecture", lambda device: architecture)

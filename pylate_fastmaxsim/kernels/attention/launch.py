@@ -1,4 +1,4 @@
-"""Attention inside each of many texts on CUDA: launches the Triton kernels, shorter texts first. Never waits."""
+"""Attention within each of many texts on CUDA: launches the Triton kernels. Never waits for the device."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Those of texts that fit one tile in ascending order, and that of all longer ones."""
+    """Tiles of texts that fit one tile, in ascending order, and the tile of all longer texts."""
 
     short: tuple[Tile, ...]
     long: Tile
@@ -43,7 +43,7 @@ def forward(
     reach: int,
     tiles: Tiles = FORWARD,
 ) -> tuple[Tensor, Tensor]:
-    """States ``[T, heads, d]``, and what the backward needs of texts that are not short, ``[heads, T]``."""
+    """States ``[T, heads, d]``, and log-sums ``[heads, T]`` for the backward of texts that are longer than a tile."""
     query, key, value = map(laid_out, (query, key, value))
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
@@ -73,7 +73,7 @@ def backward(
     reach: int,
     tiles: Tiles = BACKWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each laid out like :func:`laid_out` of it."""
+    """Gradients of query, key and value, in the strides of :func:`laid_out`."""
     grad, query, key, value = map(laid_out, (grad, query, key, value))
     gradients = tuple(map(torch.empty_like, (query, key, value)))
     arguments = (query, key, value, out, grad, log_sums, cu_seqlens, key_cu_seqlens, *gradients)
@@ -89,7 +89,7 @@ def backward(
 
 
 def laid_out(values: Tensor) -> Tensor:
-    """Vectors ``[T, heads, d]`` as kernels and gradients have them: row by row or, as rotary ones, head by head."""
+    """Vectors ``[T, heads, d]`` with strides that the kernels take: row by row, or head by head as after rotary positions."""
     rows, heads, dim = values.shape
     if values.stride() in ((heads * dim, dim, 1), (dim, rows * dim, 1)):
         return values
@@ -99,7 +99,7 @@ def laid_out(values: Tensor) -> Tensor:
 def _launches(
     query: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, reach: int, tiles: Tiles
 ) -> Iterator[tuple[bool, tuple[int, ...], dict[str, object]]]:
-    """Of each launch whether it is of long texts, its programs, and its constants, always in one order."""
+    """Whether a launch is of long texts, its grid, and its constants, always in one order."""
     _, heads, dim = query.shape
     programs = (len(cu_seqlens) - 1) * heads
     longer_than = -1

@@ -1,4 +1,4 @@
-"""Attention of texts of more than one tile: each program goes over the tiles that its own one sees."""
+"""Attention of texts longer than a tile: each program goes over the tiles that its own tile sees."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 @triton.jit
 def _seen(first, length, reach, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the tiles begin and end that BLOCK places from `first` on see, or are seen from."""
+    """Begin and end of the tiles that the BLOCK rows from `first` on see, or that see them."""
     low = 0
     high = length
     if HAS_WINDOW:
@@ -51,7 +51,7 @@ def long_attention_kernel(
 ):
     """BLOCK rows of one head of one text, if it has more than LONGER_THAN rows or keys.
 
-    `log_sums`, ``[HEADS, num_rows]``, is the logarithm to base 2 of what a row's weights were divided by.
+    `log_sums`, ``[HEADS, num_rows]``, is the logarithm to base 2 of the divisor of a row's weights.
     """
     head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
     first = tl.program_id(1) * BLOCK
@@ -114,7 +114,7 @@ def long_attention_gradient_kernel(
 ):
     """The gradients of BLOCK rows of `q_states`, and then of as many of `k_states` and `v_states`, of such a text and head.
 
-    Each goes over the tiles by itself and makes their weights again. So no program adds to what another one writes.
+    Each goes over the tiles by itself and recomputes their weights, so that no program adds to what another writes.
     """
     head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
     first = tl.program_id(1) * BLOCK

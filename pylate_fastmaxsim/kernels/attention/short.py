@@ -34,7 +34,7 @@ def short_attention_kernel(
 ):
     """One head of one text, if its rows and keys are up to BLOCK and either are more than LONGER_THAN.
 
-    `log_sums` stays 0: the backward makes the weights of such a text anew.
+    `log_sums` stays 0: the backward recomputes the weights of such a text.
     """
     head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
     longest = tl.maximum(length, key_length)
@@ -83,8 +83,8 @@ def short_attention_gradient_kernel(
 ):
     """All three gradients of such a text and head, laid out as `q_states`, `k_states` and `v_states`.
 
-    `out` and `log_sums` are not read. A row's weights and their gradients are on the chip together, so the inner
-    product of a row of `out` with its gradient, which the softmax takes off, is the sum of their products.
+    `out` and `log_sums` are not read. The softmax subtracts the inner product of a row of `out` with its gradient. Here
+    that is the sum of the products of weights and their gradients, which are all on the chip.
     """
     head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
     longest = tl.maximum(length, key_length)
@@ -97,11 +97,11 @@ def short_attention_gradient_kernel(
         s = logits(q, k, place, place, key_length, reach, SCALE, HAS_WINDOW)
         weights = tl.exp2(s - finite(tl.max(s, axis=1))[:, None])
         total = tl.sum(weights, axis=1)
-        # A product for each weight: to divide each takes far more registers.
+        # Multiplied by the reciprocal: dividing each weight takes far more registers.
         weights *= tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
         grad_weights = tl.dot(grad_out, tl.trans(v))
         inner = tl.sum(weights * grad_weights, axis=1)
-        # Rows behind the end of a text have a gradient of 0, and so no part in any sum.
+        # Rows past the end of a text have gradient 0 and add nothing.
         grad_s = (weights * (grad_weights - inner[:, None]) * SCALE).to(q.dtype)
         v_sum = tl.dot(tl.trans(weights.to(q.dtype)), grad_out)
         store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), place, key_length, v_sum, V_ROW, DIM)

@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a text begins, its tiles of vectors, and its logits."""
+"""What the attention kernels share: where a text begins, loads and stores of tiles, and logits."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def text_and_head(cu_seqlens, key_cu_seqlens, HEADS: tl.constexpr):
-    """Of a program its head, and of its text the first row and the number of rows; the same of its keys."""
+    """The head of a program, and the first row and number of rows of its text; the same of its keys."""
     program = tl.program_id(0)
     text = program // HEADS
     start = tl.load(cu_seqlens + text).to(tl.int64)
@@ -50,5 +50,5 @@ def logits(q, k, rows, columns, key_length, reach, SCALE: tl.constexpr, HAS_WIND
 
 @triton.jit
 def finite(x):
-    """x, or 0 where it is -infinity, so that a row that sees nothing so far gives no NaN."""
+    """x, or 0 where it is -infinity, so that a row without a visible key gives no NaN."""
     return tl.where(x == float("-inf"), 0.0, x)

@@ -13,8 +13,8 @@ def candidate_order_kernel(
 ):
     """pairs[pair_offsets[n] : pair_offsets[n + 1]] = flat indices of document n in `candidates`, ascending.
 
-    Every pair counts the pairs before it, and every document those that name an earlier one: a stable sort of quadratic
-    cost, which for short lists is less than the launches of one of linear cost.
+    Every pair counts the pairs that come before it, and every document the pairs of earlier documents: a stable sort of
+    quadratic cost, which for short lists is faster than the launches of a linear one.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_pair = index < num_pairs

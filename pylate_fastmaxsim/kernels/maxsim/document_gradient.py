@@ -11,8 +11,8 @@ from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 def _add_weighted_rows(total, here, weight, q_rows, PRECISION: tl.constexpr):
     """total[t] += sum of weight[r] * q_rows[r] over the rows r with here[t, r], as a matrix product.
 
-    The weights keep 16 bits of mantissa at least: for bf16 rows they are split into a high and a low part; fp16 rows
-    are exact in two bf16 parts, whose exponents also hold tiny weights.
+    Weights keep at least 16 bits of mantissa: they are split into two bf16 parts, and so are fp16 rows, which are exact
+    in two.
     """
     if q_rows.dtype == tl.float32:
         total = product(tl.where(here, weight[None, :], 0.0), q_rows, total, PRECISION)
@@ -52,7 +52,7 @@ def document_gradient_kernel(
 ):
     """Gradient of BLOCK_T tokens of one document from the rows that place_kernel put in their bucket.
 
-    Tiles without a row are touched with WRITE_ZEROS only; otherwise `grad_d` comes filled with zeros.
+    Tiles without a row are written only with WRITE_ZEROS; without it `grad_d` comes filled with zeros.
     """
     program = tl.program_id(0)
     local = (program // tiles_per_document).to(tl.int64)
@@ -89,7 +89,7 @@ def document_gradient_kernel(
 
 @triton.jit
 def _naming(candidates, num_pairs, document, after, BLOCK_SCAN: tl.constexpr):
-    """The first pair behind `after` that names a document, and how many do. Each pair costs 8 bytes from the cache."""
+    """The first pair behind `after` that names a document, and how many pairs do."""
     first = 2147483647
     count = 0
     for begin in range(0, num_pairs, BLOCK_SCAN):
@@ -131,12 +131,12 @@ def candidate_document_gradient_kernel(
     """Gradient of one document from the pairs (query, slot) that name it as a candidate.
 
     pairs[pair_offsets[n] : pair_offsets[n + 1]] are the flat indices query * num_slots + slot of document n. Where
-    `pairs` is None, each program looks for them in `candidates`. Tokens without a gradient are written with WRITE_ZEROS
-    only; otherwise `grad_d` comes filled with zeros.
+    `pairs` is None, each program looks for them in `candidates`. Tokens without a gradient are written only with
+    WRITE_ZEROS; without it `grad_d` comes filled with zeros.
 
-    A document has a program for each tile of BLOCK_T tokens, or one for all its tiles. Where one short query names it,
-    as in distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; the
-    others have nothing to do.
+    A document has a program for each tile of BLOCK_T tokens, or one for all tiles. Where one short query names it, as in
+    distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; its other
+    programs do nothing.
     """
     program = tl.program_id(0)
     document = (program // programs_per_document).to(tl.int64)
@@ -165,9 +165,8 @@ def candidate_document_gradient_kernel(
             weight = tl.where(won, tl.load(grad_scores + first_pair), 0.0)
             q_rows = tl.load(q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0)
             if WRITE_ZEROS:
-                # While the rows are on their way, and just before the sums, so that most of these overwrite zeros that
-                # have not left the cache. Choosing the tokens without a sum takes longer than writing a few of them
-                # twice.
+                # While the rows are loaded, and right before the sums, which then overwrite zeros still in the cache.
+                # Finding the tokens without a sum takes longer than writing a few twice.
                 zeros = tl.zeros([BLOCK_T, BLOCK_D], grad_d.dtype.element_ty)
                 for first_token in range(0, length, BLOCK_T):
                     token = first_token + tl.arange(0, BLOCK_T)
@@ -175,8 +174,7 @@ def candidate_document_gradient_kernel(
                     tl.store(grad_d + token.to(tl.int64)[:, None] * DIM + column[None, :], zeros, mask=mask)
                 # Other threads write the sums.
                 tl.debug_barrier()
-            # A pair of weight 0 adds nothing, not even what is not finite. As a mask of the load it would have to come
-            # first.
+            # A pair of weight 0 adds nothing, not even NaN or infinity. Masking the load instead would delay it.
             won = won & (weight != 0.0)
             q_rows = tl.where(won[:, None], q_rows, 0.0)
             same = (winner[:, None] == winner[None, :]) & won[None, :]
@@ -196,15 +194,14 @@ def candidate_document_gradient_kernel(
             pair = tl.cast(-1, tl.int64)
             for i in range(num_own):
                 if pairs is None:
-                    # In smaller parts, for which there are registers beside the sums. Few documents come here.
+                    # In smaller parts, to leave registers for the sums. Few documents come here.
                     pair, _ = _naming(candidates, num_pairs, document, pair, BLOCK_SCAN // 4)
                 else:
                     pair = tl.load(pairs + i)
                 query = pair // num_slots
                 start = tl.load(q_starts + query)
                 pair_weight = tl.load(grad_scores + pair)
-                # As above, a pair of weight 0. Left out behind the load here, it spills registers on some
-                # architectures.
+                # As above, a pair of weight 0. Checked after the load, it spills registers on some architectures.
                 query_length = tl.load(q_lengths + query, mask=pair_weight != 0.0, other=0).to(tl.int32)
                 for first_row in range(0, query_length, BLOCK_R):
                     offset = first_row + tl.arange(0, BLOCK_R)

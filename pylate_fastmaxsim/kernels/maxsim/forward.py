@@ -1,4 +1,4 @@
-"""Forward of MaxSim: similarities stay on the chip; what is written is a score per pair and a winner per query row."""
+"""Forward of MaxSim: similarities stay on the chip; scores and the winner of each query row and document are written."""
 
 import triton
 import triton.language as tl
@@ -30,24 +30,24 @@ def _tile_of_similarities(
     column = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     last_token = tl.maximum(length, 1) - 1
-    # Columns past the end repeat the last token, which changes no maximum: a ragged end costs no mask.
+    # Columns past the end repeat the last token, which changes no maximum and needs no mask.
     if live_tokens is None:
         row = tl.minimum(column, last_token - first)
         document += tl.cast(first, tl.int64) * DIM
     else:
         row = tl.load(live_tokens + tl.minimum(first + column, last_token), mask=length > 0, other=0)
-    # Widened before the product, which is one instruction then; a product of 32 bits takes four to become an address.
+    # int64 before the product: one instruction. A 32-bit product takes four to become an address.
     d_pointers = document + k[None, :] + row[:, None].to(tl.int64) * DIM
     return inner_products(q_tile, q_pointers, q_live, d_pointers, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
-# Where the group of the best column stands until a column exceeds the floor: behind the last that 32 bits can count.
+# The group until a column exceeds the floor: the largest that 32 bits can hold.
 _NO_GROUP = tl.constexpr(2**31 - 8)
 
 
 @triton.jit
 def _start(floor, BLOCK_M: tl.constexpr):
-    """The best of a document before its first column: without a floor even a similarity of -infinity can win."""
+    """Maxima and groups before the first column of a document: without a floor even a similarity of -infinity can win."""
     group = tl.where(floor == 0.0, _NO_GROUP, 0)
     return tl.zeros([BLOCK_M, 8], tl.float32) + floor, tl.zeros([BLOCK_M, 8], tl.int32) + group
 
@@ -79,7 +79,7 @@ def _best_of_row(
 def _sequence(slot, last_slot, d_starts, d_lengths, candidates, zero_floor):
     """First row, number of tokens and floor of the maximum of the document in a slot.
 
-    A document without tokens is scored like any other, at a row that exists, and the result thrown away.
+    A document without tokens is scored at a row that exists, and its result discarded.
     """
     document = tl.cast(tl.minimum(slot, last_slot), tl.int64)
     if candidates is not None:
@@ -127,17 +127,17 @@ def forward_kernel(
 ):
     """A tile of query rows against up to 8 documents, one after the other.
 
-    With `live_tokens`, a list for each document at its start, `d_lengths` counts the live tokens only:
-    masked ones are neither loaded nor multiplied.
+    With `live_tokens`, which lists the live tokens of each document at its start, `d_lengths` counts these only: masked
+    tokens are neither loaded nor multiplied.
 
     The tile holds BLOCK_M // ROWS_PER_QUERY queries, one every ROWS_PER_QUERY rows. With ONE_QUERY (queries longer than
-    half a tile, and candidates, as each query then has documents of its own) it is one of the `row_blocks` that a query
-    is cut into, and `scores` is `[row_blocks, num_queries, num_slots]`. Slot p of `num_slots` is document p, or the
-    p-th candidate of the query.
+    half a tile, or candidates, since each query has its own) it is one of the `row_blocks` that a query is cut into, and
+    `scores` is `[row_blocks, num_queries, num_slots]`. Slot p of `num_slots` is document p, or the p-th candidate of the
+    query.
 
-    Matrix units leave the columns that are equal modulo 8 of a row in one thread. So each thread keeps the best of its
-    own columns, over all tiles of a document, and threads exchange theirs once, after the last tile. The tiles of all
-    documents are one loop, so that those of the next document are on their way when a document ends.
+    Matrix units leave the columns of a row that are equal modulo 8 in one thread. So each thread keeps the maximum of
+    its own columns over all tiles of a document, and threads exchange maxima once, after the last tile. One loop goes
+    over the tiles of all documents, so that the next document is loaded while one ends.
     """
     HAS_CANDIDATES: tl.constexpr = candidates is not None
     # Tiles vary fastest, so that programs running together share documents in L2.
@@ -171,13 +171,13 @@ def forward_kernel(
     last_slot = tl.minimum(first_slot + documents_per_program, num_slots) - 1
     if HAS_CANDIDATES:
         candidates += query.to(tl.int64) * num_slots
-    # Scalar loads, not a sum over a vector: so the compiler knows that all threads take equally many steps.
+    # Scalar loads rather than a sum over a vector, so that the compiler knows that all threads take as many steps.
     num_document_tiles = 0
     for i in tl.static_range(8):
         _, listed, _ = _sequence(first_slot + i, last_slot, d_starts, d_lengths, candidates, None)
         num_document_tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
 
-    # A document ahead, and a tile before it is needed, so that nothing waits for its address.
+    # One document ahead, so that no load waits for its address.
     start, length, floor = _sequence(first_slot, last_slot, d_starts, d_lengths, candidates, zero_floor)
     next_start, next_length, next_floor = _sequence(
         first_slot + 1, last_slot, d_starts, d_lengths, candidates, zero_floor

@@ -1,4 +1,4 @@
-"""MaxSim on CUDA: launches the Triton kernels on raw tensors and sizes. Never waits for the device."""
+"""MaxSim on CUDA: launches the Triton kernels. Never waits for the device."""
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
 
-# Rows times documents whose buckets are held at once: 32 MiB of entries and weights, and at most as much of counts.
+# Query rows times documents that are bucketed at once: 32 MiB of entries and weights, and at most as much of counts.
 _BUCKET_ENTRIES = 2**22
-# Comparisons that a GPU makes in less time than the launches of a sort take.
+# Up to so many comparisons the quadratic sort of candidates is faster than the launches of a library's sort.
 _QUADRATIC_ORDER = 2**26
-# Candidates that the program of a document reads in less time than it takes to put them in order first.
+# Up to so many candidates each document's program reads all of them, which is faster than sorting them first.
 _SCANNED_PAIRS = 2**13
 _BLOCK_SCAN = 2048
 
@@ -104,7 +104,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
 
-    The masks and the floor are already in the winners: a row that they silence has none.
+    Masks and floor play no part: the rows that they exclude have no winner.
     """
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
@@ -118,7 +118,7 @@ def backward(
     with on_device_of(q_values):
         row_query = None
         if need_d and operands.candidates is None:
-            # Rows of no query are not written, and having no winner never read.
+            # Rows of no query stay unwritten. They have no winner, so nothing reads them.
             row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
         if need_q:
             _query_gradient(grad_scores, winners, operands, precision, tiles, grad_q, row_query)
@@ -133,7 +133,7 @@ def backward(
 
 
 def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
-    """Room for the gradient of `values`, with zeros where the kernel does not write every row."""
+    """Memory for the gradient of `values`, of zeros unless the kernel writes every row."""
     if not needed:
         return values.new_empty(0)
     make = torch.empty_like if written else torch.zeros_like
@@ -193,8 +193,8 @@ def _document_gradient(
     num_documents = d_starts.shape[0]
     tiles_per_document = cdiv(operands.max_d_length, tile.block_t)
     num_chunks = cdiv(num_rows, tile.block_scan)
-    # An entry and its weight for each row and document, and a count and its sum for each tile and chunk; a part of the
-    # documents at a time, to bound this.
+    # Buckets hold an entry and a weight for each row and document, and a count and its prefix sum for each tile and
+    # chunk. Taking some documents at a time bounds that.
     at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_rows, tiles_per_document * num_chunks)))
     entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
     counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=torch.int32, device=device)
@@ -251,8 +251,8 @@ def _candidate_document_gradient(
     num_documents = operands.d_starts.shape[0]
     num_pairs = candidates.numel()
     short_queries = operands.max_q_length <= tile.block_r
-    # In distillation there are as many pairs as documents, each of which is named once: one program does all its tiles,
-    # and those for the others would come only to go.
+    # In distillation each document is the candidate of one query: one program does all its tiles, and programs for the
+    # other tiles would find nothing to do.
     alone = short_queries and num_pairs <= num_documents
     programs_per_document = 1 if alone else cdiv(operands.max_d_length, tile.block_t)
     pairs = pair_offsets = None
@@ -293,7 +293,7 @@ def _candidate_document_gradient(
 def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
     """Flat indices of `candidates` in the order of documents, and where those of each document begin, ``[Nd + 1]``.
 
-    The order among the pairs of one document is always the same, so that their sum repeats bit by bit.
+    The order of the pairs of one document never varies, so that their sum repeats bit by bit.
     """
     num_pairs = candidates.numel()
     if num_pairs * (num_pairs + num_documents) > _QUADRATIC_ORDER:

@@ -1,4 +1,4 @@
-"""How the forward is launched: it follows from sizes alone, so that a call of known sizes looks it up."""
+"""The launch of the forward, cached by sizes, so that a training step looks it up."""
 
 import functools
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, arithmetic, 
 class ForwardPlan(NamedTuple):
     programs: int
     num_tiles: int
-    # Into how many blocks of rows each query is cut; each adds its part to the query's scores.
+    # Blocks of rows that each query is cut into. Each adds its part to the query's scores.
     row_blocks: int
     documents_per_program: int
-    # Of the kernel and of Triton, by name; one object for all calls of these sizes, not to be changed.
+    # Of the kernel and of Triton, by name. Shared by all calls of these sizes: do not change it.
     constants: dict[str, int | bool | str | None]
 
 
@@ -34,7 +34,7 @@ def forward_plan(
     index_dtype: torch.dtype,
     tiles: ForwardTiles | None,
 ) -> ForwardPlan:
-    """Each query scores `num_slots` documents, `with_candidates` its own; `tiles` are the tables' if `None`."""
+    """Each query scores `num_slots` documents, with candidates its own ones. ``tiles=None``: those of the tables."""
     # A power of two, so that queries fill a tile.
     rows_per_query = next_power_of_2(max_q_length)
     rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries

@@ -29,9 +29,9 @@ def query_gradient_kernel(
 ):
     """grad_q[row] = sum over slots of grad_scores[query, slot] * d_values[winner of (slot, row)].
 
-    A program owns BLOCK_ROWS rows of one query and sums over slots in order, so the result is the
-    same in every run. Rows of no query are not touched: `grad_q` comes filled with zeros. Unless it is None,
-    row_query[row] = the query that row belongs to, which the document gradient needs and this kernel knows.
+    A program owns BLOCK_ROWS rows of one query and sums over slots in order, so that the result repeats bit by bit. Rows
+    of no query are not written: `grad_q` comes filled with zeros. Unless it is None, row_query[row] = the query of a row,
+    which the document gradient needs.
     """
     program = tl.program_id(0)
     query = (program // row_blocks).to(tl.int64)
@@ -57,7 +57,7 @@ def query_gradient_kernel(
                     document = tl.load(candidates + query * num_slots + slot, mask=in_slots, other=0)
                 start = tl.load(d_starts + document, mask=in_slots, other=0)
                 winner = tl.load(winners + slot * num_rows + row, mask=live & in_slots, other=SENTINEL).to(tl.int32)
-                # A pair of weight 0, as gradient filtering leaves them, gathers nothing.
+                # A pair of weight 0, as gradient filtering leaves it, gathers nothing.
                 won = (winner != SENTINEL) & (weight != 0.0)
                 token = tl.load(
                     d_values + (start + winner)[:, None] * DIM + column[None, :],

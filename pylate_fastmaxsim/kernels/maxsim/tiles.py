@@ -31,7 +31,7 @@ class QueryGradientTiles(NamedTuple):
 class DocumentGradientTiles(NamedTuple):
     """`block_t` tokens of a document by `block_d` numbers of a vector, `block_r` query rows at a time.
 
-    The counting sort before takes chunks of `block_scan` rows, by programs of `scan_warps`.
+    The counting sort that comes first takes chunks of `block_scan` rows, in programs of `scan_warps` warps.
     """
 
     block_t: int
@@ -55,7 +55,7 @@ class CandidateGradientTiles(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One of each family; `None` means: take it from the tables."""
+    """Tiles of each family of kernels; None: those of the tables."""
 
     forward: ForwardTiles | None = None
     query_gradient: QueryGradientTiles | None = None
@@ -66,8 +66,7 @@ class Tiles(NamedTuple):
 FROM_TABLES = Tiles()
 
 
-# (architecture, arithmetic), or the arithmetic alone for every architecture without a row of its own ->
-# (largest d, tiles); the last row is for any larger d. block_k and block_d shrink to fit d.
+# Looked up by table_row. block_k and block_d shrink to fit d.
 _FORWARD = {
     (80, "half"): [
         (128, ForwardTiles(128, 64, 128, 1, 8, 2)),
@@ -96,11 +95,11 @@ _FORWARD = {
     "bf16x3": [(128, ForwardTiles(128, 64, 128, 2, 8, 2)), (None, ForwardTiles(128, 64, 32, 1, 8, 3))],
     "tf32": [(None, ForwardTiles(64, 64, 32, 1, 8, 2))],
 }
-# Where there are no more query rows than such a tile has: programs of one warp, of which more fit on a multiprocessor,
-# so that more bytes are on their way. These shapes are bound by memory.
+# For launches with at most this many query rows, which are bound by memory: more programs of one warp fit on a
+# multiprocessor, and so more loads are in flight.
 _FORWARD_OF_FEW_ROWS = {(90, "half"): [(128, ForwardTiles(32, 32, 128, 1, 1, 3))]}
-# Where winners are wanted as well, rows that come before those above; and before these, rows for queries that fill a
-# tile alone, which have more to keep in registers.
+# Looked up first where winners are wanted; for queries that fill a tile alone, which need more registers, the second
+# table comes before the first.
 _FORWARD_WITH_WINNERS = {
     (90, "half"): [
         (64, ForwardTiles(256, 64, 64, 8, 8, 2, 128)),
@@ -131,9 +130,8 @@ _CANDIDATE_GRADIENT = {
 }
 
 
-# Query rows of the programs of a launch: several programs for each multiprocessor of the largest GPU, one after the
-# other, so that none is idle at the end. Two programs of 256 rows fill a multiprocessor, so that half as many rows are
-# all programs at once.
+# Query rows of all programs of a launch: several programs in turn for each multiprocessor of the largest GPU, so that
+# none idles at the end. With tiles of 256 rows half as many are enough, since two programs fill a multiprocessor.
 _ENOUGH_ROWS = 2**17
 
 
@@ -141,7 +139,7 @@ _ENOUGH_ROWS = 2**17
 def forward_tiles(
     arch: int, kind: str, dim: int, rows_in_all: int, want_winners: bool, longest_query: int = 1
 ) -> ForwardTiles:
-    """Tiles of the forward; `rows_in_all` query rows share tiles, and a query has at most `longest_query` of them."""
+    """Tiles of the forward for `rows_in_all` query rows; the longest query has `longest_query` of them."""
     tiles = table_row(_FORWARD_OF_FEW_ROWS, arch, kind, dim)
     if tiles is None or rows_in_all > tiles.block_m:
         tiles = forward_row(arch, kind, dim, want_winners, longest_query)
@@ -158,20 +156,19 @@ def forward_row(arch: int, kind: str, dim: int, want_winners: bool, longest_quer
 
 
 def fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> ForwardTiles:
-    # The matrix units of sm_90 and sm_100 take 64 rows; fewer go to older and slower instructions, so only a table says
-    # so.
+    # The matrix units of sm_90 and sm_100 take 64 rows. Fewer use slower instructions, which only a table may choose.
     fewest_rows = min(tiles.block_m, 64 if arch in (90, 100) else 16)
     block_m = max(fewest_rows, min(tiles.block_m, next_power_of_2(rows_in_all)))
     block_k = max(16, min(tiles.block_k, next_power_of_2(dim)))
-    # To so few rows that they wait for memory, where more programs at a time help more than more loads of each.
+    # With so few rows the kernel waits for memory, and more programs help more than more stages.
     shrunk = block_m < tiles.block_m and block_m <= 64 and dim <= tiles.block_k
-    # Earlier releases use 64 KiB of shared memory more, which beside the largest tiles leaves room for one stage.
+    # Earlier releases use 64 KiB more of shared memory, so that the largest tiles fit with one stage only.
     if RELEASE < (3, 4) and tiles.block_m * block_k > 256 * 128:
         tiles = tiles._replace(num_stages=1)
     return tiles._replace(
         block_m=block_m,
         block_k=block_k,
-        # As many rows for each warp as in the table, but at least the four warps that one matrix instruction takes.
+        # As many rows a warp as in the table, but at least the four warps of a matrix instruction.
         num_warps=min(tiles.num_warps, max(4, tiles.num_warps * block_m // tiles.block_m)),
         num_stages=min(tiles.num_stages, 2) if shrunk else tiles.num_stages,
         max_registers=tiles.max_registers if block_m == tiles.block_m else ALL_REGISTERS,
@@ -179,7 +176,7 @@ def fitted(tiles: ForwardTiles, arch: int, dim: int, rows_in_all: int) -> Forwar
 
 
 def documents_per_program(tiles: ForwardTiles, num_tiles: int, num_slots: int) -> int:
-    """Documents that a program takes in turn: as the table says, but fewer where the GPU would run out of programs."""
+    """Documents of a program, one after the other: as in the table, but fewer where the GPU would run out of programs."""
     # The forward holds the scores of no more than 8.
     count = min(tiles.documents_per_program, 8)
     enough = _ENOUGH_ROWS // 2 if tiles.block_m >= 256 else _ENOUGH_ROWS

@@ -1,7 +1,7 @@
-"""Bucketing of winners: the query rows that each tile of document tokens won, and their weights, by counting sort.
+"""Counting sort of winners: the query rows that each tile of document tokens won, and their weights.
 
-Rows are taken in chunks. count_kernel counts, for each document, the rows of each tile in each chunk; the prefix sums
-of these counts are where each chunk's rows of each tile begin; place_kernel puts them there, in the order of rows.
+Rows are taken in chunks. For each document count_kernel counts the rows of each tile in each chunk. The prefix sums of
+these counts are where the rows of a tile and chunk begin. place_kernel puts them there, in the order of rows.
 """
 
 import triton
@@ -36,7 +36,7 @@ def _winners_of_chunk(
     num_rows,
     SENTINEL: tl.constexpr,
 ):
-    """Winner and weight of some rows for one document, and which of them matter."""
+    """Winner and weight of some rows for one document, and which rows have a winner and a weight other than 0."""
     winner = tl.load(winners + document * num_rows + row, mask=row < num_rows, other=SENTINEL).to(tl.int32)
     here = winner != SENTINEL
     query = tl.load(row_query + row, mask=here, other=0).to(tl.int64)
@@ -73,8 +73,8 @@ def count_kernel(
 ):
     """counts[n, 1 + tile * num_chunks + chunk] = rows of a chunk that a tile of document n won, of weights not 0.
 
-    n counts from first_document. counts[n, 0] = 0, so that prefix sums give where each begins; entries of tiles behind
-    the end of a document are left as they are, and nothing reads their sums.
+    n counts from first_document. counts[n, 0] = 0, so that prefix sums are where each begins. Counts of tiles behind the
+    end of a document stay unwritten, and nothing reads their sums.
     """
     program = tl.program_id(0)
     local = (program // num_chunks).to(tl.int64)

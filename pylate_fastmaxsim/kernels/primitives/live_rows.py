@@ -1,4 +1,4 @@
-"""Lists of what counts, of each sequence and of all in turn, so that kernels meet neither padding nor masks."""
+"""Lists of live tokens, of each sequence or of all sequences in turn, so that kernels see no padding and no mask."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes
 @Launcher
 @triton.jit
 def live_tokens_kernel(starts, lengths, keep, live_tokens, live_lengths, BLOCK: tl.constexpr):
-    """Lists the tokens of a sequence that count, in order, at live_tokens[start of the sequence]."""
+    """Lists the live tokens of a sequence, in order, at live_tokens[start of the sequence]."""
     sequence = tl.program_id(0)
     start = tl.load(starts + sequence)
     length = tl.load(lengths + sequence).to(tl.int32)

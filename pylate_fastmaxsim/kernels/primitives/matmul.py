@@ -1,4 +1,4 @@
-"""Matrix products of float32 on units that take bf16: operands are split into a few bf16 parts."""
+"""float32 matrix products on bf16 matrix units: operands are split into bf16 parts."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def split(x):
-    """The upper 8 bits of a float32's mantissa as bf16, and the rest. Bit operations: cheaper than a conversion."""
+    """The upper 8 bits of a float32's mantissa as bf16, and the rest. Bit operations are cheaper than a conversion."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x - (bits & -65536).to(tl.float32, bitcast=True)
 
@@ -15,16 +15,15 @@ def split(x):
 def product(a, b, total, PRECISION: tl.constexpr):
     """total + a @ b, summed in float32.
 
-    16-bit operands are multiplied as they are. float32 operands are taken as sums of bf16 parts (three of 8 bits hold
-    all 24 of a float32), of which the products that matter are summed, small ones first: 6 of 3 parts ("bf16x6",
-    exact to float32 rounding) or 3 of 2 parts ("bf16x3", 16 bits). "tf32" rounds them to 11 bits. An infinite operand
-    gives infinity or NaN.
+    16-bit operands are multiplied directly. A float32 operand is the sum of three bf16 parts of 8 bits each. "bf16x6"
+    sums 6 products of these, small ones first, and is exact to float32 rounding. "bf16x3" sums 3 products of two parts
+    (16 bits). "tf32" rounds operands to 11 bits. An infinite operand gives infinity or NaN.
     """
     if a.dtype != tl.float32:
         total = tl.dot(a, b, total)
     else:
-        # Matrix units cut off what does not fit when they add to a sum, always towards 0: a long sum would shrink. So
-        # they sum this product alone, and the total is added to it with rounding.
+        # Matrix units truncate when they add to a sum, so that a long sum would shrink. So they sum this product alone,
+        # and it is added to the total with rounding.
         part = tl.zeros(total.shape, tl.float32)
         if PRECISION == "tf32":
             part = tl.dot(a, b, part, input_precision="tf32")
@@ -38,7 +37,7 @@ def product(a, b, total, PRECISION: tl.constexpr):
                 part = tl.dot(a_high, split(b_low)[0], part)
                 part = tl.dot(a_middle, b_middle, part)
             else:
-                # Rounded: what is cut off would make every product too small.
+                # Rounded, since truncation would make every product too small.
                 a_middle = a_rest.to(tl.bfloat16)
                 b_middle = b_rest.to(tl.bfloat16)
             part = tl.dot(a_middle, b_high, part)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def maximum_or_nan(a, b):
-    # One instruction (max.NaN) from sm_80 on; a plain maximum would hide a NaN of a diverged run.
+    # One instruction (max.NaN) from sm_80 on. A plain maximum would hide the NaN of a diverged run.
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -20,8 +20,8 @@ def same_bits(a, b):
 def _eight_more_unless_same(total, a, b):
     """total + 8 where the bits of a and b differ.
 
-    Two integer instructions (of which one takes the difference and its minimum with 1, on sm_90) without a predicate.
-    A comparison and a selection, which any other way to write this becomes, wait for each other's predicates.
+    Integer instructions without a predicate. Written otherwise, it compiles to comparisons and selections, which wait for
+    each other's predicates.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .u32 step; sub.u32 step, $2, $3; min.u32 step, step, 1; mad.lo.u32 $0, step, 8, $1; }",
@@ -35,13 +35,13 @@ def _eight_more_unless_same(total, a, b):
 
 @triton.jit
 def _halves(x, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
-    """The first and the second half of COUNT groups ``[BLOCK_M, COUNT, 8]``, which moves nothing between threads."""
+    """The two halves of COUNT groups ``[BLOCK_M, COUNT, 8]``. Nothing moves between threads."""
     return tl.split(tl.permute(tl.reshape(x, [BLOCK_M, 2, COUNT // 2, 8]), [0, 2, 3, 1]))
 
 
 @triton.jit
 def _maxima_of_four(best, x, BLOCK_M: tl.constexpr):
-    """What the maximum is after each of four groups."""
+    """The maximum after each of four groups."""
     low, high = _halves(x, BLOCK_M, 4)
     x0, x1 = tl.split(tl.permute(low, [0, 2, 1]))
     x2, x3 = tl.split(tl.permute(high, [0, 2, 1]))
@@ -96,8 +96,8 @@ def running_maximum(
     Columns that are equal modulo 8 have one maximum: `best` is its value, and `group`, with WANT_WINNERS, the first
     column of the group of 8 in which it was first reached. The first of equal maxima wins, and so does the first NaN.
 
-    A maximum only ever grows. So it reached its last value after as many groups as it had another value before, and
-    these can be counted without a comparison that the next one waits for.
+    A maximum only grows. So the group of its last value is the number of groups after which it still had another value,
+    which is counted without comparisons that depend on each other.
     """
     if BLOCK_N == 32:
         x = tl.reshape(similarity, [BLOCK_M, 4, 8])

@@ -1,8 +1,7 @@
-"""A tile of similarities, in the same arithmetic wherever it is computed again, and integers in the order of floats.
+"""Tiles of similarities that are equal bit by bit in every kernel, and integers in the order of floats.
 
-What one kernel finds to be the k-th largest similarity another compares with similarities of its own, so they must be
-equal bit by bit. They are as long as both cut d into the same chunks and use the same kind of matrix instruction; how
-many rows and columns a tile has does not matter.
+One kernel finds the k-th largest similarity, and another compares it with similarities of its own. These are equal bit
+by bit if both cut d into the same chunks and use the same kind of matrix instruction; the size of a tile does not matter.
 """
 
 import triton
@@ -26,7 +25,7 @@ def inner_products(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of BLOCK_M query rows, held in `q_tile` unless d is larger than BLOCK_K, and the BLOCK_N tokens pointed to."""
+    """Products of BLOCK_M query rows, in `q_tile` if d is at most BLOCK_K, with the BLOCK_N tokens of `d_pointers`."""
     k = tl.arange(0, BLOCK_K)
     similarity = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if DIM <= BLOCK_K:
@@ -61,12 +60,12 @@ def similarity_tile(
 
 @triton.jit
 def order_key(x):
-    """int32 in the order of float32. -0 is 0, NaN is the largest of all, and the smallest int32 is nothing's key."""
+    """int32 in the order of float32. -0 is 0, NaN is the largest, and the smallest int32 is the key of no number."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(x != x, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def key_value(key):
-    """The float32 of a key. Keys of nothing below that of -infinity give NaN."""
+    """The float32 of a key. Keys below that of -infinity give NaN."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

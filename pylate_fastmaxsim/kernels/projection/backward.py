@@ -1,8 +1,8 @@
 """Gradients of the projection to unit token vectors, through the Jacobian of the normalisation in closed form.
 
-With y = W x + b, n = max(|y|, epsilon) and e = y / n, a gradient g of e gives (g - (e . g) e) / n to y. That is
-`scale * g - shift * e` with two numbers a row, so that the gradient of y is made where it is multiplied and is never
-written. A row whose g is 0, because no query token chose it, has a scale and a shift of 0: nothing of it is read again.
+With y = W x + b, n = max(|y|, epsilon) and e = y / n, a gradient g of e gives y the gradient (g - (e . g) e) / n. That
+is `scale * g - shift * e` with two numbers a row, so that it is computed where it is multiplied and never written. A row
+whose g is 0, because no query token chose it, has scale 0 and shift 0, and is not read again.
 """
 
 import triton
@@ -50,7 +50,7 @@ def hidden_gradient_kernel(
 ):
     """Scale and shift of BLOCK_T rows, and their `grad_hidden`, unless that is None: the gradient of y @ weight.
 
-    A tile without a gradient gets its zeros without a product.
+    Tiles without a gradient are filled with zeros and take no product.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = row < num_rows
@@ -59,7 +59,7 @@ def hidden_gradient_kernel(
     found = tl.zeros([BLOCK_T], tl.int32)
     dot = tl.zeros([BLOCK_T], tl.float32)
     if OUT <= BLOCK_D:
-        # Read once, and what is not a number is a gradient as well.
+        # NaN counts as a gradient.
         g = _tile(grad, row, d, in_rows, OUT)
         found = tl.max((g != 0.0).to(tl.int32), axis=1)
         g = g.to(tl.float32)
@@ -80,7 +80,7 @@ def hidden_gradient_kernel(
     shift = tl.zeros([BLOCK_T], tl.float32)
     if NORMALIZE:
         scale = tl.load(inverse_norms + row, mask=live, other=0.0)
-        # Below epsilon the divisor is a constant; what 1 / epsilon rounds to is a little less.
+        # Below epsilon the divisor is a constant; 1 / epsilon may round to a little less.
         shift = tl.where(live & (scale < 0.99999 / EPSILON), scale * dot, 0.0)
     tl.store(scales + row, scale, mask=in_rows)
     tl.store(shifts + row, shift, mask=in_rows)
@@ -138,7 +138,7 @@ def weight_gradient_kernel(
 ):
     """The sum over one part of the rows of a tile of the weight's gradient, and of the bias's unless that is None.
 
-    Rows without a gradient are not read, so that whatever stands in hidden states that nobody uses has no effect.
+    Rows without a gradient are not read, so that NaN in their hidden states has no effect.
     """
     COLUMN_BLOCKS: tl.constexpr = (OUT + BLOCK_D - 1) // BLOCK_D
     TILES: tl.constexpr = COLUMN_BLOCKS * ((IN + BLOCK_K - 1) // BLOCK_K)
@@ -150,8 +150,7 @@ def weight_gradient_kernel(
     k = k_block * BLOCK_K + tl.arange(0, BLOCK_K)
     begin = part * rows_per_part
     end = tl.minimum(begin + rows_per_part, num_rows)
-    # Transposed, because the matrix units take the operand that is computed here from shared memory only as the right
-    # one.
+    # Transposed, because matrix units take an operand from shared memory, where the computed one is, only as the right one.
     total = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     bias_total = tl.zeros([BLOCK_D], tl.float32)
     for first in range(begin, end, BLOCK_R):

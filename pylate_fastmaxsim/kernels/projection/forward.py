@@ -35,8 +35,8 @@ def project_kernel(
 ):
     """BLOCK_T rows of `hidden @ weight.T + bias`, BLOCK_D columns of them.
 
-    A row that fits is normalised before it is rounded. Of a longer one the columns are written as they are, with their
-    sum of squares beside them, and normalize_kernel follows.
+    Rows that fit a tile are normalised before they are rounded. Columns of longer rows are written unnormalised, with
+    their sum of squares, and normalize_kernel follows.
     """
     COLUMN_BLOCKS: tl.constexpr = (OUT + BLOCK_D - 1) // BLOCK_D
     # Columns vary fastest, so that programs running together share rows in L2.
@@ -45,7 +45,7 @@ def project_kernel(
     row = (program // COLUMN_BLOCKS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = column_block * BLOCK_D + tl.arange(0, BLOCK_D)
     k = tl.arange(0, BLOCK_K)
-    # What lies behind the end repeats the last row, which costs no mask; it is not written.
+    # Rows past the end repeat the last row, which needs no mask; they are not written.
     x_pointers = hidden + tl.minimum(row, num_rows - 1)[:, None] * IN + k[None, :]
     w_pointers = weight + tl.minimum(column, OUT - 1)[:, None] * IN + k[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -85,7 +85,7 @@ def normalize_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Divides rows in place by their norm, the root of the sum of their `squares`."""
+    """Divides rows in place by their norm, the square root of the sum of their `squares`."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     in_rows = row < num_rows
     square = tl.zeros([BLOCK_T], tl.float32)

@@ -96,7 +96,7 @@ def backward(
     grad_weight = weight.new_zeros(weight.shape if need_weight else 0)
     grad_bias = weight.new_zeros(dim_out if need_bias else 0)
     if need_bias and dim_in == 0 and 0 not in (num_rows, dim_out):
-        # The bias is summed beside the weight, of which there is nothing here: beside a column of zeros.
+        # The kernel sums the bias beside the weight, which is empty here: give it a column of zeros.
         columns = F.pad(hidden, (0, 1)), F.pad(weight, (0, 1))
         needs = False, False, True
         *_, grad_bias = backward(grad, *columns, embeddings, inverse_norms, normalize, precision, *needs, tiles)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from pylate_fastmaxsim.kernels.runtime.arch import cdiv, next_power_of_2, table_row
 from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 
-# Programs that the parts of the weight's gradient add up to: a few for each multiprocessor of the largest GPU.
+# Programs of a launch of the weight's gradient: a few for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264
-# Rows of a part of the weight's gradient: enough that to write and add up the parts costs little.
+# Rows of a part of the weight's gradient: enough that writing and summing the parts costs little.
 _FEWEST_ROWS = 512
 
 
@@ -32,7 +32,7 @@ class WeightGradientTiles(NamedTuple):
 
 
 class HeadTiles(NamedTuple):
-    """One of each kernel; `None` means: take it from the tables."""
+    """Tiles of each kernel; None: those of the tables."""
 
     project: ProjectionTiles | None = None
     hidden_gradient: ProjectionTiles | None = None
@@ -78,7 +78,7 @@ def project_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> Projection
 
 def hidden_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> ProjectionTiles:
     tiles = _fitted(table_row(_HIDDEN_GRADIENT, arch, kind, dim_out), dim_in, dim_out)
-    # This release cannot compile loads of 16-bit gradients ahead of their use in the loop over parts of d.
+    # This release cannot pipeline loads of 16-bit gradients in the loop over parts of d.
     if RELEASE == (3, 5) and kind == "half" and dim_out > tiles.block_d:
         tiles = tiles._replace(num_stages=1)
     return tiles
@@ -89,6 +89,6 @@ def weight_gradient_tiles(arch: int, kind: str, dim_in: int, dim_out: int) -> We
 
 
 def rows_per_part(tiles: WeightGradientTiles, num_rows: int, num_tiles: int) -> int:
-    """Rows that one program of the weight's gradient sums; depends on sizes only, so that sums repeat bit by bit."""
+    """Rows of a program of the weight's gradient. It depends on sizes only, so that sums repeat bit by bit."""
     parts = max(1, min(cdiv(num_rows, _FEWEST_ROWS), _ENOUGH_PROGRAMS // num_tiles))
     return cdiv(num_rows, parts * tiles.block_r) * tiles.block_r

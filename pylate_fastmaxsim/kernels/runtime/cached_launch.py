@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that cost the host half of Triton's own."""
+"""Launches of Triton kernels in half of the host time that Triton takes."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from triton.runtime import JITFunction
 
 from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 
-# Of the releases whose compiled kernels take their arguments as `Launcher` hands them over, the one that was tested.
+# The release of Triton whose calling convention `Launcher` was tested with.
 _KNOWN = RELEASE == (3, 6)
 _LARGEST_INT32 = 2**31 - 1
 
@@ -21,11 +21,10 @@ def _somebody_listens() -> bool:
 class Launcher:
     """A kernel that is launched as ``launcher[grid](*arguments, **constants)``, like the Triton kernel it is made of.
 
-    For every launch Triton looks at each argument and each option, to find which of the programs that it compiled from
-    the kernel fits. Most of this is known beforehand here: all constants are plain values in one order and numbers are
-    not specialised, so that a program is found by a short key. It is compiled, and found the first time, by Triton; so
-    is every launch of an interpreted kernel, of an untested release of Triton, and while a profiler listens to
-    launches.
+    At every launch Triton examines each argument and option to find the compiled program that fits. Here most of that is
+    known beforehand: constants are plain values in one order, and numbers are not specialised. So a short key finds the
+    program. Triton compiles it, and launches it the first time. Triton also launches everything under an untested
+    release, in the interpreter, and while a profiler listens.
     """
 
     def __init__(self, kernel: Callable):
@@ -42,8 +41,8 @@ class Launcher:
             return
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
-        # What Triton compiles programs for: the type of an argument, whether its address is a multiple of 16, whether a
-        # number fits in 32 bits, the constants.
+        # What Triton compiles programs for: types, whether an address is a multiple of 16 and a number fits in 32 bits,
+        # and constants.
         key = [device, *constants.values()]
         for argument in arguments:
             if argument is None:

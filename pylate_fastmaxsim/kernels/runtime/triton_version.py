@@ -1,4 +1,4 @@
-"""The release of Triton that is installed, for what depends on it."""
+"""The installed release of Triton."""
 
 import triton
 

@@ -1,12 +1,11 @@
-"""Exact k-th largest similarity of every query row to all live document tokens, without holding similarities.
+"""Exact k-th largest similarity of every query row to all live document tokens, without holding the similarities.
 
-The k-th largest of the maxima of groups of tokens is a lower bound: at least k tokens reach it. Few more than k are
-above it as a rule, so those are collected, and the k-th largest is selected among them. Where they do not fit, the k-th
-largest of those that did is a better bound for another round, and rows that are left after that are bisected, with a
-product for every step. Which ones fit depends on the order of atomics, but no result does.
+The k-th largest of the maxima of groups of tokens is a lower bound: at least k tokens reach it. As a rule few more than
+k exceed it. These are collected, and the k-th largest is selected among them. Where they do not fit, the k-th largest of
+those that did is a better bound for another round. Rows that are left after that are bisected, with all products for
+every step. Which similarities fit depends on the order of atomics, but no result does.
 
-Rows that are done, and programs with nothing but such rows, have nothing to do in what follows; nothing waits for the
-device.
+Programs whose rows are done return at once. Nothing waits for the device.
 """
 
 import triton
@@ -69,8 +68,7 @@ def collect_kernel(
 ):
     """Similarities above the bound of a row that is pending go to pool[row, 1 : 1 + capacity], as bits.
 
-    pool[row, 0] counts them all. It stands there, and not in an array of counts, for Triton to give atomics and stores
-    the same layout: one conversion of the tile for both.
+    pool[row, 0] counts them all. The count is part of the pool so that Triton gives atomics and stores one layout.
     """
     program = tl.program_id(0)
     tile = program % num_tiles
@@ -107,13 +105,13 @@ def collect_kernel(
 @Launcher
 @triton.jit(do_not_specialize=["first_row", "k", "capacity"])
 def select_kernel(q_rows, bounds, pending, pool, thresholds, first_row, k, capacity, BLOCK: tl.constexpr):
-    """thresholds[row] = the k-th largest of what was collected, if that is all there is; else a better bound."""
+    """thresholds[row] = the k-th largest collected similarity if all were collected; otherwise a better bound."""
     local = tl.program_id(0)
     if tl.load(pending + local) != 0:
         pool += tl.cast(local, tl.int64) * (1 + capacity)
         count = tl.load(pool)
         filled = tl.minimum(count, capacity)
-        # At least k tokens reach the bound: where less exceed it, it is the k-th largest itself.
+        # At least k tokens reach the bound. If fewer exceed it, it is the k-th largest itself.
         kth = tl.load(bounds + local)
         if count >= k:
             low = tl.full([], -2147483648, tl.int64)
@@ -131,7 +129,7 @@ def select_kernel(q_rows, bounds, pending, pool, thresholds, first_row, k, capac
                 high = tl.where(enough, high, middle)
             kth = low.to(tl.int32)
         if (count <= capacity) | (kth == NAN_KEY):
-            # No bound and less than k tokens: all pass.
+            # With no bound and fewer than k tokens all pass.
             value = tl.where(kth == -2147483648, float("-inf"), key_value(kth))
             tl.store(thresholds + tl.load(q_rows + first_row + local), value)
             tl.store(pending + local, 0)
@@ -160,7 +158,7 @@ def bisect_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """thresholds[row] of the rows that are still pending, by bisection of the keys from the bound on."""
+    """thresholds[row] of the rows that are still pending, by bisection of the keys above the bound."""
     local = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     wanted = tl.load(pending + local) != 0
     if tl.max(wanted.to(tl.int32), axis=0) > 0:

@@ -1,4 +1,4 @@
-"""XTR scores on CUDA: launches the Triton kernels on raw tensors and sizes. Never waits for the device."""
+"""XTR scores on CUDA: launches the Triton kernels. Never waits for the device."""
 
 from typing import NamedTuple
 
@@ -23,19 +23,19 @@ from pylate_fastmaxsim.kernels.xtr.scores import xtr_scores_kernel
 from pylate_fastmaxsim.kernels.xtr.tiles import FROM_TABLES, XtrTiles, collect_tiles, maxima_tiles
 from pylate_fastmaxsim.kernels.xtr.token_maxima import negative_maxima_kernel, token_maxima_kernel
 
-# Groups and collected similarities of as many query rows as fit are held at once.
+# Bounds how many query rows are handled at once, by their groups and collected similarities.
 _SCRATCH_BYTES = 2**28
-# Similarities that have a place for each row, as a multiple of k, and for all rows together where that is more.
+# Similarities that can be collected for each row, as a multiple of k, and for all rows together where that is more.
 _PLACES_OF_K = 8
 _PLACES = 2**23
-# After that many rounds of collecting, rows that are left are bisected.
+# Rounds of collecting; rows that are left are bisected.
 _ROUNDS = 2
-# Programs that share the document tokens of one tile of query rows are as many as make this many in all.
+# Programs of a launch of collecting: those of one tile of query rows share the document tokens.
 _PROGRAMS = 2048
 
 
 class _Rows(NamedTuple):
-    """The live rows of a ragged batch in one list, sequence after sequence."""
+    """The rows of the live tokens of a ragged batch, sequence after sequence."""
 
     rows: Tensor  # [at least offsets[-1]], int32
     offsets: Tensor  # [N + 1] where each sequence begins
@@ -69,7 +69,7 @@ def forward(
     num_rows, dim = q_values.shape
     shape, index_dtype = winner_layout(num_slots, num_rows, operands.max_d_length, want_winners)
     none = no_winner(index_dtype)
-    # Rows of no query and dead rows are not written by the kernels.
+    # The kernels do not write rows of no query, nor masked ones.
     winners = torch.full(shape, none, dtype=index_dtype, device=device)
     if 0 in (num_queries, num_slots, operands.max_q_length, operands.max_d_length, dim):
         sums = torch.zeros((num_queries, num_slots), dtype=torch.float32, device=device)
@@ -130,7 +130,7 @@ def _thresholds_and_maxima(
     tiles: XtrTiles,
     zeros_compete: bool,
 ) -> None:
-    """Fills `thresholds`, which come as -infinity, `maxima` and `winners` for all live query rows.
+    """Write `thresholds`, which come as -infinity, `maxima` and `winners` of all live query rows.
 
     With `zeros_compete`, a token that does not pass counts as 0 in the maximum of its document.
     """
@@ -153,7 +153,7 @@ def _thresholds_and_maxima(
         "maxnreg": tile.max_registers,
     }
 
-    # Where there cannot be more than k tokens, all of them pass, and thresholds stay as they are.
+    # With at most k tokens all pass, and thresholds stay -infinity.
     select = k < most_tokens
     num_groups = 8 * num_documents
     capacity = min(most_tokens, max(_PLACES_OF_K * next_power_of_2(k), _PLACES // most_rows))

@@ -1,4 +1,4 @@
-"""XTR scores from the maxima of every query row and document and the row's threshold."""
+"""XTR scores from the maxima of query rows and documents and the threshold of each row."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,7 @@ def xtr_scores_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Sum over the rows of a query of the maxima that pass, and how many these are: all or, as a rule, the positive ones.
+    """Sum over the rows of a query of the maxima that pass, and their number: all, or only the positive ones.
 
     winners[slot, row] = token_winners[document, row] where it passes, else none. Both may be the same memory.
     """

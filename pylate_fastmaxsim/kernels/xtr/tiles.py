@@ -16,7 +16,7 @@ class CollectTiles(NamedTuple):
 
 
 class XtrTiles(NamedTuple):
-    """Of XTR's own forward; `None` means: take it from the tables. The backward is that of MaxSim."""
+    """Tiles of XTR's forward; None: those of the tables."""
 
     forward: ForwardTiles | None = None
     collect: CollectTiles | None = None
@@ -25,8 +25,7 @@ class XtrTiles(NamedTuple):
 FROM_TABLES = XtrTiles()
 
 
-# Of XTR's maxima where those of the forward have too few registers, and of its collecting, which shares block_k with
-# them.
+# Of the maxima where MaxSim's forward tiles have too few registers, and of collecting, which uses the maxima's block_k.
 _MAXIMA = {(90, "bf16x6"): [(None, ForwardTiles(128, 64, 32, 1, 8, 3))]}
 _COLLECT = {
     (90, "half"): [(128, CollectTiles(64, 32, 4, 3)), (None, CollectTiles(64, 64, 4, 2))],
@@ -40,14 +39,14 @@ _COLLECT = {
 
 
 def maxima_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> ForwardTiles:
-    """Tiles of XTR's maxima; `rows_in_all` is how many query rows there are to share a tile."""
-    # Not the tiles of few rows: XTR compares these similarities bit by bit with those that it collects, and fewer than
-    # 64 rows go to other matrix instructions.
+    """Tiles of the maxima for `rows_in_all` query rows."""
+    # Never the tiles for few rows: maxima are compared bit by bit with collected similarities, and fewer than 64 rows
+    # use other matrix instructions.
     return fitted(table_row(_MAXIMA, arch, kind, dim) or forward_row(arch, kind, dim, True, 1), arch, dim, rows_in_all)
 
 
 def collect_tiles(arch: int, kind: str, dim: int, rows_in_all: int) -> CollectTiles:
-    """Tiles of XTR's collecting; `rows_in_all` is how many query rows there are to share a tile."""
+    """Tiles of collecting for `rows_in_all` query rows."""
     tiles = table_row(_COLLECT, arch, kind, dim)
     block_m = max(64, min(tiles.block_m, next_power_of_2(rows_in_all)))
     return tiles._replace(block_m=block_m, num_warps=max(4, tiles.num_warps * block_m // tiles.block_m))

@@ -1,4 +1,4 @@
-"""Largest similarity of every query row to every document, and to groups of its tokens; see kth_largest.py."""
+"""Largest similarity of every query row to every document, and to groups of its tokens for kth_largest.py."""
 
 import triton
 import triton.language as tl
@@ -38,8 +38,8 @@ def token_maxima_kernel(
 ):
     """maxima[document, row], its token's position in winners[document, row], and groups[row - first_row, document, 8].
 
-    A group holds the tokens of a document whose positions among its live ones are equal modulo 8, which matrix units
-    leave in one thread. What is written of its maximum is the upper half of its key, the lowest int16 if it is empty.
+    A group holds the tokens of a document whose positions among its live tokens are equal modulo 8, which matrix units
+    leave in one thread. Of its maximum the upper half of the key is written; the lowest int16 if the group is empty.
     """
     # Tiles vary fastest, so that programs running together share documents in L2.
     program = tl.program_id(0)
@@ -72,7 +72,7 @@ def token_maxima_kernel(
                 )
                 best, best_first = running_maximum(best, best_first, first, similarity, WANT_WINNERS, BLOCK_M, BLOCK_N)
             if groups is not None:
-                # A document of less than 8 tokens repeats its first in the groups that have none.
+                # A document of fewer than 8 tokens repeats its first token in the empty groups.
                 key = tl.where(in_group[None, :] < length, order_key(best) >> 16, -32768)
                 group_out = groups + (local.to(tl.int64) * num_documents + document)[:, None] * 8 + in_group[None, :]
                 tl.store(group_out, key.to(tl.int16), mask=live[:, None])
@@ -114,7 +114,7 @@ def negative_maxima_kernel(
 ):
     """Raises to 0 the negative maxima that pass while another token of the document does not: that one counts as 0.
 
-    It can happen only to rows with less than k positive similarities in all, so this has nothing to do as a rule.
+    This happens only to rows with fewer than k positive similarities in all, which are rare.
     """
     program = tl.program_id(0)
     tile = program % num_tiles
@@ -124,7 +124,7 @@ def negative_maxima_kernel(
     live = index < num_live
     row = tl.load(q_rows + index, mask=live, other=0)
     threshold = tl.load(thresholds + row, mask=live, other=0.0)
-    # Where it is -infinity all tokens pass.
+    # With -infinity all tokens pass.
     negative = live & (threshold < 0.0) & (threshold > float("-inf"))
     if tl.max(negative.to(tl.int32), axis=0) > 0:
         k = tl.arange(0, BLOCK_K)

@@ -1,4 +1,4 @@
-"""The documents of all ranks on each of them, with gradients."""
+"""Gathers the documents of all ranks, with gradients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pylate_fastmaxsim.tokens import TokenBatch
 def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) -> tuple[TokenBatch, Tensor | None]:
     """The documents of all ranks of the default process group, those of rank 0 first, and their ``zero_floor``.
 
-    The gradient of a document is the sum over all ranks, taken in float32 (float64 for float64 vectors). Every rank has
-    to take part, in the backward too. Waits for the other ranks once, not for the device.
+    The gradient of a document is the sum over all ranks, in float32 (float64 for float64 vectors). Every rank must take
+    part, also in the backward. Waits for the other ranks once, not for the device.
 
     Parameters
     ----------
     documents
-        Those of this rank, in the same number on all ranks; their tokens may differ.
+        The documents of this rank. Their number is the same on all ranks, their lengths are not.
     zero_floor
         As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none.
 
     Returns
     -------
     documents
-        Those of all R ranks, ``R * Nd``. Their vectors are a copy; without other ranks, those that were given.
+        Those of all R ranks, ``R * Nd``. Their vectors are a copy unless there is one rank.
     zero_floor
         ``[R * Nd]``, bool, or ``None`` if none was given.
 
@@ -54,7 +54,7 @@ def gather_documents(documents: TokenBatch, zero_floor: Tensor | None = None) ->
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks, ``[R * most, d]``, in one piece and without another copy of them."""
+    """The rows of all ranks, ``[R * most, d]``, gathered into one tensor without another copy."""
 
     @staticmethod
     def forward(ctx, values, most):

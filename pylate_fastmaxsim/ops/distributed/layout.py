@@ -1,4 +1,4 @@
-"""What every rank of a process group has to know of the documents of the others before it scores them."""
+"""Sizes and layout of the documents of all ranks, exchanged before they are scored."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Rows of a gathered mask begin at multiples of this, for which kernels are compiled once and not twice.
+# Each rank's part of a gathered mask begins at a multiple of this, so that kernels are compiled for aligned ones only.
 _ALIGNED = 16
 
-# Every rank has them in the same order, so that a place in it can be sent.
+# The same order on every rank, so that an index can be sent.
 _DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
 
 
 class DtypesDiffer(ValueError):
-    """The ranks have documents of several dtypes; ``widest`` holds all of these. All ranks raise it."""
+    """The documents of the ranks differ in dtype; ``widest`` can hold all of them. All ranks raise it."""
 
     def __init__(self, dtypes: list[torch.dtype]) -> None:
         super().__init__(
@@ -32,7 +32,7 @@ class DtypesDiffer(ValueError):
 
 
 class _Sizes(NamedTuple):
-    """What is exchanged first: a number of each rank, or what all ranks have."""
+    """What is exchanged first: numbers of one rank, or tuples of those of all ranks."""
 
     rows: Any
     max_length: Any
@@ -45,7 +45,7 @@ class _Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """Where the documents of each of R ranks lie in its vectors, Nd of each: small beside the vectors themselves.
+    """Where the Nd documents of each of R ranks lie in its vectors.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Shards:
     starts, lengths
         As in :class:`~pylate_fastmaxsim.TokenBatch`, counted in each rank's own vectors, ``[R, Nd]``.
     keep
-        ``[R, most]``, bool, with ``most`` at least the largest of ``rows``; what lies behind a rank's rows is false.
+        ``[R, most]``, bool, with ``most`` at least the largest of ``rows``; False past a rank's rows.
     zero_floor
         ``[R, Nd]``, bool, or ``None``.
     """
@@ -70,27 +70,27 @@ class Shards:
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This process and the number of processes in the default group, which without a group is 1."""
+    """This process's rank and the number of ranks in the default process group; 0 and 1 without a group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = False) -> Shards:
-    """Exchange what the ranks have to know of each other's documents. Waits for the other ranks once.
+    """Exchange the layout of the documents of all ranks. Waits for the other ranks once.
 
-    ``in_ring``: whether this rank will pass documents on, and not gather them.
+    ``in_ring``: whether this rank passes documents on in a ring rather than gathers them.
 
     Raises
     ------
     ValueError
-        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in what
-        they will do with the documents.
+        The ranks differ in the number of documents, in d, in dtype, in whether there is a ``zero_floor`` or in
+        ``in_ring``.
     """
     rows, dtype = len(documents.values), _DTYPES.index(documents.values.dtype)
     sizes = _Sizes(rows, documents.max_length, len(documents), documents.dim, dtype, zero_floor is not None, in_ring)
     of_all = _Sizes(*zip(*_numbers_of_all(sizes, documents.device), strict=True))
-    # Every rank finds the same, before anything of a size that another one does not expect is sent.
+    # Every rank raises the same error, before anything is sent in a size that another rank does not expect.
     for what, of_ranks in (
         ("have the same number of documents", of_all.documents),
         ("have documents of the same d", of_all.dim),
@@ -120,17 +120,17 @@ def describe(documents: TokenBatch, zero_floor: Tensor | None, in_ring: bool = F
 
 
 def _numbers_of_all(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """The numbers of all ranks. Waits for these, and not for what the device has been given to compute."""
+    """The numbers of all ranks. Waits for the ranks, not for what the GPU is computing."""
     if device.type != "cuda":
         return _all_gather(torch.tensor(numbers, device=device)).tolist()
-    # Or the device would idle at the end of the encoder's forward, until the host has launched what follows.
-    with torch.cuda.stream(_beside(device)):
+    # Otherwise the GPU would idle after the encoder's forward until the host has launched what follows.
+    with torch.cuda.stream(_exchange_stream(device)):
         return _all_gather(torch.tensor(numbers, device=device)).tolist()
 
 
 @lru_cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream for what need not wait for the computation."""
+def _exchange_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for exchanges that need not wait for the computation."""
     return torch.cuda.Stream(device)
 
 

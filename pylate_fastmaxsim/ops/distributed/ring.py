@@ -1,9 +1,8 @@
-"""MaxSim against the documents of all ranks, which go round from rank to rank, so that none ever holds them all.
+"""MaxSim against the documents of all ranks, passed round in a ring, so that no rank holds them all.
 
-Each rank starts with its own shard of documents, scores its queries against the shard at hand while the next one
-arrives from the rank before it, and hands it on. The backward goes round once more and sends the gradient of each shard
-along with it: every rank adds its part, in the order in which the ranks meet the shard, and the last hands the sum
-back.
+Each rank starts with its own shard of documents. It scores its queries against the shard at hand while the next one
+arrives from the previous rank, and passes it on. The backward goes round once more and sends the gradient of each shard
+along: every rank adds its part, always in the same order, and the last rank returns the sum.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import as_batch, prepared, recording
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Winners that are kept for the backward, of all shards together. Those of further shards are found again there, so that
-# memory does not grow with the number of ranks.
+# Winners of all shards that are kept for the backward. Those of further shards are recomputed there, so that memory does
+# not grow with the number of ranks.
 KEPT_WINNER_BYTES = 2**30
 
 
@@ -42,9 +41,9 @@ def ring_maxsim(
     """Score this rank's queries against the documents of all ranks, holding two ranks' documents at a time.
 
     All ranks of the default process group must call it together, and its backward as well. Scores and gradients are
-    those of :func:`~pylate_fastmaxsim.maxsim` on the gathered documents: the gradient of a document is the sum over
-    the queries of all ranks, taken in float32 (float64 for float64 vectors) in an order that never changes. Waits for
-    the device once, for the number of tokens of each rank. Without a process group there is one rank.
+    those of :func:`~pylate_fastmaxsim.maxsim` on the gathered documents: the gradient of a document is the sum over the
+    queries of all ranks, in float32 (float64 for float64 vectors) and in a fixed order. Waits for the device once, for
+    the number of tokens of each rank. Without a process group there is one rank.
 
     Parameters
     ----------
@@ -68,8 +67,8 @@ def ring_maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, or the ranks differ in the number of documents, in d, in dtype or
-        in whether there is a ``zero_floor``, or some of them gather instead.
+        Shapes, dtypes or devices do not fit together, the ranks differ in the number of documents, in d, in dtype or in
+        whether there is a ``zero_floor``, or some ranks gather instead.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -152,7 +151,7 @@ def _pass_on(outgoing: Tensor, incoming: Tensor, tag: int) -> list[dist.Work]:
     """Begin to send one tensor to the next rank and to receive the other from the rank before."""
     rank, ranks = rank_and_ranks()
     ends = [(dist.isend, outgoing, (rank + 1) % ranks), (dist.irecv, incoming, (rank - 1) % ranks)]
-    # A shard without a token is not sent, and both sides know of it.
+    # A shard without tokens is not sent; both sides know its size.
     operations = [dist.P2POp(end, tensor, peer, tag=tag) for end, tensor, peer in ends if tensor.numel()]
     return dist.batch_isend_irecv(operations) if operations else []
 
@@ -163,7 +162,7 @@ def _finish(works: list[dist.Work]) -> None:
 
 
 def _go_round(own: Tensor, shards: list[_Shard]) -> Iterator[tuple[int, Tensor]]:
-    """Each rank and the vectors of its documents, this rank first; the next ones arrive while these are worked on."""
+    """Each rank and the vectors of its documents, this rank first. The next ones arrive while these are scored."""
     rank, ranks = rank_and_ranks()
     at_hand = own.contiguous()
     for step in range(ranks):
@@ -198,15 +197,15 @@ class _Ring(torch.autograd.Function):
                 scores[chunk.queries, owner * count : (owner + 1) * count] = part
                 if keeps:
                     kept.append(winners)
-            del values  # which the generator lets go of as well, before the next shard but one is to come
+            del values  # as the generator does, before the shard after the next one is allocated
         ctx.save_for_backward(q_values, d_values, *kept)
         ctx.chunks, ctx.shards = chunks, shards
         return scores
 
     @staticmethod
     def backward(ctx, grad_scores):
-        # With gradients enabled somebody asks for second ones. `once_differentiable` takes a gradient that depends on
-        # nothing for a constant, which these are not.
+        # With gradients enabled second ones are asked for. `once_differentiable` would take a gradient without a graph for
+        # a constant.
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "ring_maxsim: second derivatives are not supported; its backward cannot be differentiated."
@@ -221,7 +220,7 @@ class _Ring(torch.autograd.Function):
             shard = ctx.shards[owner]
             outgoing, works = grad_d, []
             if outgoing is not None:
-                # What the ranks before this one made of the shard at hand, for what this one made of the shard before.
+                # Receive the previous ranks' gradient of this shard, and send that of the shard before.
                 grad_d = values.new_empty(values.shape, dtype=exact)
                 works = _pass_on(outgoing, grad_d, tag=1)
             count = len(shard.starts)
@@ -256,7 +255,7 @@ def _gradients_of_shard(
     grad_q: Tensor | None,
     need_d: bool,
 ) -> Tensor | None:
-    """This rank's part of the gradient of a shard; that of the queries is added to ``grad_q``."""
+    """This rank's part of the gradient of a shard. The gradient of the queries is added to ``grad_q``."""
     grad_d = None
     for chunk, kept in zip(chunks, winners, strict=True):
         if kept is None:
