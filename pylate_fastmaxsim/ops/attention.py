@@ -13,8 +13,8 @@ from pylate_fastmaxsim.ops.dispatch import has_kernels
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
-# Without a window FlashAttention is faster for longer texts: of 180 tokens these kernels were 1.18 times as fast on an
-# H100, of 300 tokens 0.91 times (benchmarks/operators/attention.py).
+# Without a window FlashAttention is faster for longer texts. On an H100 these kernels were 1.18 times as fast for texts
+# of 180 tokens, and 0.91 times for 300 tokens (benchmarks/operators/attention.py).
 LONGEST_MEAN = 192
 LONGEST = 1024
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import case, definition, distances, gradient_of
+from on_gpu import no_waiting
 from pylate import losses
 from test_encode_cuda import _assert_as_exact, _batch, _losses, stock  # noqa: F401
 
@@ -14,10 +15,7 @@ from pylate_fastmaxsim.integrations.encoding.attention import variable_length_at
 from pylate_fastmaxsim.ops import attention as operator
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.cuda
 
 BOUND = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
@@ -100,11 +98,8 @@ def test_registered_operator():
 def test_nothing_waits_for_the_device():
     batch = on_gpu([5, 70, 130], 64)
     gradient = gradient_of(run(batch)[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run(batch, gradient)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_when_it_is_chosen():

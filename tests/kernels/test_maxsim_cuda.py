@@ -6,6 +6,7 @@ import exactness
 import pytest
 import torch
 from exactness import from_winners, relative_error, winner_index
+from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
@@ -14,32 +15,11 @@ pytest.importorskip("triton")
 
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
-DEVICE = "cuda"
-
-
-def ragged(generator, count, longest, dim, dtype, keep=None, shortest=1, gap=0):
-    """Sequences of random lengths, in shuffled order, normalised as ColBERT does."""
-    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator)
-    lengths[0] = longest
-    order = torch.randperm(count, generator=generator)
-    starts = torch.empty_like(lengths)
-    ends = (lengths[order] + gap).cumsum(0)
-    starts[order] = ends - lengths[order]
-    values = torch.randn(int(ends[-1]), dim, generator=generator)
-    values = (torch.nn.functional.normalize(values, dim=-1) if dim > 1 else values).to(dtype)
-    mask = None if keep is None else (torch.rand(len(values), generator=generator) < keep).to(DEVICE)
-    return TokenBatch(values.to(DEVICE), starts.to(DEVICE), lengths.to(DEVICE), longest, mask, gapless=gap == 0)
+pytestmark = pytest.mark.cuda
 
 
 run = partial(exactness.run, maxsim_launch)
 check = partial(exactness.check, maxsim_launch)
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("dim", [1, 7, 48, 64, 96, 128, 200, 256, 768, 1024])
@@ -152,11 +132,8 @@ def test_nothing_waits_for_the_device(layout):
     documents = ragged(generator, 32, 100, 128, torch.bfloat16, keep=0.9)
     candidates = torch.randint(32, (16, 4), generator=generator).to(DEVICE) if layout == "candidates" else None
     run(queries, documents, candidates)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run(queries, documents, candidates)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("layout", ["all", "candidates"])
@@ -166,21 +143,14 @@ def test_a_cuda_graph_captures_forward_and_backward(layout):
     # With gaps, because documents become shorter below.
     documents = ragged(generator, 32, 100, 128, torch.bfloat16, gap=1)
     candidates = torch.randint(32, (16, 4), generator=generator).to(DEVICE) if layout == "candidates" else None
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(queries, documents, candidates)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(queries, documents, candidates)
+    graph, results = captured(lambda: run(queries, documents, candidates))
     for tensor in (queries.values, documents.values):
         tensor.copy_(torch.randn(tensor.shape, device=DEVICE))
     documents.lengths.sub_(documents.lengths // 2)
     if candidates is not None:
         candidates.copy_(candidates.flip(0))
     graph.replay()
-    assert all(map(torch.equal, captured, run(queries, documents, candidates)))
+    assert all(map(torch.equal, results, run(queries, documents, candidates)))
 
 
 def free_bytes():

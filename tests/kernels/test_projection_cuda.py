@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_gpu import DEVICE, captured, no_waiting
 from projection_exactness import TOLERANCE, check, problem
 from torch.nn import functional as F
 
@@ -12,8 +13,6 @@ from pylate_fastmaxsim.ops.projection import project_normalize
 
 head = pytest.importorskip("pylate_fastmaxsim.kernels.projection.launch")
 pytestmark = pytest.mark.cuda
-
-DEVICE = "cuda"
 
 
 @pytest.mark.parametrize("dtype, precision", TOLERANCE, ids=str)
@@ -90,28 +89,18 @@ def test_scores_and_gradients_from_hidden_states(layout):
 def test_nothing_waits_for_the_device():
     tensors = leaves()
     step(*tensors)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step(*tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_cuda_graph_captures_forward_and_backward():
     tensors = leaves()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(*tensors)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(*tensors)
+    graph, results = captured(lambda: step(*tensors))
     with torch.no_grad():
         for tensor in tensors:
             tensor.copy_(torch.randn_like(tensor))
     graph.replay()
-    assert all(map(torch.equal, captured, step(*tensors)))
+    assert all(map(torch.equal, results, step(*tensors)))
 
 
 def test_memory_beyond_the_gradients():

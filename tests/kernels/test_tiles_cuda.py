@@ -3,7 +3,7 @@
 import exactness
 import pytest
 import torch
-from test_maxsim_cuda import DEVICE, ragged
+from on_gpu import DEVICE, ragged
 
 pytest.importorskip("triton")
 
@@ -12,10 +12,7 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.cuda
 
 INPUTS = {
     "half": (torch.bfloat16, "highest"),

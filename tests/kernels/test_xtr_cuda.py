@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import from_winners, relative_error, row_queries, winner_index
+from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 from pylate.scores import XTRKDScores, XTRScores
-from test_maxsim_cuda import DEVICE, DTYPES, ragged
 
 from pylate_fastmaxsim import TokenBatch, xtr_scores
 from pylate_fastmaxsim._operands import ScoringOperands
@@ -16,10 +16,7 @@ pytest.importorskip("triton")
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch  # noqa: E402
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.cuda
 
 
 def run(queries, documents, k, candidates=None, zero_floor=None, precision="highest", normalizer="positive"):
@@ -181,29 +178,19 @@ def test_nothing_waits_for_the_device():
     generator = torch.Generator().manual_seed(0)
     queries, documents = (ragged(generator, n, 100, 128, torch.bfloat16, keep=0.9) for n in (16, 32))
     run(queries, documents, 64)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run(queries, documents, 64)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_cuda_graph_captures_it():
     generator = torch.Generator().manual_seed(0)
     queries, documents = (ragged(generator, n, 100, 128, torch.bfloat16, keep=0.9) for n in (16, 32))
     documents = replace(documents, gapless=False)  # its lengths change below
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(queries, documents, 64)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(queries, documents, 64)
+    graph, results = captured(lambda: run(queries, documents, 64))
     documents.values.copy_(torch.randn(documents.values.shape, device=DEVICE))
     documents.lengths.sub_(documents.lengths // 2)
     graph.replay()
-    assert all(map(torch.equal, captured, run(queries, documents, 64)))
+    assert all(map(torch.equal, results, run(queries, documents, 64)))
 
 
 @pytest.mark.parametrize("metric", [XTRScores, XTRKDScores])

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from exactness import winner_index
 from interpreter import interpreted, spread_out  # noqa: F401
-from strategies import ragged
+from ragged_batches import ragged
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands

@@ -7,7 +7,8 @@ from unittest import mock
 import exactness
 import pytest
 import torch
-from strategies import ragged
+from on_gpu import no_waiting
+from ragged_batches import CANDIDATES, batches
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,17 +17,6 @@ from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import dispatch
-
-
-def batches(dtype=torch.float32, dim=16, queries=(5, 5, 3, 0, 5), documents=(7, 0, 20, 3, 9, 1), masked=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return (
-        ragged(generator, list(queries), dim, dtype, integers=False, masked=masked),
-        ragged(generator, list(documents), dim, dtype, integers=False, masked=masked),
-    )
-
-
-CANDIDATES = torch.tensor([[0, 1], [2, 2], [5, 0], [3, 3], [4, 1]])
 
 
 def with_gradients(queries, documents, *args, **kwargs):
@@ -350,8 +340,5 @@ def test_a_training_step_on_cuda_never_waits_for_the_device():
         ).backward()
 
     step()  # compiles the kernels
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

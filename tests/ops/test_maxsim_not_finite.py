@@ -3,7 +3,7 @@
 import exactness
 import pytest
 import torch
-from test_maxsim import CANDIDATES, batches
+from ragged_batches import CANDIDATES, batches
 
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands

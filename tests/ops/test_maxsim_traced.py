@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_maxsim import CANDIDATES, batches
+from ragged_batches import CANDIDATES, batches
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from test_maxsim import D, Q, batches
+from ragged_batches import batches
 
 from pylate_fastmaxsim import maxsim, xtr_scores
+
+Q, D = torch.zeros(2, 3, 4), torch.zeros(5, 6, 4)
 
 
 @pytest.mark.parametrize("function", [maxsim, lambda *inputs: xtr_scores(*inputs[:2], 3, *inputs[2:])])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from ragged_batches import ragged
 from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
@@ -35,36 +36,6 @@ class Problem:
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Differentiable copies of the two value matrices."""
         return tuple(batch.values.to(dtype, copy=True).requires_grad_() for batch in (self.queries, self.documents))
-
-
-def ragged(
-    generator: torch.Generator, lengths: list[int], dim: int, dtype: torch.dtype, integers: bool, masked: bool
-) -> TokenBatch:
-    """Sequences in shuffled order with unused rows between them; every row that does not count is NaN.
-
-    ``integers``: small integer vectors, for which every product and sum is exact in any dtype and ties abound.
-    """
-    starts, row = torch.zeros(len(lengths), dtype=torch.int64), 1
-    for i in torch.randperm(len(lengths), generator=generator).tolist():
-        starts[i] = row
-        row += lengths[i] + int(torch.randint(0, 3, (), generator=generator))
-    if integers:
-        values = torch.randint(-2, 3, (row, dim), generator=generator).to(dtype)
-    else:
-        values = torch.randn(row, dim, generator=generator).to(dtype)
-    keep = torch.rand(row, generator=generator) < 0.6 if masked else torch.ones(row, dtype=torch.bool)
-    used = torch.zeros(row, dtype=torch.bool)
-    for start, length in zip(starts.tolist(), lengths, strict=True):
-        used[start : start + length] = True
-    values[~(used & keep)] = torch.nan
-    slack = int(torch.randint(0, 4, (), generator=generator))
-    return TokenBatch(
-        values,
-        starts,
-        torch.tensor(lengths, dtype=torch.int64),
-        max(lengths, default=0) + slack,
-        keep if masked else None,
-    )
 
 
 @st.composite
