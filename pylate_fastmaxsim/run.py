@@ -6,10 +6,7 @@ from pylate_fastmaxsim.integrations.run_script import run_script
 
 
 def main() -> None:
-    """Run the script that the command line names with PyLate accelerated.
-
-    See :func:`pylate_fastmaxsim.integrations.run_script.run_script`.
-    """
+    """Run the script of the command line; see :func:`pylate_fastmaxsim.integrations.run_script.run_script`."""
     run_script(sys.argv[1:], prog="python -m pylate_fastmaxsim.run")
 
 
