@@ -1,25 +1,25 @@
-"""The largest batch that each path trains: which sizes to try, and one try in a process of its own."""
+"""The largest batch that each path can train: which sizes to try, and one try in a new process."""
 
 from __future__ import annotations
 
 from benchmarks.training.cell_processes import measure
 
 SMALLEST, LARGEST = 32, 2**20
-# Powers of two and the sizes half-way between them.
+# Powers of two and the sizes midway between them.
 GRID = sorted({size for power in range(5, 21) for size in (2**power, 3 * 2 ** (power - 1)) if size <= LARGEST})
-# Of GradCache, and how many rows of its batch differ, as in gradcache_step.json.
+# GradCache's mini-batch, and how many rows of its batch differ, as in gradcache_step.json.
 MINI_BATCH = 128
 TILE = 512
 
-# By how far a straight line through two peaks may miss a third.
+# Share of the device's memory to aim at, since the line through two peaks is not exact.
 _SAFE = 0.95
 
 
 def next_batch(tried: dict[int, dict], first: int, capacity_gib: float | None, largest: int = LARGEST) -> int | None:
-    """The batch size to try next, from the results so far by size; ``None``: the ceiling is known, or `largest` went.
+    """The batch size to try next, from the results so far by size; ``None`` once the ceiling is known or ``largest`` fits.
 
-    Between the largest that went and the smallest that did not, the size that a line through the two largest peaks
-    says will just fit, else the middle.
+    It lies between the largest size that fits and the smallest that does not: where a line through the two largest
+    peaks reaches the memory of the device, or in the middle.
     """
     went = sorted(size for size, result in tried.items() if result["status"] == "ok")
     stopped = sorted(size for size, result in tried.items() if result["status"] != "ok")
@@ -53,9 +53,9 @@ def _fitting(peaks: dict[int, float | None], capacity_gib: float | None) -> floa
 def try_batch(
     loss: str, path: str, compiled: bool, batch: int, layers: int | None, chunks: int | None, timeout: float
 ) -> dict:
-    """A step of training on a batch, after one on a few of its rows that leaves AdamW its state.
+    """One training step on a batch, after one on a few of its rows that creates the state of AdamW.
 
-    With ``chunks`` the step ends when it has scored so many chunks of queries.
+    With ``chunks`` the step ends after scoring that many chunks of queries.
     """
     extra = ["--loss", loss, "--mini-batch", str(MINI_BATCH), "--tile", str(TILE)]
     extra += ["--batches", "1", "--warmup", "1", "--warmup-rows", str(SMALLEST), "--steps", "1"]
@@ -67,7 +67,7 @@ def try_batch(
 
 
 def ceiling(tried: dict[int, dict]) -> tuple[int | None, dict | None]:
-    """The largest size that went, and the result of the smallest that did not."""
+    """The largest size that fits, and the result of the smallest that does not."""
     went = [size for size, result in tried.items() if result["status"] == "ok"]
     stopped = [size for size, result in tried.items() if result["status"] != "ok"]
     return max(went, default=None), tried[min(stopped)] if stopped else None

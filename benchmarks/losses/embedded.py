@@ -1,4 +1,4 @@
-"""PyLate's losses on token embeddings that are there already: all that a loss does beside the encoder."""
+"""PyLate's losses on stored token embeddings: a training step without the encoder."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ LOSSES = {
 
 Features = list[dict[str, Tensor]]
 
-# Of each model the embeddings that it has handed out. Not in the model: documents of one that remembers its calls are
-# padded.
+# The embeddings that each model returned. Not an attribute: documents of a model that changes in its forward are padded.
 _leaves: WeakKeyDictionary[nn.Module, dict[tuple, Tensor]] = WeakKeyDictionary()
 
 
 class Embedded(nn.Module):
-    """Stands where a loss has its model: hands out stored bfloat16 embeddings of each call, as leaves with gradients.
+    """In place of a ColBERT model: returns stored bfloat16 embeddings, leaves with gradients, for each call.
 
-    With ``float32`` to the loss they are that, as accelerate makes the outputs of a model that trains in bf16.
-    Otherwise they stay as they are, as this package hands them on where the head is fused.
+    With ``float32`` the loss gets them in float32, as accelerate converts the outputs of a model that trains in bf16.
+    Otherwise they stay bfloat16, as with this package's fused head.
     """
 
     def __init__(self, device: torch.device, float32: bool = True) -> None:
@@ -78,7 +77,7 @@ class _Lookup(nn.Module):
         ids = features["input_ids"]
         if not self.training:
             return {"token_embeddings": self.table[ids]}
-        # A column, or a part of it, is known by its memory; packed documents, which are made anew, by their number.
+        # The key of a column or a part of it is its memory; of packed documents, which are new tensors, their size.
         memory = ids.untyped_storage()
         made = memory.data_ptr() if memory.data_ptr() in self.known else memory.nbytes()
         key = (made, ids.storage_offset(), ids.shape)
@@ -93,9 +92,9 @@ class _Lookup(nn.Module):
 def make_features(
     model: Embedded, queries: int, columns: int, document_length: int, seed: int, one_column: bool = False
 ) -> Features:
-    """A batch as the collator makes it: queries and ``columns`` of as many documents, log-normal lengths, padded.
+    """A padded batch as from the collator: queries and ``columns`` of as many documents, with log-normal lengths.
 
-    With ``one_column`` the documents of all columns stand in one, as distillation has them.
+    With ``one_column`` all documents are in one column, as in distillation.
     """
     draw = random.Random(seed)
     device = model.lookup.table.device
@@ -116,7 +115,7 @@ def make_features(
 
 
 class Step:
-    """From token embeddings to their gradients: one call is forward and backward of one loss on one batch."""
+    """A call is forward + backward of one loss on one batch, from token embeddings to their gradients."""
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class Step:
             loss = self.loss_function([dict(column) for column in self.features], self.labels)
         loss.backward()
         if current_options() is not None and "padded" in modes.chosen[self.model].values():
-            raise RuntimeError("The documents were padded, and so is what would be measured.")
-        # Here and not before, so that gradients count to the memory of the step that made them.
+            raise RuntimeError("The documents were padded, so this would not measure packed ones.")
+        # At the end, so that gradients count in the memory of their step.
         self.model.zero_grad()
         return loss.detach()

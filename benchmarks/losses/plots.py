@@ -1,4 +1,4 @@
-"""Plots of the losses benchmark: time and memory from embeddings to gradients, and across devices."""
+"""Plots of the losses benchmark: time and memory on one GPU and on several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEASURES = {"ms": ("time (ms)", 1), "peak_bytes": ("peak memory (MiB)", 2**20)}
 
 
 def plot_all(content: dict, target: Path) -> None:
-    """Write one picture for each part that has results, named after the results file."""
+    """Write one plot for each part that has results, named after the results file."""
     if of_kind(content, "embedded"):
         _embedded(of_kind(content, "embedded"), target.with_suffix(".png"))
     if of_kind(content, "ring"):
@@ -30,7 +30,7 @@ def _save(figure, handles: tuple, target: Path) -> None:
 
 
 def _embedded(cells: list[dict], target: Path) -> None:
-    """Bars, one group a loss and document length."""
+    """Bars, a group for each loss and document length."""
     figure, axes = _axes(1)
     shapes = list(dict.fromkeys((cell["cell"]["loss"], cell["cell"]["document_length"]) for cell in cells))
     width = 0.8 / len(PATHS)
@@ -53,7 +53,7 @@ def _embedded(cells: list[dict], target: Path) -> None:
 
 
 def _ring(cells: list[dict], target: Path) -> None:
-    """Lines against the number of ranks, one row of pictures a loss, one line style a number of queries."""
+    """Lines by the number of ranks: a row for each loss, a line style for each number of queries."""
     losses = list(dict.fromkeys(cell["cell"]["loss"] for cell in cells))
     queries = sorted({cell["cell"]["queries"] for cell in cells})
     figure, axes = _axes(len(losses))

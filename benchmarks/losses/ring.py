@@ -1,7 +1,7 @@
-"""Documents in a ring against gathered ones: one process of torchrun for each GPU, started by ``run.py --ring``.
+"""Ring against gathered documents: the ranks that ``run.py --ring`` starts with torchrun, one for each GPU.
 
-Every rank has the same number of queries and documents of its own, so that what a rank scores grows with the number of
-ranks: against 1 rank, ideal time is as many times longer. Rank 0 prints a line of JSON for each cell.
+Every rank has the same number of queries and of documents, so the scores of a rank grow with the number of ranks: the
+ideal time is that of 1 rank times their number. Rank 0 prints a line of JSON for each cell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = 5
 
 
 def measure(step: Step, device: torch.device, iterations: int) -> dict:
-    """Median over the steps, the slowest rank's; every rank makes equally many. Nothing waits between steps."""
+    """Median over the steps, of the slowest rank. Nothing waits between steps."""
     cuda = device.type == "cuda"
     for _ in range(WARM_UP if cuda else 1):
         step()

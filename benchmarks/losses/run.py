@@ -2,13 +2,13 @@
 
     python -m benchmarks.losses.run                           # measure what is missing, then print the tables
     python -m benchmarks.losses.run --render-only             # tables from the committed results
-    python -m benchmarks.losses.run --ring --ranks 1 2 4      # documents in a ring against gathered ones, torchrun and NCCL
+    python -m benchmarks.losses.run --ring --ranks 1 2 4      # ring against gathered documents, on several GPUs
     python -m benchmarks.losses.run --ceiling --losses contrastive --budget 300
     python -m benchmarks.losses.run --queries 4 --lengths 12 --paths stock fast --results /tmp/losses.json    # on a CPU
 
-Without --ring or --ceiling, a cell is one loss on token embeddings that are there already, forward and backward, bf16
-autocast: what a training step does beside the encoder. A cell is written to the results file as soon as it is
-known and a finished one is not run again, so several short runs on a GPU fill one file.
+Without --ring or --ceiling, a cell is forward + backward of one loss on stored token embeddings in bf16 autocast: what
+a training step does without the encoder. Each is written to the results file as soon as it is known, and a finished
+one is not measured again, so several short runs on a GPU fill one file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.losses.ceiling import GRID, next_batch, try_batch
 from benchmarks.losses.table import LOSS_TITLES, RING_PATHS, markdown
 from benchmarks.training.train_step import PATHS
 
-# Documents of a query: a positive and a negative; of distillation as many in all, with fewer queries.
+# Documents per query. Distillation has fewer queries, so that the number of documents is the same.
 COLUMNS = {"contrastive": 2, "cached_contrastive": 2, "distillation": 16}
 
 
@@ -62,7 +62,7 @@ def name_of(cell: dict) -> str:
 
 
 def ring_command(ranks: int, cells: list[dict]) -> list[str]:
-    """Starts torchrun, whose processes measure all cells, one after the other, without being asked."""
+    """The torchrun command whose ranks measure all cells, one after the other, without being asked."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,7 +105,7 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
     recorded = environment()
     losses = [loss for loss in options.losses if loss != "distillation"]
     for loss, path in itertools.product(losses, options.paths):
-        # What scoring holds does not depend on how the encoder runs.
+        # With --chunks only scoring is measured, which does not depend on compilation.
         for compiled in [False, True] if path == "fast" and options.chunks is None else [False]:
             layers = options.layers
             group = {"kind": "ceiling", "loss": loss, "layers": layers, "path": path, "compile": compiled}
@@ -122,14 +122,14 @@ def measure_ceilings(options: argparse.Namespace, results: Results) -> None:
                 timeout = min(options.timeout, results.left)
                 result = try_batch(loss, path, compiled, batch, layers, options.chunks, timeout)
                 if result["status"].startswith("not finished") and timeout < options.timeout:
-                    return  # cut short by the budget, which says nothing about the batch
+                    return  # the budget ended, which says nothing about the batch
                 keep(results, {**group, "batch": batch}, {**result, "environment": recorded})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, RESULTS / "losses.json", timeout=120)
-    parser.add_argument("--ring", action="store_true", help="documents in a ring against gathered ones")
+    parser.add_argument("--ring", action="store_true", help="ring against gathered documents")
     parser.add_argument("--ceiling", action="store_true", help="the largest batch that each path trains")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--losses", nargs="+", choices=list(LOSS_TITLES), default=list(LOSS_TITLES))
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, choices=GRID, default=128, help="with --ceiling: batch to try first")
     parser.add_argument("--largest", type=int, default=GRID[-1], help="with --ceiling: try no larger batch")
     parser.add_argument(
-        "--chunks", type=int, help="with --ceiling, of GradCache: only the memory, up to so many chunks of scores"
+        "--chunks", type=int, help="with --ceiling and GradCache: only the memory of this many chunks of scores"
     )
     options = parser.parse_args()
     if options.chunks is not None and (options.paths, options.losses) != (["fast"], ["cached_contrastive"]):

@@ -8,7 +8,7 @@ from operator import itemgetter
 from benchmarks.losses.ceiling import ceiling
 from benchmarks.training.train_step import PATHS, mark_of_runs, row_title
 
-# Whether documents go in a ring, and how many bytes of winners it keeps where not the default.
+# Whether documents travel in a ring, and the bytes of winners that it keeps (None: the default).
 RING_PATHS: dict[str, tuple[bool, int | None]] = {
     "local": (False, None),
     "gathered": (False, None),
@@ -34,7 +34,7 @@ def _amount(result: dict) -> str:
 
 
 def embedded_table(content: dict) -> str:
-    """From token embeddings to their gradients, with the ratio to stock and to the better peer, ‡ if of another run."""
+    """Forward + backward of each loss, with ratios to stock and to the better peer; ‡ compares two runs."""
     cells = of_kind(content, "embedded")
     if not cells:
         return ""
@@ -62,7 +62,7 @@ def _shape(cell: dict) -> str:
 
 
 def ring_table(content: dict) -> str:
-    """Time and memory per rank; the efficiency is what it takes on 1 rank for as many scores, over its time."""
+    """Time and memory per rank, and efficiency: the time of as many scores on 1 rank over the time."""
     cells = of_kind(content, "ring")
     if not cells:
         return ""
@@ -92,7 +92,7 @@ def ring_table(content: dict) -> str:
 
 
 def ceiling_table(content: dict) -> str:
-    """The largest batch that went, its peak memory, and what stopped the next size."""
+    """The largest batch that fits, its peak memory, and what stopped the next size."""
     groups: dict[tuple, dict[int, dict]] = {}
     for cell in of_kind(content, "ceiling"):
         key = cell["cell"]
@@ -135,6 +135,6 @@ TABLES = {
 
 
 def markdown(content: dict, kinds: Iterable[str] = TABLES) -> str:
-    """The tables of what has been measured, each under a line that says what it is."""
+    """The tables of what has been measured, each under its title."""
     tables = {title: table(content) for title, table in map(TABLES.get, kinds)}
     return "\n\n".join(f"{title}\n\n{table}" for title, table in tables.items() if table)

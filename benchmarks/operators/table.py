@@ -153,11 +153,11 @@ def span(values: list[float] | list[str], form: str) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Machines and ceilings, and what the columns are."""
+    """Machines with their rates, and what the columns are."""
     return [
         *(machine(runs) for runs in runs_by_machine(results).values()),
-        "Medians in ms; in brackets the share of our time that the floor explains: the matrix product at the measured "
-        "rate, or inputs read once and outputs written once at the copy's bandwidth, whichever is longer. Extra memory is "
+        "Medians in ms. In brackets: the least possible time as a share of it, which is the longer of the matrix product "
+        "at the measured rate and of reading inputs and writing outputs once at the bandwidth of the copy. Extra memory is "
         "the peak beyond the inputs, of forward + backward where there is one. † compares two runs.",
     ]
 

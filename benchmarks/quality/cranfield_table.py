@@ -1,4 +1,4 @@
-"""Markdown table of the Cranfield benchmark: means and spreads over seeds, and how far fast is from stock."""
+"""Markdown table of the Cranfield benchmark: means and spreads over seeds, and differences of fast from stock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATHS = ("stock", "fast")
 
 
 def values(cells: dict, stage: str, path: str, metric: str) -> dict[int, float]:
-    """A metric by seed. The untrained model is the same on both paths."""
+    """A metric by seed. Both paths share the untrained model."""
     return {
         cell["cell"]["seed"]: cell[metric]
         for cell in cells.values()
@@ -19,7 +19,7 @@ def values(cells: dict, stage: str, path: str, metric: str) -> dict[int, float]:
 
 
 def spread(by_seed: dict[int, float]) -> float:
-    """From the lowest seed to the highest."""
+    """The difference between the best and the worst seed."""
     return max(by_seed.values()) - min(by_seed.values())
 
 
@@ -45,7 +45,7 @@ def largest_loss_difference(cells: dict) -> float | None:
 
 
 def markdown(cells: dict) -> str:
-    """One row a metric and path and one for what lies between the paths, then the seeds and the teacher."""
+    """Rows for each metric: both paths and their largest difference; then the seeds and the teacher."""
     lines = ["| | " + " | ".join(STAGES.values()) + " |", "|---|" + "---|" * len(STAGES)]
     for metric, title in METRICS.items():
         for path in PATHS:

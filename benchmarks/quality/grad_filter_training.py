@@ -3,9 +3,9 @@
     python -m benchmarks.quality.grad_filter_training
     python -m benchmarks.quality.grad_filter_training --recipe recipes/colbert_msmarco.yaml --set training.max_steps=100
 
-A recipe, by default the quickstart at the temperature of 0.02 that contrastive training commonly has, is trained with
-the filter. Before some of its steps the gradients of all weights are taken from the same batch without the filter and
-with it, and those without it are rounded to bf16: the two differences from them, relative to their norm, are compared.
+A recipe, by default the quickstart at a temperature of 0.02, is trained with the filter. Before some of its steps, the
+gradients of all weights are computed from the same batch without the filter and with it. Their difference, relative to
+the norm, is compared with that from rounding the gradients to bf16.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DEFAULTS = ["loss.temperature=0.02", "training.max_steps=200", "training.report_
 
 
 def relative(difference: list[Tensor], of: list[Tensor]) -> tuple[float, float]:
-    """Norm of the difference over that of the gradients: of all weights as one, and of the worst of them."""
+    """Norm of the difference over that of the gradients: of all weights together, and of the worst one."""
     norms = torch.stack([part.norm() for part in difference]), torch.stack([part.norm() for part in of])
     return float(norms[0].norm() / norms[1].norm()), float((norms[0] / norms[1]).nan_to_num(0.0).max())
 
 
 class ComparingTrainer(RecipeTrainer):
-    """Trains with the filter, and notes in ``rows`` what it does to the gradients of every ``every``-th step."""
+    """Trains with the filter, and records in ``rows`` how it changes the gradients of every ``every``-th step."""
 
     every: int
     rows: list[dict]

@@ -4,10 +4,10 @@
     python -m benchmarks.retrieval.corpus_search --folder /tmp/corpus --passages 500 --queries 4 --dim 16 --output /tmp/a.json
     python -m benchmarks.retrieval.corpus_search --render-only      # table and plot from the committed results
 
-Passages are random unit vectors, log-normal in length and cut at 300 tokens; a million take some 20 GB of disk. They
-are written once, and a folder that has them is used again. PyLate scores the first of them, as many as
-``--stock-passages`` says, in chunks that are read the same way and are padded to their longest passage; its time for
-all is that times their number. Results are written after each stage.
+Passages are random unit vectors, log-normal in length and truncated at 300 tokens; a million take about 20 GB of disk.
+They are written once to ``--folder`` and used again. PyLate scores the first ``--stock-passages`` of them, in chunks
+that are padded to their longest passage; its time for the whole corpus is extrapolated. Results are written after each
+stage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_c
 from pylate_fastmaxsim.retrieval.search import search
 
 LONGEST = 300  # tokens of a passage
-# Stock holds the similarities twice, as they are and masked, and reduces them.
+# Stock holds the similarities twice, plain and masked, and their maxima.
 SHARE_OF_MEMORY = 0.35
 CPU_CHUNK = 64  # passages
 
@@ -47,7 +47,7 @@ TITLES = {
 
 
 def passages(options: argparse.Namespace, device: torch.device) -> Iterator[TokenBatch]:
-    """The corpus, made on the device in batches."""
+    """The corpus, generated on the device in batches."""
     generator = torch.Generator(device).manual_seed(0)
     logarithms = torch.randn(options.passages, generator=torch.Generator().manual_seed(0)) * SIGMA
     lengths = (logarithms - SIGMA**2 / 2).exp().mul(options.mean).round().clamp(1, LONGEST).long()
@@ -58,7 +58,7 @@ def passages(options: argparse.Namespace, device: torch.device) -> Iterator[Toke
 
 
 def timed(call: Callable[[], Any], device: torch.device, repeats: int = 1) -> tuple[dict, Any]:
-    """Seconds and the memory that a call takes beyond what was held before, and what it returned last."""
+    """Seconds, and peak memory beyond what was allocated before, of a call; and what it returned last."""
     on_gpu = device.type == "cuda"
     before = 0
     if on_gpu:
@@ -78,7 +78,7 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int = 1) -> tu
 
 @torch.no_grad()
 def stock_search(queries: Tensor, chunks: Iterable[TokenBatch], k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The best of padded chunks as PyLate scores them."""
+    """The top ``k`` over padded chunks, scored by PyLate."""
     best = positions = None
     first = 0
     for chunk in chunks:
@@ -96,7 +96,7 @@ def stock_search(queries: Tensor, chunks: Iterable[TokenBatch], k: int, dtype: t
 
 
 def chunk_size(queries: Tensor, dtype: torch.dtype) -> int:
-    """Passages whose similarities with all queries fit."""
+    """How many passages fit with their similarities to all queries."""
     if queries.device.type != "cuda":
         return CPU_CHUNK
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -107,7 +107,7 @@ def chunk_size(queries: Tensor, dtype: torch.dtype) -> int:
 def stock(
     queries: Tensor, corpus: Corpus, count: int, k: int, dtype: torch.dtype, mean: int
 ) -> tuple[dict, tuple[Tensor, Tensor]]:
-    """Time and result of stock for the first passages, in the largest chunks that fit."""
+    """Time and result of stock for the first ``count`` passages, in the largest chunks that fit."""
     queries = queries.to(dtype)
 
     def found(passages: int, size: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def stock(
 
 
 def fits(call: Callable[[], object]) -> bool:
-    """Whether a call ends within the memory of the device."""
+    """Whether a call fits in the memory of the device."""
     try:
         call()
         return True
@@ -132,7 +132,7 @@ def fits(call: Callable[[], object]) -> bool:
 
 
 def difference(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> dict:
-    """Of two results: the largest difference of scores of one rank, and the share of passages that both have."""
+    """How far two results differ, in scores rank by rank and in passages."""
     (scores, positions), (other, others) = found, expected
     shared = (positions[:, :, None] == others[:, None, :]).any(2)
     return {
@@ -144,13 +144,13 @@ def difference(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) ->
 
 
 def seconds_of_paths(content: dict) -> dict[str, float]:
-    """Of each path, for the whole corpus."""
+    """Seconds of each path for the whole corpus."""
     count, stages = content["setting"]["passages"], content["stages"]
     return {name: stages[name]["seconds"] * count / stages[name]["passages"] for name in TITLES if name in stages}
 
 
 def markdown(content: dict) -> str:
-    """The paths side by side, for the whole corpus."""
+    """A table of the paths, for the whole corpus."""
     count, paths = content["setting"]["passages"], content["stages"]
     seconds = seconds_of_paths(content)
     lines = ["| path | time | relative to PyLate | device memory beyond what was held before |", "|---|---|---|---|"]
@@ -169,7 +169,7 @@ def markdown(content: dict) -> str:
 
 
 def draw_paths(content: dict, target: Path) -> None:
-    """The same as bars."""
+    """The same as a bar plot."""
     setting, seconds = content["setting"], seconds_of_paths(content)
     peaks = [content["stages"][name]["peak_bytes"] for name in seconds]
     measures = {
@@ -193,12 +193,12 @@ def main() -> None:
     parser.add_argument("--query-length", type=int, default=32)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--k", type=int, default=100)
-    parser.add_argument("--stock-passages", type=int, default=100_000, help="that PyLate scores")
-    parser.add_argument("--check-passages", type=int, default=10_000, help="that PyLate scores in float32")
+    parser.add_argument("--stock-passages", type=int, default=100_000, help="passages that PyLate scores")
+    parser.add_argument("--check-passages", type=int, default=10_000, help="passages that PyLate scores in float32")
     parser.add_argument("--tokens-per-batch", type=int, default=TOKENS_PER_BATCH)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS / "corpus_search.json")
-    parser.add_argument("--render-only", action="store_true", help="table and plot of the results that are there")
+    parser.add_argument("--render-only", action="store_true", help="only table and plot of the results file")
     options = parser.parse_args()
     if options.render_only:
         content = json.loads(options.output.read_text())
@@ -249,7 +249,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
-    # Stock rounds similarities and scores to bfloat16; in float32 it has the same products as this package.
+    # Stock rounds similarities and scores to bfloat16; its float32 scores are those of this package.
     part = min(count, options.stock_passages)
     result, found = stock(padded, corpus, part, k, torch.bfloat16, options.mean)
     finished("stock", {**result, "difference": difference(streamed(part), found)})

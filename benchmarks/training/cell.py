@@ -1,8 +1,8 @@
-"""One cell of the training-step benchmark, in a process of its own: build, warm up, measure, print JSON.
+"""One cell of training steps, in a process of its own: build, warm up, measure, print JSON.
 
-The encoder is ModernBERT-base, or another of ``--encoder`` in its published size (or ``--layers`` of it), with random
-weights: speed and memory do not depend on what the weights are. The texts are random words whose number is log-normal,
-as the lengths of MS MARCO passages are, and they pass through PyLate's own tokenisation and collator.
+The encoder is ModernBERT-base, or another --encoder in its published size, with random weights: speed and memory do not
+depend on their values. Texts are random words, with log-normal lengths like those of MS MARCO passages, and pass
+through PyLate's own tokenisation and collator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ENCODERS = {
         "tie_word_embeddings": True,
     },
 }
-# What PYLATE_SCORES_BACKEND says on each path.
+# PYLATE_SCORES_BACKEND of each path.
 SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 
@@ -100,9 +100,9 @@ def build_model(directory: Path, layers: int | None, document_length: int, encod
 def make_rows(
     count: int, negatives: int, loss: str, draw: random.Random, mean_tokens: float = MEAN_TOKENS
 ) -> list[dict]:
-    """Rows of random words with the lengths of MS MARCO, or with another mean: a query, a positive and its negatives.
+    """Rows of random words: a query, a positive and negatives. Documents have ``mean_tokens`` on average.
 
-    For distillation the documents stand in one column, with a teacher's score for each.
+    For distillation the documents are in one column, with a teacher score for each.
     """
 
     def text(words: int) -> str:
@@ -122,7 +122,7 @@ def make_rows(
 
 
 def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> dict:
-    """A collated batch; with ``--tile`` of so many different rows, one copy of them after the other."""
+    """A collated batch; with ``--tile`` copies of that many different rows."""
     if options.tile is None or options.tile >= options.batch:
         return collator(make_rows(options.batch, options.negatives, options.loss, draw, options.mean_tokens))
     import torch
@@ -131,21 +131,21 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
     copies = -(-options.batch // options.tile)
 
     def tiled(value):
-        # A column of distillation has several documents a row.
+        # A distillation column has several documents per row.
         return value.repeat(copies, 1)[: len(value) // options.tile * options.batch]
 
     return {key: tiled(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def collect_features(batch: dict) -> tuple:
-    """The trainer's own split of a batch into one feature dict a column, and the labels."""
+    """A feature dict for each column of a batch, and the labels, as the trainer splits it."""
     from sentence_transformers import SentenceTransformerTrainer
 
     return SentenceTransformerTrainer.collect_features(None, batch)
 
 
 def wait_for_turn(options: argparse.Namespace, rank: int) -> float:
-    """Seconds that other processes on this machine took to warm up and to be measured (see cell_processes.py)."""
+    """Wait for other cells to warm up and to be measured (see cell_processes.py), and return the seconds."""
     began = time.perf_counter()
     if options.wait_for_turn:
         largest_of_ranks(options, [0.0])  # all are warm
@@ -157,7 +157,7 @@ def wait_for_turn(options: argparse.Namespace, rank: int) -> float:
 
 
 def largest_of_ranks(options: argparse.Namespace, numbers: list[float]) -> list[float]:
-    """Of each number the largest that a rank has. Waits for all ranks on the CPU: a GPU that waits is not idle."""
+    """The maximum over ranks of each number. Waits on the CPU, since a waiting NCCL call keeps the GPU busy."""
     import torch
     import torch.distributed as dist
 
@@ -168,11 +168,11 @@ def largest_of_ranks(options: argparse.Namespace, numbers: list[float]) -> list[
 
 
 class _Scored(Exception):
-    """As many chunks of scores were made as were asked for."""
+    """The chunks of scores asked for were made."""
 
 
 def stop_after_chunks(count: int) -> None:
-    """End a step of GradCache in its scoring, where it holds as much memory as it ever does, if its batch is large."""
+    """End a step of GradCache while it scores, when a large batch is at its peak memory."""
     from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 
     sum_of_losses, made = pylate_losses._sum_of_losses, itertools.count()
@@ -225,15 +225,15 @@ def run_cell(options: argparse.Namespace) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     wrapped = model
     if options.ranks > 1:
-        # As the trainer wraps it.
+        # As in the trainer.
         wrapped = DistributedDataParallel(model, device_ids=[device] if cuda else None, broadcast_buffers=False)
     if options.compile and options.path != "fast":
         wrapped = torch.compile(wrapped)
     gathered = {"gather_across_devices": True} if options.ranks > 1 else {}
     autocast = torch.autocast(device.type, dtype=torch.bfloat16)
     if options.loss == "cached_contrastive":
-        # Stock encodes a second time inside of backward(), out of the reach of a context around the loss. So autocast
-        # is around the encoder alone, whose embeddings become float32: as the trainer has it with bf16=True.
+        # Stock encodes again inside backward(), where a context around the loss has ended. So autocast is around the
+        # encoder alone and its embeddings become float32, as with bf16=True in the trainer.
         model.forward = convert_outputs_to_fp32(autocast(model.forward))
         autocast = contextlib.nullcontext()
         loss_function = losses.CachedContrastive(
@@ -259,7 +259,7 @@ def run_cell(options: argparse.Namespace) -> dict:
     for index in range(options.warmup):
         if index == options.warmup - 1:
             synchronize()
-            waited = wait_for_turn(options, rank)  # one step is left, for a GPU that idles until then
+            waited = wait_for_turn(options, rank)  # before the last step, which wakes the idle GPU
         batch = batches[index % len(batches)]
         losses_seen.append(step({k: v[: options.warmup_rows] if hasattr(v, "shape") else v for k, v in batch.items()}))
     synchronize()
@@ -272,13 +272,13 @@ def run_cell(options: argparse.Namespace) -> dict:
             step(batches[0])
             raise ValueError(f"A step has no more than {options.chunks} chunks.")
         return {"status": "ok", "chunks": options.chunks, "peak_gib": peaks_gib()[0]}
-    # Nothing waits for the GPU between steps, as nothing does in a training run; events divide its time.
+    # As in a training run, nothing waits for the GPU between steps; events mark its time.
     began = time.perf_counter()
     marks = [mark(cuda)]
     for index in range(options.warmup, options.warmup + options.steps):
         losses_seen.append(step(batches[index % len(batches)]))
         marks.append(mark(cuda))
-        # Several ranks make equally many.
+        # All ranks must make the same number of steps.
         if options.ranks == 1 and len(marks) > 5 and time.perf_counter() - began > options.seconds:
             break
     synchronize()
@@ -306,21 +306,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", choices=list(SCORING), required=True)
     parser.add_argument("--loss", choices=["contrastive", "cached_contrastive", "distillation"], default="contrastive")
-    parser.add_argument("--mini-batch", type=int, default=32, help="rows that GradCache encodes at a time")
-    parser.add_argument("--tile", type=int, help="repeat so many rows to fill a batch, where only its size counts")
+    parser.add_argument("--mini-batch", type=int, default=32, help="rows per mini-batch of GradCache")
+    parser.add_argument("--tile", type=int, help="fill a batch with copies of this many rows")
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)
-    parser.add_argument(
-        "--mean-tokens", type=float, default=MEAN_TOKENS, help="of a document, before it is cut at --document-length"
-    )
+    parser.add_argument("--mean-tokens", type=float, default=MEAN_TOKENS, help="per document, before truncation")
     parser.add_argument("--encoder", choices=list(ENCODERS), default="modernbert")
-    parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
     parser.add_argument("--batches", type=int, default=12, help="different batches, taken in turn")
-    parser.add_argument("--warmup", type=int, help="steps before timing, one at least; by default each batch once")
+    parser.add_argument("--warmup", type=int, help="steps before timing, at least one; by default each batch once")
     parser.add_argument("--warmup-rows", type=int, help="rows of a batch in steps before timing; by default all")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument(
@@ -328,24 +326,24 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="stop timing after this long (5 steps at least)")
     parser.add_argument(
-        "--chunks", type=int, help="measure only the memory of a step of GradCache, up to so many chunks of its scores"
+        "--chunks", type=int, help="only the memory of a GradCache step, which ends after this many chunks of scores"
     )
     parser.add_argument(
         "--ranks",
         type=int,
         default=1,
-        help="GPUs under DistributedDataParallel with negatives of all, each with a batch of its own; times are the slowest's",
+        help="GPUs under DistributedDataParallel, with negatives of all ranks and a batch each; times are of the slowest rank",
     )
     options = parser.parse_args()
     if options.warmup is None:
-        # Batches of other sizes still make the allocator ask for memory, which a long run leaves behind.
+        # Every batch once, so that the allocator need not ask for memory later.
         options.warmup = options.batches
     if options.warmup < 1:
         parser.error("--warmup must be at least 1")
     if options.ranks < 1:
         parser.error("--ranks must be at least 1")
     if not options.mean_tokens > SPECIAL_TOKENS:
-        parser.error(f"--mean-tokens must be more than {SPECIAL_TOKENS}: each document has as many around its words")
+        parser.error(f"--mean-tokens must be more than {SPECIAL_TOKENS}, the special tokens of a document")
     if options.chunks is not None and (options.path, options.loss) != ("fast", "cached_contrastive"):
         parser.error("--chunks goes with --path fast and --loss cached_contrastive")
     if options.ranks > 1 and "LOCAL_RANK" not in os.environ:
@@ -363,7 +361,7 @@ def main() -> None:
         send_result(result)
     if options.ranks > 1:
         if result["status"] != "ok":
-            os._exit(1)  # the other ranks wait for this one, until the launcher ends them
+            os._exit(1)  # the launcher then ends the other ranks, which wait for this one
         torch.distributed.destroy_process_group()
 
 

@@ -1,11 +1,11 @@
-"""What the gain depends on: training steps with documents of several mean lengths, stock PyLate and this package.
+"""Training steps by the share of padding: documents of several mean lengths, stock PyLate and this package.
 
     python -m benchmarks.training.lengths                       # measure what is missing, then print the table
     python -m benchmarks.training.lengths --render-only         # table and plot from the committed results
 
-Steps are those of train_step.py at one batch size. Lengths are log-normal, cut at the document_length to which PyLate
-pads, 300; with a mean of 3,000 every document is cut, and nothing is padding. Stock and fast warm up side by side and
-are measured one after the other. Options that this command does not know are handed on to cell.py.
+Steps are those of train_step.py at one batch size. Lengths are log-normal and truncated at 300, to which PyLate pads;
+with a mean of 3,000 every document is truncated and there is no padding. Stock and fast warm up at once and are
+measured one after the other. Options that are not listed here are those of cell.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cell_name(path: str, tokens: int, compiled: bool) -> str:
 
 
 def mean_lengths(cells: dict) -> list[int]:
-    """Those at which a step was measured: of any other the share of padding is not known."""
+    """The mean lengths with a measured step, from which the share of padding is known."""
     return sorted({cell["tokens"] for cell in cells.values() if cell["status"] == "ok"})
 
 
@@ -43,7 +43,7 @@ def live_share(cells: dict, tokens: int) -> float:
 
 
 def markdown_table(cells: dict) -> str:
-    """Step time and peak memory by the share of padding; behind this package's, the speed relative to stock beside it."""
+    """Step time and peak memory by the share of padding, with the speed relative to stock."""
     pairs = list(itertools.product([False, True], PATHS))
     titles = [row_title(path, compiled) for compiled, path in pairs]
     lines = ["| padding | " + " | ".join(titles) + " |", "|---" * (1 + len(titles)) + "|"]

@@ -1,7 +1,7 @@
-"""recipes/long_documents.yaml stock and fast, on a stand-in of its model and data that needs no network.
+"""recipes/long_documents.yaml, stock and fast, with a substitute for its model and data that needs no network.
 
-The encoder has the shape of ModernBERT-base and random weights. Documents are docstrings of installed libraries, one
-after the other, of log-normal length. A docstring has more tokens a word than an article, so they have fewer words::
+The encoder has the size of ModernBERT-base and random weights. Documents are concatenated docstrings of installed
+libraries, of log-normal length; they have fewer words than articles because docstrings have more tokens per word::
 
     python -m benchmarks.training.long_documents --output runs/long
     python -m benchmarks.training.long_documents --output runs/long --sweep 8,16,32,64
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def write_rows(file: Path, count: int) -> None:
-    """(anchor, positive, negative) rows; a document begins with what answers its query."""
+    """(anchor, positive, negative) rows; a positive begins with the answer to its query."""
     generator = random.Random(0)
     pairs = docstring_pairs(PACKAGES, limit=20_000)
     words = " ".join(pair["positive"] for pair in pairs).split()

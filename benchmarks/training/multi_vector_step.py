@@ -1,14 +1,14 @@
 """Training steps of a MultiVectorEncoder of Sentence Transformers: stock, stock with FlashAttention, and this package.
 
     python -m benchmarks.training.multi_vector_step                       # measure what is missing, then print the table
-    python -m benchmarks.training.multi_vector_step --mini-batch 32       # the same of GradCache, in a file of its own
-    python -m benchmarks.training.multi_vector_step --mini-batch 32 --mini-batch-tokens 9600   # divided by tokens, in that file
+    python -m benchmarks.training.multi_vector_step --mini-batch 32       # GradCache, in another results file
+    python -m benchmarks.training.multi_vector_step --mini-batch 32 --mini-batch-tokens 9600   # mini-batches by tokens
     python -m benchmarks.training.multi_vector_step --batches 32 --layers 2   # a trial
 
-Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words
-with the lengths of MS MARCO, one negative a query, bf16 autocast. Sentence Transformers pads a batch to its longest
-text. With flash-attn installed it leaves padding out itself. Where flash-attn is missing, the FlashAttention of PyTorch
-stands in for it (torch_flash_attention.py). Each cell runs in a process of its own.
+Encoder, texts and optimizer are those of train_step.py: ModernBERT-base with random weights, documents of random words,
+one negative per query, bf16 autocast. Sentence Transformers pads a batch to its longest text; with flash-attn it encodes
+without padding itself. Without flash-attn, torch_flash_attention.py takes its place. Each cell runs in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def _measured(cell: dict, directory: Path) -> dict:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     if fast:
-        # What Sentence Transformers flattens itself, this package does not compile.
+        # Where Sentence Transformers removes padding itself, this package compiles nothing.
         pylate_fastmaxsim.enable(compile=cell["compile"] and not flash)
     attention = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"} if flash else {}
     save_encoder(directory / "encoder", cell["layers"])
     model = MultiVectorEncoder(str(directory / "encoder"), device=str(device), model_kwargs=attention).train()
     if attention:
-        # FlashAttention is for weights in 16 bits only when a model is loaded.
+        # FlashAttention needs 16-bit weights only while the model is loaded.
         model.float()
     model[0].document_length = DOCUMENT_LENGTH
     draw = random.Random(0)
@@ -89,7 +89,7 @@ def _measured(cell: dict, directory: Path) -> dict:
             {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in column.items()}
             for column in batches[index % len(batches)]
         ]
-        # GradCache encodes again in the backward. Its second pass is to be in bf16 on all paths, as in the trainer.
+        # GradCache encodes again in the backward, which needs autocast too, as in the trainer.
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_function(features)
             if cell["mini_batch"]:
@@ -104,7 +104,7 @@ def _measured(cell: dict, directory: Path) -> dict:
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    # Nothing waits for the GPU between steps but what the paths themselves do.
+    # As in a training run, nothing else waits for the GPU between steps.
     marks = [mark(cuda)]
     for index in range(cell["warmup"], cell["warmup"] + cell["steps"]):
         values.append(step(index))
@@ -120,13 +120,13 @@ def _measured(cell: dict, directory: Path) -> dict:
         "each_ms": [round(each, 2) for each in times],
         "peak_gib": peaks_gib()[0] if cuda else None,
         "padding": 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) if masks else None,
-        # Null where there is none: JSON has no NaN.
+        # JSON has no NaN.
         "losses": [value if math.isfinite(value) else None for value in map(float, values)],
     }
 
 
 def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
-    """Step time and peak memory by batch, with the ratio to the first row; rows are as :func:`row_of` has them."""
+    """Step time and peak memory by batch, with the ratio to the first row; ``rows`` are results of :func:`row_of`."""
     batches = sorted({cell["batch"] for cell in cells.values()})
     lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
     for row in rows:
@@ -145,7 +145,7 @@ def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
 
 
 def row_of(cell: dict) -> tuple[str, bool, int | None, int | None]:
-    """Path, whether it is compiled, and how GradCache divides a batch: by texts, or, where given, by tokens."""
+    """Path, whether it is compiled, and GradCache's mini-batch in texts, or in tokens where that is given."""
     return cell["path"], cell["compile"], cell.get("mini_batch"), cell.get("mini_batch_tokens")
 
 
@@ -162,12 +162,12 @@ def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, None, timeout=240)
-    parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of so many texts")
-    parser.add_argument("--mini-batch-tokens", type=int, help="and at most so many tokens, in place of so many texts")
+    parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of this many texts")
+    parser.add_argument("--mini-batch-tokens", type=int, help="and of at most this many tokens, in place of texts")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--compile", choices=list(SWITCH), default="both")
-    parser.add_argument("--layers", type=int, help="fewer encoder layers than the encoder has, for a trial run")
+    parser.add_argument("--layers", type=int, help="fewer encoder layers, for a trial")
     parser.add_argument("--different", type=int, default=12, help="different batches, taken in turn")
     parser.add_argument("--warmup", type=int, default=12)
     parser.add_argument("--steps", type=int, default=16)

@@ -1,12 +1,12 @@
 """Full training steps of ColPali and ColQwen2 at their real sizes: stock colpali-engine and this package.
 
-    python -m benchmarks.training.page_step                        # measure what is missing, then draw the plot
+    python -m benchmarks.training.page_step                        # measure what is missing, then print the table
     python -m benchmarks.training.page_step --kinds colqwen2 --batches 16 32
 
-A step is the forward of queries and pages, ``ColbertLoss`` over the pages of the batch, backward and AdamW on LoRA
-adapters, in bf16 autocast over bf16 weights with gradient checkpointing, as the recipes train. Weights, queries and
-pixels are random: speed and memory do not depend on what they are. Each cell runs in a process of its own and is
-written to the results file as soon as it is known; a finished cell is not run again.
+A step is the forward of queries and pages, ``ColbertLoss`` over the batch, backward and AdamW on LoRA adapters, in bf16
+autocast over bf16 weights with gradient checkpointing, as in the recipes. Weights, queries and pixels are random: speed
+and memory do not depend on their values. Each cell runs in a process of its own and is written to the results file as
+soon as it is known; a finished one is not measured again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def build_model(kind: str, tiny: bool):
 
 
 def make_pages(kind: str, batch: int) -> dict:
-    """What the processor of a model makes of pages, all of one size."""
+    """Pages of one size, as from the processor of a model."""
     import torch
 
     height, width = GRID[kind]
@@ -161,7 +161,7 @@ def run_cell(cell: dict) -> dict:
     def step(index: int) -> None:
         inputs = [{key: value.to(device) for key, value in part.items()} for part in batches[index % len(batches)]]
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            # The trainer hands float32 embeddings to the loss.
+            # The trainer passes float32 embeddings to the loss.
             queries, pages = (model(**part).float() for part in inputs)
             loss = loss_function(queries, pages)
         loss.backward()

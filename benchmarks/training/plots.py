@@ -8,17 +8,17 @@ import matplotlib
 
 from benchmarks.harness.plots import COLOURS, bars, plt
 
-# What is drawn of a cell, its label, and how its numbers are written.
+# Keys of a cell, with label and number format.
 MEASURES = {"step_ms": ("step time (ms)", ",.0f"), "peak_gib": ("peak memory (GiB)", ".1f")}
 TITLE = "One training step of ModernBERT-base"
 
 
 def plot(cells: dict, rows: dict[str, dict[bool, str]], target: Path, checkpointing: bool = False) -> None:
-    """Draw the cells of train_step.py that were measured with gradient checkpointing, or those without it.
+    """Draw the cells of train_step.py with gradient checkpointing, or those without.
 
     ``rows`` gives for each path its title without and with compilation.
     """
-    # In markdown some words are code.
+    # Titles are markdown.
     titles = {
         (path, compiled): (title.replace("`", ""), colour)
         for (path, both), colour in zip(rows.items(), COLOURS, strict=True)
@@ -78,7 +78,7 @@ def _bars(found: dict, titles: dict, batch: int) -> plt.Figure:
 
 
 def _written(cell: dict, key: str, style: str) -> str:
-    """A number of a cell, or why there is none; on a CPU memory is not measured."""
+    """A number of a cell, or why there is none."""
     if cell["status"] != "ok":
         return cell["status"]
     return "" if cell[key] is None else format(cell[key], style)

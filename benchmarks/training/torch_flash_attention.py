@@ -1,7 +1,7 @@
-"""The package flash_attn, as far as transformers calls it in training, with the FlashAttention of PyTorch below it.
+"""A substitute for the package flash_attn, as far as transformers calls it in training, over PyTorch's FlashAttention.
 
-flash-attn has no wheels in the package index and compiles for hours. PyTorch brings the same kernels. Where flash-attn
-is installed, it is measured and not this.
+flash-attn has no wheels on PyPI and compiles for hours; PyTorch contains the same kernels. Where flash-attn is
+installed, it is measured instead.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ flash_attn_with_kvcache = flash_attn_func
 
 
 def provide(directory: Path) -> str:
-    """Make ``flash_attn`` importable in this process, from ``directory``, and return what stands behind it.
+    """Make ``flash_attn`` importable in this process from ``directory``, and return what implements it.
 
-    To be called before transformers is imported.
+    Call it before transformers is imported.
     """
     if importlib.util.find_spec("flash_attn") is not None:
         return f"flash-attn {importlib.metadata.version('flash-attn')}"

@@ -3,10 +3,11 @@
     python -m benchmarks.training.train_step                       # measure what is missing, then print the table
     python -m benchmarks.training.train_step --render-only         # table and plot from the committed results
 
-A step is forward, contrastive loss, backward and AdamW in bf16 autocast, one negative a query; what this command does
-not know itself, as another loss, it hands on to cell.py (benchmarks/README.md has those commands). Each cell
-runs in a process of its own and is written to the results file as soon as it is known; a finished cell is not run
-again, so several short runs on a GPU fill one file.
+A step is forward, contrastive loss, backward and AdamW in bf16 autocast, with one negative per query. Options that are
+not listed here, such as --loss, are those of cell.py (`python -m benchmarks.training.cell --help`). Each cell runs in a
+process of its own, which has --timeout seconds to warm up and again as many to be measured. It is written to the
+results file as soon as it is known, and a finished one is not measured again, so several short runs on a GPU fill one
+file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def cell_name(path: str, batch: int, compiled: bool, checkpointing: bool) -> str
 
 
 def mark_of_runs(cell: dict, other: dict) -> str:
-    """‡ where two runs measured the cells; of cells without the time of their run, where day or machine differ."""
+    """‡ where the cells are of two runs, or, without the time of their run, of two days or machines."""
     keys = ("run", "date", "device", "host")
     return "" if all(cell["environment"].get(key) == other["environment"].get(key) for key in keys) else "‡"
 
@@ -43,7 +44,7 @@ def row_title(path: str, compiled: bool) -> str:
 
 
 def time_and_memory(cell: dict) -> str:
-    """What a step took, or why there is none; on a CPU memory is not measured, and † says that the host's clock timed."""
+    """Time and memory of a step, or why there are none; † marks times of the host's clock, without memory."""
     if cell["status"] != "ok":
         return cell["status"]
     text = f"{cell['step_ms']:,.0f} ms{'' if cell['timing'] == 'CUDA events' else '†'}"
@@ -51,7 +52,7 @@ def time_and_memory(cell: dict) -> str:
 
 
 def markdown_table(cells: dict, checkpointing: bool) -> str:
-    """Step time and peak memory by path and batch, with the ratio to stock of the same batch, ‡ if of another run.
+    """Step time and peak memory by path and batch, with the ratio to stock of the same batch; ‡ compares two runs.
 
     A cell that was not measured is out of memory where a smaller batch of its row was.
     """
