@@ -18,6 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
 from benchmarks.harness.timing import elapsed, mark, peaks_gib
 from benchmarks.harness.workers import send_result
@@ -56,7 +59,6 @@ SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 def save_encoder(directory: Path, layers: int | None, encoder: str = "modernbert") -> None:
     """An encoder with random weights and a word-level tokenizer."""
-    import torch
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from tokenizers import models as token_models
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
@@ -125,8 +127,6 @@ def make_batch(collator, options: argparse.Namespace, draw: random.Random) -> di
     """A collated batch; with ``--tile`` copies of that many different rows."""
     if options.tile is None or options.tile >= options.batch:
         return collator(make_rows(options.batch, options.negatives, options.loss, draw, options.mean_tokens))
-    import torch
-
     batch = collator(make_rows(options.tile, options.negatives, options.loss, draw, options.mean_tokens))
     copies = -(-options.batch // options.tile)
 
@@ -158,9 +158,6 @@ def wait_for_turn(options: argparse.Namespace, rank: int) -> float:
 
 def largest_of_ranks(options: argparse.Namespace, numbers: list[float]) -> list[float]:
     """The maximum over ranks of each number. Waits on the CPU, since a waiting NCCL call keeps the GPU busy."""
-    import torch
-    import torch.distributed as dist
-
     largest = torch.tensor(numbers, dtype=torch.float64)
     if options.ranks > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -187,7 +184,6 @@ def stop_after_chunks(count: int) -> None:
 
 def run_cell(options: argparse.Namespace) -> dict:
     os.environ["PYLATE_SCORES_BACKEND"] = SCORING[options.path]
-    import torch
     from accelerate.utils import convert_outputs_to_fp32
     from pylate import losses, utils
     from torch.nn.parallel import DistributedDataParallel
@@ -351,8 +347,6 @@ def main() -> None:
         os.execv(
             sys.executable, [sys.executable, "-m", *launcher, "--module", "benchmarks.training.cell", *sys.argv[1:]]
         )
-    import torch
-
     try:
         result = run_cell(options)
     except torch.OutOfMemoryError as error:
