@@ -9,7 +9,6 @@ from exactness import from_winners, relative_error, winner_index
 from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
 from pylate_fastmaxsim import TokenBatch, reference
-from pylate_fastmaxsim._operands import ScoringOperands
 
 pytest.importorskip("triton")
 
@@ -195,20 +194,3 @@ def test_winners_beyond_two_to_the_31_elements():
     assert relative_error(scores[:, -4:], exact) < 2e-3
     _, _, exact_d = from_winners(queries, last, None, winners[-4:], torch.ones_like(exact))
     assert relative_error(grad_d[-8:], exact_d[-8:]) < 2e-3
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_shows(dtype):
-    generator = torch.Generator().manual_seed(0)
-    queries = ragged(generator, 8, 32, 128, dtype)
-    documents = ragged(generator, 9, 300, 128, dtype)
-    documents.values[documents.starts[4] + documents.lengths[4] - 1] = float("nan")
-    scores = maxsim_launch.forward(ScoringOperands.of(queries, documents), False, "highest")[0]
-    assert torch.equal(scores.isnan().any(dim=0), torch.arange(9, device=DEVICE) == 4)
-    assert scores[:, 4].isnan().all()
-
-
-def test_first_of_equal_maxima_wins():
-    documents = TokenBatch.from_padded(torch.ones(3, 500, 128, device=DEVICE, dtype=torch.bfloat16))
-    queries = TokenBatch.from_padded(torch.ones(5, 32, 128, device=DEVICE, dtype=torch.bfloat16))
-    assert not maxsim_launch.forward(ScoringOperands.of(queries, documents), True, "highest")[1].any()

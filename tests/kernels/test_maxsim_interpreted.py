@@ -150,17 +150,6 @@ def test_winner_types(generator, lengths):
     assert winners.dtype == (torch.uint8 if max(lengths) <= 255 else torch.int16)
 
 
-@pytest.mark.parametrize("length", [20, 300])
-def test_masked_rows_of_queries_without_gaps_have_no_winner(generator, length):
-    queries = ragged(generator, [3, 4], 16, keep=0.5, gap=0)
-    assert queries.gapless and not queries.keep.all()
-    check(queries, ragged(generator, [length, 2], 16))
-
-
-def test_many_rows_in_a_bucket(generator):
-    check(ragged(generator, [16] * 9, 16), ragged(generator, [2, 18, 3], 16))
-
-
 @pytest.mark.parametrize("entries", [1, 100])
 def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
     monkeypatch.setattr(maxsim_launch, "_BUCKET_ENTRIES", entries)

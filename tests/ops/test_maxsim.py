@@ -2,9 +2,7 @@
 
 import logging
 import sys
-from unittest import mock
 
-import exactness
 import pytest
 import torch
 from on_gpu import no_waiting
@@ -48,42 +46,6 @@ def test_block_sizes_do_not_matter(candidates, monkeypatch):
             monkeypatch.setattr(blocked, name, size)
         for actual, whole in zip(with_gradients(queries, documents, candidates), expected, strict=True):
             torch.testing.assert_close(actual, whole, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("layout", ["all", "candidates"])
-def test_few_long_documents_take_few_operations(layout):
-    """Positions of few maxima are taken together; the scores and winners are those of one position after the other."""
-
-    class Operations(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count += 1
-            return function(*args, **(kwargs or {}))
-
-    generator = torch.Generator().manual_seed(0)
-    queries = TokenBatch.from_padded(torch.randint(-2, 3, (2, 3, 2), generator=generator).float())
-    documents = TokenBatch.from_list([torch.randint(-2, 3, (n, 2), generator=generator).float() for n in (900, 400)])
-    candidates = torch.tensor([[1, 0], [0, 1]]) if layout == "candidates" else None
-    counts, results = [], []
-    for few in (0, blocked.FEW_ELEMENTS):
-        with mock.patch.object(blocked, "FEW_ELEMENTS", few), Operations() as operations:
-            results.append(blocked.forward(ScoringOperands.of(queries, documents, candidates), True, "highest"))
-        counts.append(operations.count)
-    assert counts[1] < 200 < 900 < counts[0]
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-def test_candidates_of_queries_of_many_lengths_are_scored_together(monkeypatch):
-    queries, documents = batches(torch.float64, queries=range(1, 33), documents=(20,) * 32)
-    blocks, block_maxima = [], blocked._block_maxima
-    monkeypatch.setattr(blocked, "_block_maxima", lambda *each: blocks.append(len(each[0])) or block_maxima(*each))
-    candidates = torch.randint(0, 32, (32, 3), generator=torch.Generator().manual_seed(1))
-    scores, winners = blocked.forward(ScoringOperands.of(queries, documents, candidates), True, "highest")
-    assert len(blocks) <= 6
-    torch.testing.assert_close(scores, reference.maxsim(queries, documents, candidates))
-    expected = reference.maxsim_winners(queries, documents, candidates)
-    assert torch.equal(exactness.winner_index(winners), expected)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -159,17 +121,6 @@ def test_autocast_casts_as_einsum_does():
     assert not torch.equal(scores, maxsim(queries, documents))
 
 
-def test_frozen_documents_may_share_rows():
-    queries, documents = (torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    queries.requires_grad_()
-    index = torch.tensor([1, 0, 1])
-    ours, other = (
-        torch.autograd.grad(maxsim(queries, each).square().sum(), queries)
-        for each in (TokenBatch.from_padded(documents).select(index), documents[index])
-    )
-    torch.testing.assert_close(ours, other)
-
-
 def test_the_first_of_equal_maxima_gets_the_gradient():
     documents = torch.tensor([[[0.0], [2.0], [2.0]], [[2.0], [2.0], [-2.0]]], requires_grad=True)
     maxsim(torch.ones(1, 1, 1), documents).sum().backward()
@@ -186,13 +137,6 @@ def test_the_last_token_of_a_long_document_can_win(length, dtype):
     maxsim(torch.ones(1, 1, 1), documents).sum().backward()
     assert documents.grad.nonzero().tolist() == [[0, length - 1, 0]]
     assert winner_dtype(length) == dtype
-
-
-def test_an_empty_candidate_beside_a_longer_one():
-    queries = torch.ones(2, 1, 1)
-    for lengths, expected in (((3, 0), [[1], [0]]), ((0, 3), [[0], [1]])):
-        documents = TokenBatch.from_list([torch.ones(length, 1) for length in lengths])
-        assert maxsim(queries, documents, torch.tensor([[0], [1]])).tolist() == expected
 
 
 def test_rows_of_queries_that_were_not_selected_cost_no_backward(monkeypatch):

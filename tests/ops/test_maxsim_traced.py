@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from ragged_batches import CANDIDATES, batches
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
@@ -122,13 +121,6 @@ def test_queries_that_share_rows_are_refused_where_the_graph_is_run(operator):
     compiled(*arguments, torch.tensor([1, 0]))
     with pytest.raises(ValueError, match="queries must not share rows of values where gradients are wanted"):
         compiled(*arguments, torch.tensor([0, 0]))
-
-
-def test_fake_tensors_are_not_looked_at():
-    with FakeTensorMode():
-        documents = TokenBatch.from_packed(torch.randn(5, 4), torch.tensor([0, 2, 5]), max_length=3)
-        scores = maxsim(torch.randn(2, 3, 4), documents, torch.tensor([[0], [1]]))
-    assert scores.shape == (2, 1)
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

@@ -328,7 +328,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
     return run_cases(__name__, request.param, tmp_path_factory.mktemp("ring"))
 
