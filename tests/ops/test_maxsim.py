@@ -213,12 +213,7 @@ JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout
         ((Q, D.double()), {}, ValueError, "queries are torch.float32 and documents torch.float64"),
         ((Q, D.to("meta")), {}, ValueError, "queries are on cpu and documents on meta"),
         ((Q, D[..., :3]), {}, ValueError, "queries have d = 4 and documents d = 3"),
-        (
-            (Q, D, torch.zeros(3, 1, dtype=torch.int64)),
-            {},
-            ValueError,
-            r"candidates must be int64 \[Nq, K\] with Nq = 2",
-        ),
+        ((Q, D, torch.zeros(3, 1, dtype=torch.int64)), {}, ValueError, r"candidates must be int64 \[Nq, K\] with Nq"),
         ((Q, D, torch.zeros(2, 1, dtype=torch.int64, device="meta")), {}, ValueError, "candidates must be on cpu"),
         ((Q, D, torch.tensor([[0], [5]])), {}, ValueError, "from 0 to Nd - 1 = 4, got 0 to 5"),
         ((Q, D), {"zero_floor": torch.zeros(4, dtype=torch.bool)}, ValueError, r"zero_floor must be bool \[Nd\]"),

@@ -205,11 +205,7 @@ def test_the_description_is_written_once_the_rest_is_on_the_disk(tmp_path, monke
         ([TokenBatch.from_list([torch.ones(1, d)]) for d in (2, 3)], ValueError, "all batches must have the same d"),
         ([], ValueError, "there must be at least one batch"),
         (None, TypeError, "as a list of TokenBatch, got NoneType.$"),
-        (
-            [TokenBatch.from_list([torch.full((1, 2), 1e39, dtype=torch.float64)])],
-            ValueError,
-            "too large for torch.bfloat16.$",
-        ),
+        ([TokenBatch.from_list([torch.full((1, 2), 1e39, dtype=torch.float64)])], ValueError, "too large for"),
     ],
 )
 def test_after_a_wrong_call_the_right_one_writes(wrong, error, sentence, tmp_path):
