@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported, accept_packed_masks, is_packed_mask
@@ -149,7 +148,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
 def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
     """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
-        with _same_random_numbers_afterwards(device), _parametrizations_not_cached():
+        with _same_random_numbers_afterwards(device):
             trial()
     except torch.OutOfMemoryError:
         raise
@@ -174,16 +173,6 @@ def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-
-
-@contextmanager
-def _parametrizations_not_cached() -> Iterator[None]:
-    """Within this, ``parametrize.cached()`` keeps no weights: those of a trial have no gradients for the next step."""
-    before, parametrize._cache_enabled = parametrize._cache_enabled, 0
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = before
 
 
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:

@@ -7,11 +7,9 @@ import re
 
 import pytest
 import torch
-from compared import assert_equal, run
 from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, looking, sentences
 from pylate import losses
 from test_encode import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
-from torch.nn.utils import parametrizations, parametrize
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
@@ -326,20 +324,3 @@ def test_every_width_takes_as_many_calls(encoder, packed):
 
     pylate_fastmaxsim.enable()
     assert calls(16) == calls(60)
-
-
-def test_parametrized_weights_that_are_cached_in_a_step_have_gradients(encoder, mode):
-    model = load_model(encoder("bert")).double()
-    for linear in (model[1].linear, model[0].auto_model.encoder.layer[-1].output.dense):
-        parametrizations.weight_norm(linear)
-    batch = batch_of(model, collate=features)
-
-    def step():
-        with parametrize.cached():
-            return run(losses.Contrastive(model), batch)
-
-    stock = step()
-    pylate_fastmaxsim.enable(stock_masking=True)
-    ours = step()
-    assert ours[1].keys() == stock[1].keys()
-    assert_equal(ours, stock)
