@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -148,7 +146,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
 def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
     """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
     try:
-        with _same_random_numbers_afterwards(device):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             trial()
     except torch.OutOfMemoryError:
         raise
@@ -161,18 +159,6 @@ def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str 
         # Up to PyTorch 2.10 autocast hands weights that were cast here, without gradients, to the step that follows.
         torch.clear_autocast_cache()
     return None
-
-
-@contextmanager
-def _same_random_numbers_afterwards(device: torch.device) -> Iterator[None]:
-    """Within this, calls may draw random numbers, also of Python and NumPy; afterwards come those that would have."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
