@@ -194,20 +194,17 @@ def release() -> None:
     modes.forget()
 
 
-def _is_skipped(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of each token id up to the largest of ``ids``, and of one behind it, whether it is among them."""
+@lru_cache(maxsize=16)
+def _skip_table(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each token id up to the largest of ``ids``, and of one beyond it, whether it is among them."""
+    # Kept on the device: to copy it there in every step would wait for the device.
     table = torch.zeros(max((-1, *ids)) + 2, dtype=torch.bool, device="cpu")
-    table[[each for each in ids if each >= 0]] = True
+    table[list(ids)] = True
     return table.to(device)
-
-
-# Kept on the device: to copy it there in every step would wait for the device.
-_kept_table = lru_cache(maxsize=16)(_is_skipped)
 
 
 def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
     # Not torch.isin, which for some sizes sorts and waits for the device, nor a comparison with each id, which would
-    # take as many times the memory. What a dry run with fake tensors makes is not kept.
-    is_real = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0
-    table = (_kept_table if is_real else _is_skipped)(skiplist, input_ids.device)
-    return table[input_ids.clamp(-1, len(table) - 1).long()]
+    # take as many times the memory.
+    table = _skip_table(skiplist, input_ids.device)
+    return table[input_ids.clamp(max=len(table) - 1).long()]

@@ -16,7 +16,6 @@ from models import FAMILIES, attend_to_own_document, collated, features, load_mo
 from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -456,20 +455,11 @@ def test_documents_of_columns_of_different_width():
     assert joined.cu_seqlens.tolist() == [0, 2, 3, 5, 9] and joined.cu_seqlens.dtype == torch.int32
 
 
-@pytest.mark.parametrize("skiplist", [[], [3], [-1, 2, 5, 6], list(range(40))], ids=str)
+@pytest.mark.parametrize("skiplist", [[], [3], [2, 5, 6], list(range(40))], ids=str)
 def test_which_tokens_are_skipped(skiplist):
     column = {"input_ids": torch.arange(24).view(2, 12).int(), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
     counts = encoding_encode.counting_tokens(column, skiplist)
     assert counts.tolist() == [[token not in skiplist for token in row] for row in column["input_ids"].tolist()]
-
-
-def test_a_dry_run_with_fake_tensors_leaves_nothing_for_steps(model):
-    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
-    stock = loss_function([dict(column) for column in batch])
-    pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        loss_function([{key: fake.from_tensor(value) for key, value in column.items()} for column in batch])
-    torch.testing.assert_close(loss_function([dict(column) for column in batch]), stock)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
