@@ -68,8 +68,6 @@ def decided(
     )
     found = decisions.setdefault(core, {})
     if situation not in found:
-        for gone in [each for each in found if any(isinstance(part, ref) and part() is None for part in each)]:
-            del found[gone]
         # A few calls of odd shapes, not worth compiling for.
         with torch.compiler.set_stance("force_eager"):
             found[situation] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
