@@ -19,7 +19,7 @@ class Before:
     """Buffers, modules and hooks of a model at one time, and attributes of the modules of transformers."""
 
     def __init__(self, core: nn.Module) -> None:
-        self.modules = [(module, dict(module._buffers), dict(module._modules)) for module in core.modules()]
+        self.modules = [(module, dict(module._buffers)) for module in core.modules()]
         self.values = {buffer: (buffer.detach().clone(), writes_to(buffer)) for buffer in core.buffers()}
         # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
         # call.
@@ -34,7 +34,7 @@ class Before:
         return any(
             module._buffers.keys() != buffers.keys()
             or any(self._holds_else(module._buffers[name], buffer) for name, buffer in buffers.items())
-            for module, buffers, _ in self.modules
+            for module, buffers in self.modules
         )
 
     def _holds_else(self, now: Tensor | None, buffer: Tensor | None) -> bool:
@@ -45,11 +45,9 @@ class Before:
 
     def restore(self) -> None:
         """Put all of it back."""
-        for module, buffers, modules in self.modules:
+        for module, buffers in self.modules:
             module._buffers.clear()
             module._buffers.update(buffers)
-            module._modules.clear()
-            module._modules.update(modules)
         for tensor, (value, writes) in self.values.items():
             # A backward that is still to come may need it as it is, and sees that it was written to. Batch norm writes
             # its statistics without being seen.

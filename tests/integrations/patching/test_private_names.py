@@ -66,7 +66,7 @@ LINEAR = nn.Linear(1, 1)
 # What has it: the names, and what needs them.
 NAMES = [
     (LINEAR, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks", "own code, and trials undone"),
-    (LINEAR, "_buffers _modules", "trials undone"),
+    (LINEAR, "_buffers", "trials undone"),
     (LINEAR, "_compiled_call_impl", "compiled layers"),
     (LINEAR.weight, "_backward_hooks _post_accumulate_grad_hooks", "own code"),
     (LINEAR.weight, "_version", "changed masks"),
