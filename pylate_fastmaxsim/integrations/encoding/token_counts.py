@@ -102,7 +102,7 @@ def known_total(column: dict[str, Tensor]) -> int | None:
     if not isinstance(counts, TokenCounts) or counts.dtype != torch.int64 or counts.shape != (len(mask), 2):
         return None
     attended, widths = counts.t().tolist()
-    if column["input_ids"].shape != mask.shape or any(width != mask.shape[1] for width in widths):
+    if any(width != mask.shape[1] for width in widths):
         return None
     total = sum(attended)
     return total if mask.device.type != "cpu" or matches(mask, total) else None

@@ -260,8 +260,6 @@ def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], k
         return "its output is not the last hidden state of each token"
     if "text" not in transformer.modality_config:
         return "it takes no plain texts, with which it could be tried out"
-    if features["attention_mask"].shape != features["input_ids"].shape:
-        return "attention_mask has another shape than input_ids"
     # Keywords stand in for features, also for those that are understood.
     # What a call has left there, a second one with the same features finds, as of a model that is checkpointed.
     left = {transformer.module_output_name} - inputs_of(transformer)

@@ -59,7 +59,6 @@ OTHERWISE = {
     "everything wider": {key: torch.nn.functional.pad(value, (0, 1)) for key, value in COLUMN.items()},
     "another mask": {"attention_mask": MASK * torch.tensor([1, 1, 0])},
     "a gap": {"attention_mask": MASK.flip(1)},
-    "ids of another shape": {"input_ids": MASK[:, :1]},
     # accelerate makes these on all ranks but the first where it dispatches batches.
     "accelerate's own tensors": operations.initialize_tensors(operations.get_data_structure(COLUMN)),
 }
