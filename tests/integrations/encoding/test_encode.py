@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
-from models import FAMILIES, attend_to_own_document, collated, features, load_model, looking, sentences
+from encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of, padded_tokens, tokens_of
+from models import FAMILIES, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 from pylate.utils import ColBERTCollator
 from torch import nn
@@ -26,51 +27,6 @@ from pylate_fastmaxsim.integrations.encoding import attention as encoding_attent
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
-from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
-
-
-def batch_of(model, seed: int = 0, documents: int = 6, collate=collated):
-    texts = [sentences(documents, longest=longest, seed=seed + index) for index, longest in enumerate((8, 40, 40))]
-    return collate(model, *texts)
-
-
-def encode(model, batch):
-    return encoding_encode.encode(model, encoding_encode.plan_documents(model, batch[1:], model.skiplist))
-
-
-def tokens_of(batch):
-    """The live tokens of each document."""
-    values, mask = batch.to_padded()
-    return [rows[live] for rows, live in zip(values, mask, strict=True)]
-
-
-def padded_tokens(model, batch):
-    """The same from stock."""
-    masks = losses.contrastive.extract_skiplist_mask(batch, model.skiplist)[1:]
-    outputs = [model(without_total(column))["token_embeddings"] for column in batch[1:]]
-    return [
-        rows[live] for output, mask in zip(outputs, masks, strict=True) for rows, live in zip(output, mask, strict=True)
-    ]
-
-
-def assert_encodes_as_stock(model, batch, tolerance: float = 1e-10):
-    ours, stock = tokens_of(encode(model, batch)), padded_tokens(model, batch)
-    assert len(ours) == len(stock)
-    for own, other in zip(ours, stock, strict=True):
-        torch.testing.assert_close(own, other, atol=tolerance, rtol=0)
-
-
-def mode_of(model) -> set[str]:
-    return set(modes.chosen[model].values())
-
-
-def calls_of(model, action) -> list[dict]:
-    """The features of the encoder calls that an action makes."""
-    calls = []
-    hook = model[0].register_forward_pre_hook(looking(lambda _module, args: calls.append(dict(args[0]))))
-    action()
-    hook.remove()
-    return calls
 
 
 @pytest.mark.parametrize("collate", [collated, features])

@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
+from encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
 from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, looking, sentences
 from pylate import losses
-from test_encode import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention

@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 from compared import assert_equal, run
+from encoded import assert_encodes_as_stock, batch_of, mode_of
 from models import Behind, features, load_model
 from pylate import losses
-from test_encode import assert_encodes_as_stock, batch_of, mode_of
 from torch import nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from encoded import batch_of, mode_of
 from models import features, load_model, sentences
 from pylate import losses
 from pylate.utils import ColBERTCollator
-from test_encode import batch_of, mode_of
 from torch import nn
 
 import pylate_fastmaxsim

@@ -7,9 +7,9 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from compared import assert_equal, run
+from encoded import batch_of, mode_of
 from models import Behind, collated, features, load_model
 from pylate import losses
-from test_encode import batch_of, mode_of
 from torch import nn
 from transformers.models.bert.modeling_bert import BertOutput
 

@@ -6,9 +6,9 @@ import multiprocessing
 
 import pytest
 import torch
+from encoded import assert_encodes_as_stock, batch_of, encode, mode_of
 from models import load_model, sentences
 from pylate.utils import ColBERTCollator
-from test_encode import assert_encodes_as_stock, batch_of, encode, mode_of
 from torch import nn
 
 import pylate_fastmaxsim

@@ -11,21 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from models import sentences
-from torch import nn
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
+from multi_vector import COUNT, LOSSES, POSITIVES, assert_equal, batch_of, load, modes, of_ones_own, run
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.multi_vector_encoder.scoring import (
-    XTRKDScores,
-    XTRScores,
-    mean_colbert_scores,
-    xtr_scores_pairwise,
-)
+from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations import hosts
@@ -36,65 +25,10 @@ from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers
 from pylate_fastmaxsim.integrations.sentence_transformers import scores as sentence_transformers_scores
 from pylate_fastmaxsim.integrations.sentence_transformers import xtr as sentence_transformers_xtr
 
-COUNT = 8
-QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))
-TEACHER = torch.linspace(-1, 1, 2 * COUNT).view(COUNT, 2)
-LOSSES = [
-    (losses.MultiVectorMultipleNegativesRankingLoss, {}),
-    (losses.MultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0}),
-    (losses.MultiVectorMultipleNegativesRankingLoss, {"similarity_fct": mean_colbert_scores, "scale": 8.0}),
-    (losses.MultiVectorMultipleNegativesRankingLoss, {"similarity_fct": XTRScores(9)}),
-    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 3}),
-    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 8, "mini_batch_num_tokens": 60}),
-    (losses.MultiVectorDistillKLDivLoss, {"temperature": 0.5}),
-    (losses.MultiVectorMarginMSELoss, {}),
-    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 3, "similarity_fct": XTRScores(9)}),
-    (losses.MultiVectorDistillKLDivLoss, {"similarity_fct": XTRKDScores(9)}),
-    (losses.MultiVectorMarginMSELoss, {"similarity_fct": xtr_scores_pairwise}),
-]
-
-
-def load(path: str, **options: object) -> MultiVectorEncoder:
-    torch.manual_seed(0)
-    return MultiVectorEncoder(path, device="cpu", **options).double().train()
-
 
 @pytest.fixture
 def model(encoder) -> MultiVectorEncoder:
     return load(encoder("bert"))
-
-
-def batch_of(model: MultiVectorEncoder) -> list[dict]:
-    tasks = ["query", "document", "document"]
-    return [
-        {**model.preprocess(texts, task=task), "task": task}
-        for texts, task in zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
-    ]
-
-
-def run(model: MultiVectorEncoder, loss: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    value = loss(batch_of(model), TEACHER.clone())
-    value.backward()
-    return found(model, value)
-
-
-def found(model: MultiVectorEncoder, value: torch.Tensor) -> list[torch.Tensor]:
-    """A loss that was differentiated, and the gradients that it left."""
-    return [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
-
-
-def assert_equal(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
-    assert len(ours) == len(stock) > 1
-    largest = max(gradient.abs().max() for gradient in stock[1:])
-    # Scores are float32 in a model in float64 too.
-    torch.testing.assert_close(ours[0], stock[0], rtol=2e-6, atol=0)
-    for own, other in zip(ours[1:], stock[1:], strict=True):
-        assert (own - other).abs().max() <= 3e-6 * largest
-
-
-def modes(model: MultiVectorEncoder) -> set[str]:
-    return set(encoding_modes.chosen.get(model[0], {}).values())
 
 
 @pytest.fixture
@@ -273,18 +207,6 @@ def test_the_output_is_that_of_stock_but_for_padding(model, mode):
 def prepared(model: MultiVectorEncoder) -> nn.Module:
     """As accelerate hands a model to the trainer."""
     return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
-
-
-def of_ones_own(model: MultiVectorEncoder) -> nn.Module:
-    model.__class__ = OfOnesOwn
-    return model
-
-
-class OfOnesOwn(MultiVectorEncoder):
-    def forward(self, input: dict, task: str | None = None) -> dict:
-        for module in self:
-            input = module(input, **({"task": task} if isinstance(module, MultiVectorMask) else {}))
-        return input
 
 
 @pytest.mark.parametrize("change, padding_free", [(prepared, True), (of_ones_own, "always")])

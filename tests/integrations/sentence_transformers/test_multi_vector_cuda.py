@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
+from multi_vector import batch_of, modes
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses, scoring
-from test_multi_vector import batch_of, modes
 
 import pylate_fastmaxsim
 

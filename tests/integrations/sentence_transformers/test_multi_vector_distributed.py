@@ -8,13 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from models import attend_to_own_document, sentences
+from models import attend_to_own_document
+from multi_vector import batch_of_rank
 from ranks import loss_and_gradients
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
 from sharding import data_parallel, flat_sharded, fully_sharded
@@ -24,15 +20,6 @@ from pylate_fastmaxsim.integrations.encoding import attention as encoding_attent
 from pylate_fastmaxsim.integrations.encoding import modes
 
 RANKS = 2
-
-
-def batch_of_rank(model: MultiVectorEncoder) -> list[dict]:
-    rank = dist.get_rank()
-    # Rank 0 has short documents and rank 1 long ones: each alone would divide them differently.
-    longest = (6, 40)[rank]
-    texts = [sentences(6, longest=8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))]
-    tasks = ["query", "document", "document"]
-    return [{**model.preprocess(each, task=task), "task": task} for each, task in zip(texts, tasks, strict=True)]
 
 
 def _compare(

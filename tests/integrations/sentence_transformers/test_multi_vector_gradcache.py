@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
+from multi_vector import COUNT, assert_equal, batch_of, found, load, run
 from sentence_transformers.multi_vector_encoder import losses
-from test_multi_vector import COUNT, assert_equal, batch_of, found, load, run
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder

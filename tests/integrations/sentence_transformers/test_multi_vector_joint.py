@@ -6,17 +6,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
+from multi_vector import COUNT, LOSSES, TEACHER, assert_equal, batch_of, found, load, modes, of_ones_own, run
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import losses
-from test_multi_vector import COUNT, LOSSES, TEACHER, assert_equal, batch_of, found, load, modes, of_ones_own, run
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask

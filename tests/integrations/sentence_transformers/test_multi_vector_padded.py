@@ -6,17 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
-from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.modules import Dense, Normalize, Router
-from sentence_transformers.multi_vector_encoder import losses
-from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
-from test_multi_vector import (
+from multi_vector import (
     POSITIVES,
     assert_equal,
     batch_of,
@@ -25,6 +15,11 @@ from test_multi_vector import (
     of_ones_own,
     run,
 )
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Dense, Normalize, Router
+from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from torch import nn
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers

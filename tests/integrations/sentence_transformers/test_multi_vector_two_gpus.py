@@ -7,16 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from multi_vector import batch_of_rank
 from ranks import loss_and_gradients, run_cases
-
-pytest.importorskip(
-    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
-)
-
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses
 from sharding import data_parallel
-from test_multi_vector_distributed import batch_of_rank
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes

@@ -1,0 +1,101 @@
+"""Losses of a tiny MultiVectorEncoder and their gradients, ours against stock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import sentences
+from torch import nn
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder import losses
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.multi_vector_encoder.scoring import (
+    XTRKDScores,
+    XTRScores,
+    mean_colbert_scores,
+    xtr_scores_pairwise,
+)
+
+from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
+
+COUNT = 8
+QUERIES, POSITIVES, NEGATIVES = (sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3)))
+TEACHER = torch.linspace(-1, 1, 2 * COUNT).view(COUNT, 2)
+LOSSES = [
+    (losses.MultiVectorMultipleNegativesRankingLoss, {}),
+    (losses.MultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 5, "score_mini_batch_size": 3, "scale": 2.0}),
+    (losses.MultiVectorMultipleNegativesRankingLoss, {"similarity_fct": mean_colbert_scores, "scale": 8.0}),
+    (losses.MultiVectorMultipleNegativesRankingLoss, {"similarity_fct": XTRScores(9)}),
+    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 3}),
+    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 8, "mini_batch_num_tokens": 60}),
+    (losses.MultiVectorDistillKLDivLoss, {"temperature": 0.5}),
+    (losses.MultiVectorMarginMSELoss, {}),
+    (losses.CachedMultiVectorMultipleNegativesRankingLoss, {"mini_batch_size": 3, "similarity_fct": XTRScores(9)}),
+    (losses.MultiVectorDistillKLDivLoss, {"similarity_fct": XTRKDScores(9)}),
+    (losses.MultiVectorMarginMSELoss, {"similarity_fct": xtr_scores_pairwise}),
+]
+
+
+def load(path: str, **options: object) -> MultiVectorEncoder:
+    torch.manual_seed(0)
+    return MultiVectorEncoder(path, device="cpu", **options).double().train()
+
+
+def batch_of(model: MultiVectorEncoder) -> list[dict]:
+    tasks = ["query", "document", "document"]
+    return [
+        {**model.preprocess(texts, task=task), "task": task}
+        for texts, task in zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
+    ]
+
+
+def run(model: MultiVectorEncoder, loss: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    value = loss(batch_of(model), TEACHER.clone())
+    value.backward()
+    return found(model, value)
+
+
+def found(model: MultiVectorEncoder, value: torch.Tensor) -> list[torch.Tensor]:
+    """A loss that was differentiated, and the gradients that it left."""
+    return [value.detach().double(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+
+
+def assert_equal(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
+    assert len(ours) == len(stock) > 1
+    largest = max(gradient.abs().max() for gradient in stock[1:])
+    # Scores are float32 in a model in float64 too.
+    torch.testing.assert_close(ours[0], stock[0], rtol=2e-6, atol=0)
+    for own, other in zip(ours[1:], stock[1:], strict=True):
+        assert (own - other).abs().max() <= 3e-6 * largest
+
+
+def modes(model: MultiVectorEncoder) -> set[str]:
+    return set(encoding_modes.chosen.get(model[0], {}).values())
+
+
+def of_ones_own(model: MultiVectorEncoder) -> nn.Module:
+    model.__class__ = OfOnesOwn
+    return model
+
+
+class OfOnesOwn(MultiVectorEncoder):
+    def forward(self, input: dict, task: str | None = None) -> dict:
+        for module in self:
+            input = module(input, **({"task": task} if isinstance(module, MultiVectorMask) else {}))
+        return input
+
+
+def batch_of_rank(model: MultiVectorEncoder) -> list[dict]:
+    rank = dist.get_rank()
+    # Rank 0 has short documents and rank 1 long ones: each alone would divide them differently.
+    longest = (6, 40)[rank]
+    texts = [sentences(6, longest=8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))]
+    tasks = ["query", "document", "document"]
+    return [{**model.preprocess(each, task=task), "task": task} for each, task in zip(texts, tasks, strict=True)]
