@@ -81,8 +81,7 @@ def _assert_as_exact(ours, stock):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("window", [(-1, -1), (3, 3), (-1, 0), (3, 0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 2), (torch.float16, 6)])
 def test_attention_stays_inside_documents_and_windows(heads, dtype, window, dropout):
     generator = torch.Generator("cuda").manual_seed(0)
     lengths = [5, 1, 0, 17, 9]
@@ -136,8 +135,7 @@ def _leave_nan_behind(like: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (20, 20)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 2), (torch.float16, 6)])
 def test_attention_to_fewer_rows_than_attend(heads, dtype, window):
     """As of queries: behind each text come rows of a text of which no row attends, and nobody to them."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -316,9 +314,8 @@ def test_compiled_with_attention_dropout(small):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("family", ["modernbert", "wide modernbert"])
-def test_model_compiled_by_its_user(small, stock, family):
-    model = small(family)
+def test_model_compiled_by_its_user(small, stock):
+    model = small("wide modernbert")
     # Many, so that no few similarities that bf16 makes equal decide.
     batch = _batch(model, count=64)
     expected = stock(model, [batch])
@@ -327,33 +324,6 @@ def test_model_compiled_by_its_user(small, stock, family):
         ours = _losses(torch.compile(model), [_batch(model, count=64)])
     ours = ours[0], {name.removeprefix("_orig_mod."): gradient for name, gradient in ours[1].items()}
     _assert_as_exact(ours, expected)
-
-
-@pytest.mark.parametrize(
-    "divide",
-    [
-        lambda value: [value.roll(1, 0)],
-        lambda value: value.split(6),
-        lambda value: [value[rows] for rows in (torch.arange(8), torch.arange(8, 16).flip(0))],
-    ],
-    ids=["roll", "split", "index"],
-)
-def test_rows_of_everything_in_a_column_are_divided(small, stock, divide):
-    model = small("bert")
-
-    def parts():
-        columns = [
-            [dict(zip(column, part, strict=True)) for part in zip(*map(divide, column.values()), strict=False)]
-            for column in _batch(model)
-        ]
-        return list(zip(*columns, strict=True))
-
-    expected = stock(model, parts())
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert "token_total" in _batch(model)[1]
-    ours = _losses(model, parts())
-    _assert_as_exact(ours, expected)
-    assert set(modes.chosen[model].values()) == {"packed"}
 
 
 def test_a_mask_changed_behind_its_collator_is_noticed(small):
@@ -368,7 +338,7 @@ def test_a_mask_changed_behind_its_collator_is_noticed(small):
             loss_function(columns, None)
             torch.cuda.synchronize()
         # Nothing waits for the answer, so that it may come as late as with the next batch.
-        with pytest.raises(ValueError, match="changed after their collator"):
+        with pytest.raises(ValueError, match="changed after PyLate's collator"):
             for columns in (shorter, batch):
                 loss_function(columns, None)
                 torch.cuda.synchronize()

@@ -55,15 +55,6 @@ class Detaching(Behind):
         return features
 
 
-class ViewingLess(Behind):
-    """The same memory, but fewer tokens of it."""
-
-    def change(self, features):
-        for key in ("token_embeddings", "attention_mask", "input_ids"):
-            features[key] = features[key][:, :-1]
-        return features
-
-
 class Cloning(Behind):
     def change(self, features):
         features["attention_mask"] = features["attention_mask"].clone()
@@ -86,20 +77,11 @@ def before(model):
     model.register_forward_pre_hook(mask)
 
 
-def before_in_place(model):
-    def mask(_module, args):
-        args[0]["attention_mask"][:, 3::4] = 0
-
-    model.register_forward_pre_hook(mask)
-
-
 CHANGES = {
     "pruned": behind(Pruning),
     "cut": behind(Cutting),
-    "cut by one": behind(ViewingLess),
     "renamed": behind(Renaming),
     "masked before": before,
-    "masked before in place": before_in_place,
     "pruned in place": behind(PruningInPlace),
 }
 
