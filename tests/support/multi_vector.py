@@ -22,6 +22,7 @@ from sentence_transformers.multi_vector_encoder.scoring import (
     xtr_scores_pairwise,
 )
 
+import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
 
 COUNT = 8
@@ -74,6 +75,13 @@ def assert_equal(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
     torch.testing.assert_close(ours[0], stock[0], rtol=2e-6, atol=0)
     for own, other in zip(ours[1:], stock[1:], strict=True):
         assert (own - other).abs().max() <= 3e-6 * largest
+
+
+def assert_as_stock(model: MultiVectorEncoder, loss: nn.Module, **options: object) -> None:
+    """Switch the package on, and compare a step with the one before."""
+    stock = run(model, loss)
+    pylate_fastmaxsim.enable(**options)
+    assert_equal(run(model, loss), stock)
 
 
 def modes(model: MultiVectorEncoder) -> set[str]:

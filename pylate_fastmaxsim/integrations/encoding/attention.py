@@ -1,4 +1,4 @@
-"""Attention between the tokens of one text when many texts stand back to back in one row."""
+"""Attention inside each text of a row of many texts: packed masks, and attention functions that understand them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, defined_in
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
-# Attention implementations of transformers that understand a packed mask now: name -> that, and what was there before.
+# Attention implementations of transformers that were replaced: name -> the replacement and the original.
 _replaced: dict[str, tuple[Callable, Callable]] = {}
 
-# The packed masks that something may still attend with, as gradient checkpointing in a backward to come.
+# Packed masks in use, perhaps by gradient checkpointing for a backward to come.
 _masks: dict[int, weakref.ref[Tensor]] = {}
 _released = False
 
@@ -26,12 +26,11 @@ class PackingUnsupported(RuntimeError):
 
 
 def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
-    """What to pass as ``attention_mask`` so that attention stays inside each document.
+    """An ``attention_mask`` that keeps attention inside each document.
 
-    A four-dimensional mask is handed by transformers to every layer as it is, through gradient
-    checkpointing, DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` travels as the last
-    row of such a mask and the longest length, which the host must know, as its third dimension; int32
-    tells it apart from a real mask, which is boolean or floating.
+    transformers hands a four-dimensional mask to every layer unchanged, also through gradient checkpointing,
+    DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` travels as its last row, and the longest length,
+    which the host must know, as its third size. A real mask is never int32.
 
     Parameters
     ----------
@@ -55,17 +54,17 @@ def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
 
 
 def packed_mask_with_keys(cu_seqlens: Tensor, key_cu_seqlens: Tensor, longest_apart: int, max_length: int) -> Tensor:
-    """The same where some rows attend without being attended to, as those of PyLate's query expansion.
+    """The same for texts with rows that attend without being attended to, as in PyLate's query expansion.
 
     Parameters
     ----------
     cu_seqlens
         First row of each text and the end of the last one, ``[N + 1]``, int32.
     key_cu_seqlens
-        The same of the rows that are attended to. Rows between those of two texts belong to a text in between, of which
-        no row attends.
+        The same for the rows that are attended to. Rows between those of two texts belong to a text without attending
+        rows.
     longest_apart
-        An upper bound on the rows of a text that has some which are not attended to.
+        An upper bound on the rows of a text that has rows which are not attended to.
     max_length
         An upper bound on the rows of any text.
 
@@ -109,13 +108,13 @@ def variable_length_attention(
     dropout: float,
     key_cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention inside each text: our own kernels for batches that they are faster for, else FlashAttention.
+    """Softmax attention inside each text, by the kernels of this package where they are faster, else FlashAttention.
 
     Parameters
     ----------
     query, key, value
-        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. Keys and values may have fewer heads, by a
-        whole factor; so many heads of the queries in a row share one of theirs.
+        ``[T, heads, head_dim]``, float16 or bfloat16, on a CUDA device. With grouped-query attention keys and values
+        have fewer heads, by a whole factor.
     cu_seqlens
         ``[N + 1]``, int32.
     max_length
@@ -127,7 +126,7 @@ def variable_length_attention(
     dropout
         Probability that an attention weight is dropped.
     key_cu_seqlens
-        ``cu_seqlens`` of ``key`` and ``value`` where not all rows are attended to.
+        ``cu_seqlens`` of ``key`` and ``value``, if not all rows are attended to.
 
     Returns
     -------
@@ -152,8 +151,8 @@ def variable_length_attention(
     if is_faster(query, key, cu_seqlens, max_length, window, dropout):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return text_attention(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, window[0])
-    # Below torch.nn.attention.varlen.varlen_attn, which has no dropout, and a forward and a backward in Python: small
-    # batches wait for the host, and a step of 32 queries takes it a sixth longer.
+    # Not torch.nn.attention.varlen.varlen_attn: it has no dropout, and its Python makes a step of 32 queries a sixth
+    # slower.
     return torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -172,9 +171,7 @@ def variable_length_attention(
 
 
 def accept_packed_masks(encoder: nn.Module) -> None:
-    """Teach the attention function with which a model of transformers attends to take a packed mask.
-
-    Every other mask goes to the function that was there before, with the arguments as they came.
+    """Make the attention function of a model of transformers take packed masks. Other masks go to the original.
 
     Raises
     ------
@@ -198,8 +195,8 @@ def accept_packed_masks(encoder: nn.Module) -> None:
         )
     original = ALL_ATTENTION_FUNCTIONS[implementation]
     if not defined_in(original, HOSTS):
-        # What it adds, as a bias that begins at zero, need not show in a trial.
-        raise PackingUnsupported(f"attn_implementation={implementation!r} is a function of somebody's own")
+        # It may add a trained bias that is zero at the time of the check.
+        raise PackingUnsupported(f"attn_implementation={implementation!r} is not a function of transformers")
 
     @wraps(original)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
@@ -212,14 +209,14 @@ def accept_packed_masks(encoder: nn.Module) -> None:
 
 
 def release() -> None:
-    """Put the attention functions back that :func:`accept_packed_masks` replaced.
+    """Restore the attention functions that :func:`accept_packed_masks` replaced, once no packed mask is in use.
 
-    While packed masks are alive that waits for the last of them: a loss that was computed is differentiated later.
+    The backward of a loss that was computed before needs them.
     """
     global _released
     _released = True
     if _masks:
-        # Compiled code leaves masks in cycles. Freed while stock is compiled, they would change what is being traced.
+        # Compiled code leaves masks in reference cycles. Freed later, they could change functions during a trace.
         gc.collect()
     if not _masks:
         _put_back()
@@ -238,7 +235,7 @@ def _put_back() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for implementation, (attention, original) in _replaced.items():
-        # Whoever registered another since wraps ours, or wants none of it.
+        # Another one that was registered since stays.
         if ALL_ATTENTION_FUNCTIONS.get(implementation) is attention:
             AttentionInterface.register(implementation, original)
     _replaced.clear()
@@ -258,9 +255,9 @@ def _packed_attention(
     **_: object,
 ) -> Tensor:
     """The call of transformers, ``[1, heads, T, head_dim]``, as a call of :func:`variable_length_attention`."""
-    # Where stock attends through torch's own function, it leaves them unbounded as well.
+    # With "sdpa" transformers ignores softcap as well.
     if softcap is not None and module.config._attn_implementation != "sdpa":
-        raise PackingUnsupported("variable-length attention does not bound its inner products (softcap)")
+        raise PackingUnsupported("variable-length attention has no softcap")
     query, key, value = (_autocast(states).squeeze(0).transpose(0, 1) for states in (query, key, value))
     # A sliding window of w sees up to w - 1 tokens away, the token itself being the w-th.
     reach = -1 if sliding_window is None else sliding_window - 1
@@ -269,15 +266,10 @@ def _packed_attention(
     if kinds > 1 and (causal or -1 < reach < longest_apart - 1):
         # FlashAttention aligns the ends of a text's rows and of those that they attend to, not their beginnings.
         raise PackingUnsupported(
-            "its tokens that are not attended to have to see the same tokens as all others, and "
-            + (
-                "attention is causal"
-                if causal
-                else f"a window of attention reaches {reach} tokens, fewer than a query has"
-            )
+            "tokens of query expansion have to attend to the whole query, and "
+            + ("attention is causal" if causal else f"a window of attention reaches only {reach} tokens")
         )
-    # The backward keeps the values. As a view of the product that made queries, keys and values they would keep all
-    # three, two of which live on in rotated form as well.
+    # The backward keeps the values. A view would keep the product that holds queries and keys as well.
     value = value.contiguous()
     states = variable_length_attention(
         query,
@@ -294,7 +286,7 @@ def _packed_attention(
 
 
 def _autocast(states: Tensor) -> Tensor:
-    """As autocast has them for torch's own attention: behind rotary positions, queries and keys may be float32."""
+    """Cast as autocast does for torch's own attention: rotary positions may leave queries and keys in float32."""
     device = states.device.type
     if states.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return states

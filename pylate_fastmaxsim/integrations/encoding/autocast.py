@@ -1,4 +1,4 @@
-"""What GradCache's second pass over some texts has in common with the first, whichever host makes them."""
+"""Autocast for the second pass of GradCache, as it was in the first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def autocast_in_force(device: str) -> dict[str, object]:
-    """Arguments of ``torch.autocast`` that make it what it is now on a type of device.
+    """Arguments of ``torch.autocast`` that restore its present state for a type of device.
 
-    The second pass runs inside ``backward()``, which a training loop calls outside of its autocast context.
+    GradCache's second pass runs inside ``backward()``, which training loops call outside of autocast.
 
     Examples
     --------
@@ -22,6 +22,6 @@ def autocast_in_force(device: str) -> dict[str, object]:
         "device_type": device,
         "dtype": torch.get_autocast_dtype(device),
         "enabled": torch.is_autocast_enabled(device),
-        # Up to PyTorch 2.10 a backward inside of autocast would be given the weights that the first pass has cast.
+        # Up to PyTorch 2.10 a backward inside autocast would reuse the weights that the first pass cast without gradients.
         "cache_enabled": False,
     }

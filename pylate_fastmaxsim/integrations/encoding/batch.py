@@ -1,4 +1,4 @@
-"""The padded texts of a batch: which of their tokens are attended to, and parts of them."""
+"""The padded documents of a batch, and which of their tokens are attended to."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Documents:
     cu_seqlens
         First attended token of each document in ``token_index`` and their number, ``[N + 1]``, int32.
     gaps
-        Whether a document has a token that is not attended to before one that is. Packed, the two sides of it would
-        be neighbours.
+        Whether a document has a masked token before an attended one. Packing would make its two sides neighbours.
     """
 
     input_ids: Tensor
@@ -49,21 +48,18 @@ class Documents:
 
     @property
     def column(self) -> dict[str, Tensor]:
-        """The documents as a tokenizer makes them, to call a model with."""
+        """The documents as a tokenizer makes them."""
         types = {} if self.token_type_ids is None else {"token_type_ids": self.token_type_ids}
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, **types}
 
     @classmethod
     def from_columns(cls, columns: Sequence[dict[str, Tensor]]) -> Documents:
-        """Put the tokenized columns of a batch below each other.
-
-        Where the collator left with every column how many tokens are attended to, nothing here waits for the device.
-        Where it did not, or where a column has not its shape any more, they are counted, which waits for a CUDA device.
+        """Put the tokenized columns of a batch below each other. Waits for the GPU if a column has no token counts.
 
         Raises
         ------
         ValueError
-            On a CUDA device, what the collator left with an earlier batch did not fit its masks any more.
+            On a GPU: the token counts of an earlier batch did not match its masks.
         """
         length = max(column["input_ids"].shape[1] for column in columns)
         attention_mask = _stack(columns, "attention_mask", length)
@@ -87,8 +83,8 @@ def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Te
     attention_mask
         ``[N, L]``, 0/1.
     total
-        How many are attended to, T, where that is known; otherwise the device is asked, and waited for. With another
-        number than there are, the positions are wrong, but all of them exist.
+        How many are attended to, T, if known; otherwise this waits for the device. With a wrong number the positions
+        are wrong, but inside the batch.
 
     Returns
     -------
@@ -108,16 +104,16 @@ def attended_index(attention_mask: Tensor, total: int | None = None) -> tuple[Te
     attended = attended.reshape(-1)
     if total is None:
         return attended.nonzero().squeeze(1), cu_seqlens
-    # A token is where as many as it has before it, and itself, are counted for the first time.
+    # The k-th attended token is where the running count first reaches k.
     place = torch.arange(1, total + 1, device=attended.device)
     token_index = torch.searchsorted(attended.cumsum(0), place)
     return token_index.clamp_(max=max(len(attended) - 1, 0)), cu_seqlens.clamp_(max=total)
 
 
 def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """The same of tokenized columns, whose masks ``attention_mask`` has one below the other.
+    """The same for tokenized columns, whose masks stand one below the other in ``attention_mask``.
 
-    Returns also whether their collator had left how many tokens are attended to, so that nothing waited for the device.
+    Returns also whether all columns had token counts, so that nothing waited for the device.
 
     Examples
     --------
@@ -136,7 +132,7 @@ def attended_tokens(columns: Sequence[dict[str, Tensor]], attention_mask: Tensor
 
 
 def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, object]:
-    """Some of the texts of a column. What is not one value for each text, as a scalar or a name, goes with all of them.
+    """Some texts of a column. Features that are not one value per text, such as a scalar or a name, are kept whole.
 
     Examples
     --------
@@ -148,10 +144,9 @@ def rows_of(features: dict[str, object], begin: int, end: int) -> dict[str, obje
 
 
 def padded_again(states: Tensor, index: Tensor, count: int, width: int, filler: Tensor) -> Tensor:
-    """States ``[T, d]`` at their places ``row * width + column``, ``[count, width, d]``, and ``filler`` between them.
+    """States ``[T, d]`` at their places ``row * width + column``, ``[count, width, d]``, with ``filler`` as padding.
 
-    Not zeros, as :meth:`~pylate_fastmaxsim.TokenBatch.to_padded` has: somebody's own normalisation, in a module or in a
-    loss, may divide by the length of each token's state.
+    Zeros would give NaN in a normalisation of the user's own that divides by the norm of every token.
 
     Examples
     --------
@@ -165,7 +160,7 @@ def padded_again(states: Tensor, index: Tensor, count: int, width: int, filler: 
 
 
 def counting(column: dict[str, Tensor], skipped: Callable[[Tensor], Tensor]) -> Tensor:
-    """Which tokens of padded texts count, ``[N, L]``, bool: attended to and not skipped."""
+    """Which tokens of padded texts are scored, ``[N, L]``, bool: attended to and not skipped."""
     return column["attention_mask"].bool() & ~skipped(column["input_ids"])
 
 
@@ -188,7 +183,7 @@ def has_gaps(attention_mask: Tensor) -> bool:
 
 
 def column_has_gaps(column: dict[str, Tensor]) -> bool:
-    """The same of a tokenized column. Waits for the device where the collator did not look."""
+    """The same for a tokenized column. Waits for the device if it has no token counts."""
     return known_total(column) is None and has_gaps(column["attention_mask"])
 
 
@@ -199,7 +194,7 @@ def _has_rows(value: object, count: int) -> bool:
 
 
 def _stack(columns: Sequence[dict[str, Tensor]], key: str, length: int) -> Tensor:
-    # Of token types, all that may be missing, an encoder takes 0 where it is given none.
+    # Token types may be missing in a column. Encoders take 0 for them.
     parts = [column[key] if key in column else torch.zeros_like(column["input_ids"]) for column in columns]
     parts = [F.pad(part, (0, length - part.shape[1])) for part in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

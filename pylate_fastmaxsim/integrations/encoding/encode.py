@@ -1,4 +1,4 @@
-"""Encode the texts of a batch without padding, on any encoder of transformers, where that gives what padding gives."""
+"""Encode the texts of a batch without padding, where an encoder gives the same embeddings with and without."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, is_com
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# What makes token embeddings [N, L, d] of one call of the model.
+# Makes one call of the model and returns its token embeddings [N, L, d].
 Embed = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
 def encode(model: nn.Module, plan: EncodingPlan, embed: Embed = token_embeddings) -> TokenBatch:
-    """Token embeddings of the documents of a plan, as ``embed`` makes them of one call of the model."""
+    """Token embeddings of the documents of a plan. ``embed`` makes each of its calls."""
     return plan.batch([embed(model, call) for call in plan.calls])
 
 
@@ -35,9 +35,8 @@ def encode_batch(
 ) -> tuple[Tensor, TokenBatch]:
     """Encode the queries and the documents of a batch, in one call where the documents are packed.
 
-    Small batches are bound by the host, which launches everything once for each call and layer. Where the first batch
-    has more than 65,536 document tokens, or where a packed encoder does not give queries the same embeddings beside
-    documents, they have a call of their own, as in stock PyLate.
+    With small batches a GPU waits for the host, which launches every layer once per call. Queries have a call of their
+    own if the first batch has more than 65,536 document tokens, or if they get other embeddings beside documents.
 
     Parameters
     ----------
@@ -46,9 +45,9 @@ def encode_batch(
     features
         The tokenized columns: the queries, and then the documents as in :func:`plan_documents`.
     skiplist
-        Ids of the tokens of documents that are not scored.
+        Ids of document tokens that are not scored.
     embed
-        Makes token embeddings of one call of the model.
+        Makes one call of the model.
 
     Returns
     -------
@@ -61,7 +60,7 @@ def encode_batch(
         calls = [without_total(queries), *plan.calls]
         embeddings = embed(model, calls[0]), encode(model, plan, embed)
         if plan.as_stock:
-            # What modules leave there, as the terms of a regulariser, for a loss that is built on this one.
+            # Outputs that modules add to the features, such as regularisation terms, for a loss built on this one.
             for column, call in zip(features, calls, strict=True):
                 column.update((key, value) for key, value in call.items() if key not in column)
         return embeddings
@@ -73,7 +72,7 @@ def encode_batch(
     return rows.view(*queries["input_ids"].shape, -1), plan.batch([documents])
 
 
-# Where a loss is compiled, this and what it decides stay outside: a trial sets how to compile, which cannot be traced.
+# Never traced as a part of a compiled loss: the check on the first batch runs the model with compilation off.
 @torch.compiler.disable
 def plan_documents(
     model: nn.Module,
@@ -81,43 +80,44 @@ def plan_documents(
     skiplist: list[int],
     mini_batch_size: int | None = None,
 ) -> EncodingPlan:
-    """The encoder calls that encode the documents of all columns of a batch.
+    """Plan the encoder calls for the documents of all columns of a batch.
 
-    Plan before the queries of the batch are encoded: the encoder is compiled here if that is asked for, and
-    gradient checkpointing must find it in backward as it was in forward.
+    Call it before the queries are encoded: it compiles the encoder if that is asked for, and gradient checkpointing
+    needs the same encoder in forward and backward.
 
-    How is decided on the first batch of an encoder and logged where it is not the fastest way:
+    The mode is chosen on the first batch of a model, and logged if it is not the fastest:
 
     ``packed``
-        all attended tokens in one row, attention inside each document. Nothing waits for the device
-        if the patched collator made the batch: it leaves with each column which tokens are attended to.
-        Without the trainer, where a later change leaves the shape of an ``attention_mask`` as it was, a GPU says so too
-        late: a later batch raises. Nothing is left by a collator with a ``__call__`` of its own, and its masks are
-        looked at here, which waits for the device.
+        All attended tokens stand in one row; attention stays inside each document. Waits for the GPU only if a column
+        has no token counts, as from a collator with a ``__call__`` of its own.
     ``grouped``
-        documents of similar length together, cut to the longest of the group. Where the encoder
-        cannot be packed, and on a CPU. On a CUDA device this waits for it once, for the lengths.
+        Documents of similar length are padded to the longest of their group: on a CPU, and for encoders that cannot be
+        packed. Waits for the GPU once, for the lengths.
     ``padded``
-        as stock PyLate does.
+        As stock PyLate.
 
     Parameters
     ----------
     model
         A ``pylate.models.ColBERT``, possibly inside DistributedDataParallel or ``torch.compile``.
     document_features
-        For each document column, what the tokenizer (and the collator) made of it:
-        ``input_ids`` and ``attention_mask``, ``[N, L]``.
+        The tokenized document columns: ``input_ids`` and ``attention_mask``, ``[N, L]``.
     skiplist
-        Ids of the tokens that are not scored.
+        Ids of tokens that are not scored.
     mini_batch_size
-        No call holds more tokens than that many padded documents, and all ranks of a distributed run make equally
-        many; to divide waits for the device.
+        At most so many padded documents' tokens in a call. All ranks of a distributed run make equally many calls.
+        Dividing waits for the GPU.
 
     Returns
     -------
     EncodingPlan
-        For :func:`encode`, or for whoever makes the calls one at a time. It gives token embeddings as the model does
-        (not normalized), column after column.
+        For :func:`encode`. Documents come column after column. Token embeddings are the model's, not normalized.
+
+    Raises
+    ------
+    ValueError
+        All ranks must encode alike, and this batch cannot be encoded as the first was; or a rank has fewer documents
+        than another one makes calls; or an earlier batch had wrong token counts.
     """
     skipped = partial(_skipped, skiplist=tuple(skiplist))
     options = current_options()
@@ -133,8 +133,8 @@ def plan_documents(
         return padded_plan(document_features, skipped, mini_batch_size)
     if group and (reason := reason_in_features(unwrap(model), document_features)) is not None:
         raise ValueError(
-            f"The documents of this batch cannot be encoded without padding, as those before were: {reason}. All "
-            "processes must encode alike: train with enable(padding_free=False), or give every batch the same features."
+            f"The documents of this batch need padding, and those of earlier batches did not: {reason}. All processes "
+            "must encode alike. Give every batch the same features, or train with enable(padding_free=False)."
         )
     documents = Documents.from_columns(document_features)
     if mode == "packed" and documents.gaps:
@@ -142,7 +142,7 @@ def plan_documents(
     budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:
-        # Without a budget no rank is asked for more calls than it has documents.
+        # Without a budget the smallest number wins, so that no rank needs more documents than it has.
         of_all_ranks = least_of_all_ranks if budget is None else partial(calls_of_all_ranks, texts=len(documents))
         agree = partial(of_all_ranks, device=documents.input_ids.device, group=group)
     if mode == "grouped":
@@ -158,12 +158,11 @@ def plan_documents(
 def query_calls(
     model: nn.Module, features: dict[str, Tensor], plan: EncodingPlan, mini_batch_size: int
 ) -> list[dict[str, Tensor]]:
-    """The encoder calls of the queries beside those of the documents, with the queries as they are.
+    """Plan the encoder calls for padded queries, beside a plan for the documents.
 
-    Queries are short: at ``mini_batch_size`` of them a GPU would wait for the host. So a call takes more where it still
-    holds no more tokens than the largest call of the documents. All ranks of a distributed run make equally many.
-    Beside documents as stock PyLate encodes them, queries are too: a model may depend on how texts are divided into
-    calls. So they are where an encoder makes something else of a query that has a call of its own.
+    Queries are short: with ``mini_batch_size`` of them a call would leave a GPU idle. A call takes as many as fit the
+    tokens of the largest document call. All ranks of a distributed run make equally many calls. Queries are divided as
+    in stock PyLate if the documents are, or if a query alone gets other embeddings than beside others.
     """
     features = without_total(features)
     count, length = features["input_ids"].shape
@@ -186,7 +185,7 @@ def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
 
 
 def release() -> None:
-    """Put the encoders back that were prepared for packing or compiled, and forget what was decided about them."""
+    """Restore attention functions and compiled layers, and forget what was decided about models."""
     attention.release()
     compilation_layers.release()
     token_counts.reset()
@@ -196,15 +195,14 @@ def release() -> None:
 
 @lru_cache(maxsize=16)
 def _skip_table(ids: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of each token id up to the largest of ``ids``, and of one beyond it, whether it is among them."""
-    # Kept on the device: to copy it there in every step would wait for the device.
+    """Whether each token id is in ``ids``, up to one beyond the largest of them."""
+    # Kept on the device: copying it there in every step would wait for the device.
     table = torch.zeros(max((-1, *ids)) + 2, dtype=torch.bool, device="cpu")
     table[list(ids)] = True
     return table.to(device)
 
 
 def _skipped(input_ids: Tensor, skiplist: tuple[int, ...]) -> Tensor:
-    # Not torch.isin, which for some sizes sorts and waits for the device, nor a comparison with each id, which would
-    # take as many times the memory.
+    # torch.isin waits for the device for some sizes; comparing with each id takes memory for each.
     table = _skip_table(skiplist, input_ids.device)
     return table[input_ids.clamp(max=len(table) - 1).long()]

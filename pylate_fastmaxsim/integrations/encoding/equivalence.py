@@ -1,4 +1,4 @@
-"""Trials on a few texts of a batch: whether an encoder gives without padding what it gives with it, and why not."""
+"""The check on the first batch: does an encoder give the same embeddings without padding, and if not, why."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ from pylate_fastmaxsim.integrations.models.user_code import custom_module
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.05}
 _TOLERANCE_TF32 = 1e-2
 
-# Encoders with so many positions at most are given a row that is longer: some refuse it though they need no position
-# behind their last one.
+# Encoders with at most so many positions are tried with a longer row: some refuse one although no document in it is
+# longer than their positions.
 _FEW_POSITIONS = 1024
 
-# Tokens of a document that has padding behind it.
+# Tokens of the shortest document, which has padding.
 _SHORT = 3
 
-# Tokens of a call that have every document encoded in one of its own.
+# A budget of tokens that puts every document into a call of its own.
 _ALONE = 1
 
-# Farther into a row than any batch reaches.
+# A place in a row beyond that of any batch.
 _FAR = 2**20
 
 
 def short_to_long(core: nn.Module, documents: Documents) -> Documents:
-    """Documents from a few tokens to the longest that fits a batch, made of its tokens.
+    """Documents of four lengths made of the tokens of a batch, from three tokens to the widest batch decided for.
 
-    What an encoder does not pass on, as a window of its attention, may show in long documents only, what it makes of
-    padding only where there is some, and rotary positions that it scales only between two lengths. The first batch need
-    not have any. The longest is as long as any for which one process decides (:func:`decisions.decided`).
+    A window of attention shows in long documents only, a use of padding only beside padding, and scaled rotary
+    positions only between two lengths. The first batch need not have such documents.
     """
     tokens = documents.input_ids.reshape(-1)[documents.token_index]
     if not len(tokens):
@@ -59,7 +58,7 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
     padding = getattr(core.tokenizer, "pad_token_id", None) or 0
     table = position_table(core)
     if table is not None and width > table.num_embeddings - table.padding_idx - 1:
-        # The token that PyLate pads with may have a position, and there is none left.
+        # PyLate's padding token takes a position of RoBERTa's, and none is left.
         longest, padding = table.num_embeddings - table.padding_idx - 1, table.padding_idx
     lengths = [min(_SHORT, width - 1), longest // 2, longest * 3 // 4, longest]
     lengths = [max(1, length) for length in lengths]
@@ -74,7 +73,7 @@ def short_to_long(core: nn.Module, documents: Documents) -> Documents:
 
 
 def _widest(core: nn.Module, width: int) -> int:
-    """The widest batch that is not decided about anew, as far as the encoder has learned positions."""
+    """The widest batch that the decision holds for, or fewer tokens if the encoder has no more learned positions."""
     widest, config = holds_up_to(width), encoder_of(core).config
     if any(getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")):
         return widest
@@ -89,8 +88,7 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
             raise PackingUnsupported(f"{type(encoder_of(core)).__name__} takes no position_ids")
         accept_packed_masks(encoder_of(core))
         documents = _more_than_positions(core, samples)
-        # Each alone as well: some encoders scale rotary positions by the longest text of a call. Once each, so that
-        # every rank makes as many calls.
+        # Each alone as well: some encoders scale rotary positions by the longest text of a call.
         _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)])
 
     otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
@@ -106,7 +104,7 @@ def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
         weights = (weight for weight in core.parameters() if weight.is_floating_point())
         if torch.is_autocast_enabled(device) and all(weight.dtype == torch.float32 for weight in weights):
             try:
-                # In 16 bits rounding would hide what an encoder makes of padding.
+                # In 16 bits rounding would hide small effects of padding.
                 with torch.autocast(device, enabled=False):
                     _verify(core, samples, alone)
             except (PackingUnsupported, torch.OutOfMemoryError):
@@ -126,7 +124,7 @@ def why_not_joint(core: nn.Module, samples: Documents, queries: dict[str, Tensor
 
 
 def why_not_divided(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
-    """Why queries cannot be divided into other calls than stock PyLate's; None if they can."""
+    """Why queries have to be divided into the calls of stock PyLate; None if they need not."""
     return _what_fails(lambda: _verify_alone(core, queries), queries["input_ids"].device)
 
 
@@ -135,7 +133,7 @@ def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None
 
 
 def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
-    """The documents as often as it takes for their row to be longer than the encoder's longest text."""
+    """The documents, repeated until their row is longer than the encoder's longest text."""
     positions = getattr(encoder_of(core).config, "max_position_embeddings", None) or 0
     times = positions // len(documents.token_index) + 1
     if times == 1 or positions > _FEW_POSITIONS:
@@ -144,7 +142,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
 
 
 def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
-    """What a trial raises, as a part of a sentence; what the encoder itself raises, within ``otherwise``."""
+    """What a check raises, as a part of a sentence. Errors of the encoder itself are put into ``otherwise``."""
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             trial()
@@ -152,19 +150,19 @@ def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str 
         raise
     except PackingUnsupported as error:
         return str(error)
-    except Exception as error:  # whatever somebody's encoder raises at something it does not know
+    except Exception as error:  # an encoder may raise anything for input that it does not know
         lines = str(error).strip().splitlines() or ["no message"]
         return otherwise.format(f"{type(error).__name__}: {lines[0].rstrip('.')}")
     finally:
-        # Up to PyTorch 2.10 autocast hands weights that were cast here, without gradients, to the step that follows.
+        # Up to PyTorch 2.10 autocast would give the next step weights that were cast here without gradients.
         torch.clear_autocast_cache()
     return None
 
 
 def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]) -> None:
-    """Raise PackingUnsupported where one of the plans gives other token embeddings than padding does.
+    """Raise PackingUnsupported if one of the plans gives other token embeddings than padding does.
 
-    Every plan is of all the documents or of the first of them.
+    A plan has all the documents or the first of them.
     """
     padded = documents.column
     before = masks_of(padded)
@@ -176,16 +174,18 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
         if is_packed_mask(plans[0].calls[0]["attention_mask"]):
             leaks = _leaks(core, documents, *plans[0].calls, *values[0])
             counts_places = _counts_places(core, *plans[0].calls, *values[0])
-    remembers = _remembers(core, plans[0].calls)
-    # After all calls, so that every rank makes as many, whatever it finds.
-    if remembers:
-        raise PackingUnsupported(f"{_name(core)} remembers something of each call")
+    updates_buffers = _updates_buffers(core, plans[0].calls)
+    # Only now, so that every rank makes all calls whatever it finds.
+    if updates_buffers:
+        raise PackingUnsupported(f"{_name(core)} updates its buffers in each call")
     if other_masks:
         raise PackingUnsupported(f"{_name(core)} changes input_ids or attention_mask")
     if leaks:
-        raise PackingUnsupported(f"{_name(core)} lets the documents of a call see each other")
+        raise PackingUnsupported(f"{_name(core)} lets the documents of a call influence each other")
     if counts_places:
-        raise PackingUnsupported(f"{_name(core)} looks at the place of a token in its call, whatever its position")
+        raise PackingUnsupported(
+            f"{_name(core)} uses the place of a token in its call (cache_position), not its position"
+        )
     for plan, of_plan in zip(plans, values, strict=True):
         batch = plan.batch(of_plan)
         offsets = torch.arange(batch.max_length, device=batch.device)
@@ -195,9 +195,9 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
 
 
 def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tensor]) -> None:
-    """Raise PackingUnsupported where queries behind documents get other token embeddings than apart from them."""
+    """Raise PackingUnsupported if queries get other token embeddings behind documents than apart from them."""
     lengths = queries["attention_mask"].sum(dim=1)
-    # The longest query and the shortest, which has to have a token that is not attended to.
+    # The longest query and the shortest, whose last token is masked.
     rows = torch.stack([lengths.argmax(), lengths.argmin()])
     queries = {key: value[rows].clone() for key, value in without_total(queries).items()}
     queries["attention_mask"][1, 1:][-1:] = 0
@@ -207,21 +207,21 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
         apart = [of_documents, queries]
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
-    if _remembers(core, [call]):
-        raise PackingUnsupported(f"{_name(core)} remembers something of each call")
+    if _updates_buffers(core, [call]):
+        raise PackingUnsupported(f"{_name(core)} updates its buffers in each call")
     _compare(core, joint, expected, dtypes, "beside documents than apart from them")
 
 
 def _verify_alone(core: nn.Module, queries: dict[str, Tensor]) -> None:
-    """Raise PackingUnsupported where a query in a call of its own gets other token embeddings than beside another.
+    """Raise PackingUnsupported if a query gets other token embeddings alone than beside another.
 
-    Of transformers, encoders with convolutions or recurrences leave padding out of calls of several texts only.
+    Encoders of transformers with convolutions or recurrences mask padding in calls of several texts only.
     """
-    # The same query twice: to be beside it changes nothing but the shape of the call.
+    # The same query twice, so that only the shape of the call differs.
     row = queries["attention_mask"].sum(dim=1).argmax().expand(2)
     twice = {key: value[row] for key, value in queries.items()}
     if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
-        # Of queries that are all as long as they may be, this one has padding too: later ones will have some.
+        # With padding, which later queries will have.
         twice["attention_mask"][:, -1] = 0
     with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
         beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
@@ -232,10 +232,10 @@ def _verify_alone(core: nn.Module, queries: dict[str, Tensor]) -> None:
 
 
 def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], values: Tensor) -> bool:
-    """Whether token embeddings of packed documents change when every other document is given other tokens.
+    """Whether token embeddings of packed documents change, by a single bit, with the tokens of other documents.
 
-    Not by a single bit: shapes are the same. That needs no tolerance, in which a convolution over neighbouring tokens
-    would hide while its weights are small.
+    Shapes stay the same, so that no tolerance is needed. A convolution over neighbouring tokens could hide in one while
+    its weights are small.
     """
     tokens = call["input_ids"]
     odd = torch.arange(len(documents), device=tokens.device) % 2 == 1
@@ -245,10 +245,9 @@ def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], value
 
 
 def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> bool:
-    """Whether token embeddings change where the same row begins far behind, though ``position_ids`` stay as they are.
+    """Whether token embeddings change with ``cache_position`` while ``position_ids`` stay the same.
 
-    Some decoders sharpen attention by ``cache_position``, from a place on that the few documents of a trial do not
-    reach.
+    Some decoders (Ministral 3, Llama 4) scale attention by it from some place in a row on.
     """
     if "cache_position" not in inputs_of(core):
         return False
@@ -257,16 +256,14 @@ def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> 
 
 
 def _alike(ours: Tensor, expected: Tensor) -> bool:
-    """Whether token embeddings are the same bit by bit."""
-    # What is not a number is not equal to itself; the comparison with padding says so.
+    """Whether token embeddings are the same bit by bit, NaN included, which the comparison with padding reports."""
     return torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 
-def _remembers(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> bool:
-    """Make calls as the model is, in training with dropout, which may be what packed attention cannot do.
+def _updates_buffers(core: nn.Module, calls: Sequence[dict[str, Tensor]]) -> bool:
+    """Whether calls of the model as it is, perhaps in training, change its buffers, such as statistics over texts.
 
-    Returns whether the model keeps statistics over the texts of a call, which differ where texts are divided into other
-    calls.
+    In training they have dropout, which packed attention may refuse.
     """
     with torch.no_grad(), warnings.catch_warnings(), untouched(core) as before:
         # Reentrant checkpointing warns of inputs without gradients.
@@ -280,7 +277,7 @@ def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.
     error = (F.normalize(ours.double(), dim=-1) - F.normalize(expected.double(), dim=-1)).norm(dim=-1).max().item()
     device = ours.device.type
     if torch.is_autocast_enabled(device):
-        # An encoder may answer in float32, as its last norm does, and has computed in 16 bits all the same.
+        # An encoder that computes in 16 bits may return float32, from its last norm.
         dtypes = {*dtypes, torch.get_autocast_dtype(device)}
     tolerance = max(_tolerance(dtype) for dtype in dtypes)
     if not error <= tolerance:
@@ -293,7 +290,7 @@ def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.
 @contextmanager
 def _evaluating(core: nn.Module) -> Iterator[None]:
     training = {module: module.training for module in core.modules()}
-    # Not core.eval(): what somebody's own train() does besides, as to merge adapters, is nothing to do for a trial.
+    # Not core.eval(): a model's train() may do more, such as merging adapters.
     for module in training:
         module.training = False
     try:
@@ -306,7 +303,7 @@ def _evaluating(core: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _recorded_dtypes(core: nn.Module) -> Iterator[set[torch.dtype]]:
-    """The dtypes that the modules answer in; what leaves them may have been cast back to float32."""
+    """The dtypes that modules return; the model may cast its output back to float32."""
     dtypes: set[torch.dtype] = set()
 
     def record(_module: nn.Module, _args: tuple, output: dict[str, Tensor]) -> None:
@@ -326,6 +323,6 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _name(core: nn.Module) -> str:
-    """Of the encoder, and of a module of somebody's own that may be what is meant."""
+    """The encoder, and a module of the user's that may be the cause."""
     encoder, own = type(encoder_of(core)).__name__, custom_module(core)
     return encoder if own is None else f"{encoder} with {type(own).__name__}"

@@ -10,14 +10,13 @@ from pylate_fastmaxsim.integrations.encoding.batch import attended_tokens
 from pylate_fastmaxsim.integrations.models.encoders import positions
 
 
-# Outside of what is compiled: traced as a part of a compiled loss it is broken up and compiled again as batches vary.
+# Never traced: as a part of a compiled loss it would be compiled again as batches vary.
 @torch.compiler.disable
 def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str, Tensor]) -> dict[str, Tensor]:
     """The call that encodes queries behind packed documents, in the same row.
 
-    All positions of a query are encoded, and only those attended to that its mask names, as in the padded batch: query
-    expansion scores tokens that are not attended to. They have to come behind those that are. Where the collator left
-    with the queries how many tokens are attended to, nothing waits for the device.
+    All tokens of a query are encoded, and only those in its mask are attended to, as in the padded batch: query
+    expansion scores masked tokens. These must come last. Waits for the device if the queries have no token counts.
 
     Parameters
     ----------
@@ -26,7 +25,7 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     documents
         The call of :func:`~pylate_fastmaxsim.integrations.encoding.plans.packed_plan`, of T tokens.
     queries
-        What the tokenizer (and the collator) made of Nq queries: ``input_ids`` and ``attention_mask``, ``[Nq, Lq]``.
+        Nq tokenized queries: ``input_ids`` and ``attention_mask``, ``[Nq, Lq]``.
 
     Returns
     -------
@@ -52,7 +51,7 @@ def joint_call(core: nn.Module, documents: dict[str, Tensor], queries: dict[str,
     if len(attended) == count * length:
         call["attention_mask"] = packed_mask(torch.cat([of_documents[0, 0, -1], rows]), max_length)
     else:
-        # Behind each query a text of its rows that are not attended to, of which no row attends.
+        # The masked rows of a query are the keys of an empty text behind it.
         keys = torch.stack([rows - length + ends.diff(), rows], dim=1).reshape(-1)
         call["attention_mask"] = packed_mask_with_keys(
             torch.cat([of_documents[0, 0, -1], rows.repeat_interleave(2)]),

@@ -1,7 +1,7 @@
-"""Whether a model changes which tokens its texts have, as one does that learns to prune tokens.
+"""Detect models that change ids or masks in their forward, as learned token pruning does.
 
-PyLate's Contrastive and Distillation look at ids and masks behind the model; the losses here look before it. So a model
-that changes them is found out in its first batch, and its losses then stay PyLate's own.
+PyLate's Contrastive and Distillation read ids and masks after the model, the losses here before it. A model that
+changes them is detected in the first batch, and its losses then run as PyLate's own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 _MASKS = ("input_ids", "attention_mask")
 
-# What the first batch of each loss showed, in training and in evaluation, with gradients and without.
+# For each loss, whether its first batch was changed: in training or evaluation, with gradients or without.
 _changes: WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], bool]] = WeakKeyDictionary()
 
-# Of each, the tensor and how often it had been written to.
+# Ids and mask, and their versions.
 Masks = dict[str, tuple[Tensor, int]]
 
 
 class MasksChanged(Exception):
-    """A model left other ids or another mask in what it was given. ``dim`` is the size of its embeddings."""
+    """A model changed ids or mask in its features. ``dim`` is the size of its embeddings."""
 
     def __init__(self, dim: int = 0) -> None:
         self.dim = dim
@@ -33,25 +33,25 @@ class MasksChanged(Exception):
 
 @torch.compiler.disable
 def changes_masks(loss: nn.Module) -> bool | None:
-    """Whether the model of a loss changes masks, in training or in evaluation as it is now; None before a batch."""
+    """Whether the model of a loss changes masks in its present phase; None before the first batch."""
     return _changes.get(loss, {}).get(_phase(loss))
 
 
 @torch.compiler.disable
 def settle(loss: nn.Module, here: bool, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Decide from the first batch of a loss whether its model changes masks, for all ranks of ``group`` alike.
+    """Decide in the first batch of a loss whether its model changes masks, for all ranks of ``group`` alike.
 
     Parameters
     ----------
     here
-        Whether it did so now, on this rank.
+        Whether it did on this rank, in this batch.
 
     Raises
     ------
     MasksChanged
-        It does, on one of the ranks.
+        It did on one of the ranks.
     ValueError
-        It did not in the first batch, and does now.
+        It does now, and did not in the first batch.
     """
     if changes_masks(loss) is None:
         anywhere = torch.tensor(int(here), device=device)
@@ -62,40 +62,40 @@ def settle(loss: nn.Module, here: bool, device: torch.device, group: dist.Proces
             raise MasksChanged
     elif here:
         raise ValueError(
-            "The model changes input_ids or attention_mask now, and did not in its first batch, so that "
-            f"{type(loss).__name__} would score other tokens than PyLate's. Have the model change them from the first "
-            "batch on, or call pylate_fastmaxsim.disable() and enable() where that begins."
+            "The model changes input_ids or attention_mask now, and did not in its first batch. "
+            f"{type(loss).__name__} would score other tokens than PyLate's. Change them from the first batch on, or call "
+            "pylate_fastmaxsim.disable() and enable() before the change begins."
         )
 
 
 def _phase(loss: nn.Module) -> tuple[bool, bool]:
-    # One rank may validate without the others, and must not settle for them what they train with.
+    # One rank may validate alone, which must not decide about training.
     return unwrap(loss.model).training, torch.is_grad_enabled()
 
 
 def forget() -> None:
-    """Settle it anew for every loss."""
+    """Decide anew for every loss."""
     _changes.clear()
 
 
 def as_given(features: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The columns for whoever goes on with them after :class:`MasksChanged`: a model may write to what it is given."""
+    """A copy of the columns to run stock with after :class:`MasksChanged`: a model may write to ids and masks."""
     return [{**column, **{key: column[key].clone() for key in _MASKS}} for column in features]
 
 
-# Outside of what is compiled, as what follows: dynamo cannot trace how often a tensor was written to.
+# Not compiled, as below: dynamo cannot trace the versions of tensors.
 @torch.compiler.disable
 def masks_of(features: Mapping[str, Tensor]) -> Masks:
-    """Ids and mask of a column before the model is called with it."""
+    """Ids and mask of a column before a call of the model."""
     return {key: (features[key], writes_to(features[key])) for key in _MASKS}
 
 
 @torch.compiler.disable
 def changed(features: Mapping[str, Tensor], before: Masks) -> bool:
-    """Whether the column holds other tensors now, even if equal ones, or these were written to.
+    """Whether the column holds other tensors now, even equal ones, or these were written to.
 
-    That waits for no device, and ranks find the same whatever is in their texts. The same memory in another tensor, as
-    DeepSpeed's hooks leave it, is no change.
+    Contents are not compared: that would wait for the device, and ranks could differ. Another tensor with the same
+    memory, as DeepSpeed's hooks leave it, is no change.
 
     Examples
     --------
@@ -120,5 +120,5 @@ def _same_memory(now: Tensor | None, tensor: Tensor) -> bool:
 
 
 def writes_to(tensor: Tensor) -> int:
-    """How often a tensor has been written to, which is not counted in inference mode."""
+    """The version of a tensor, which each write raises. Inference mode has none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Attention masks that transformers makes without looking at their values, which would wait for the GPU once a step."""
+"""Keep transformers from reading attention masks on a GPU, which would wait for it in every step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ _uninspected: ContextVar[bool] = ContextVar("uninspected", default=False)
 
 def _or_uninspected(stock: Callable[..., bool]) -> Callable[..., bool]:
     def can_leave_out(padding_mask: Tensor | None, *args, **kwargs) -> bool:
-        """Whether attention may go without a mask, as transformers has it; False inside :func:`uninspected`.
+        """Whether attention may go without a mask. False inside :func:`uninspected`, for masks on a GPU.
 
-        A mask that leaves nothing out changes no result. That a query is padded is the rule, so that to look would gain
-        nothing, and the GPU would idle while the host launches what comes next.
+        A mask that masks nothing changes no result, and queries are usually padded.
         """
         on_gpu = padding_mask is not None and padding_mask.is_cuda
         if on_gpu and _uninspected.get() and not torch.compiler.is_compiling():
@@ -35,7 +34,7 @@ def _or_uninspected(stock: Callable[..., bool]) -> Callable[..., bool]:
     return can_leave_out
 
 
-# Of encoders, and of decoders. Each is replaced by what asks the same of a copy of it.
+# For encoders and for decoders. The replacement calls a copy of the original.
 _replacements = {
     name: _or_uninspected(detached(getattr(masking_utils, name)))
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa")
@@ -44,13 +43,13 @@ _replacements = {
 
 
 def patches() -> list[Patch]:
-    """What to replace in transformers; nothing in versions that decide otherwise."""
+    """What to replace in transformers, if the version has these functions."""
     return [Patch(masking_utils, name, replacement) for name, replacement in _replacements.items()]
 
 
 @contextmanager
 def uninspected() -> Iterator[None]:
-    """Within this, no mask on a GPU is looked at."""
+    """Context in which transformers reads no mask on a GPU."""
     token = _uninspected.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is decided once about a model: by each rank of a distributed run, or by all together where they run in step."""
+"""Decisions about a model that are made once: by each rank, or by all ranks that have to make the same calls."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pylate_fastmaxsim.integrations.models.encoders import checkpoints_layers, e
 from pylate_fastmaxsim.integrations.models.user_code import has_class_forward
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping, unsharded, unwrap
 
-# Of what this rank found, what all ranks act on.
+# From what this rank found to what all ranks found.
 Agree = Callable[[bool], bool]
 
 Decision = TypeVar("Decision")
 
-# What a decision is about: it is made again where one of these changes.
+# A decision is made again if one part of its key changes.
 Decisions = WeakKeyDictionary[nn.Module, dict[Hashable, Decision]]
 
 
@@ -32,43 +32,43 @@ def decided(
     group: dist.ProcessGroup | None,
     more: Hashable,
 ) -> Decision:
-    """What ``decide`` finds when a model is first met in a situation.
+    """The decision about a model in its present state, made at first use.
 
     Parameters
     ----------
     decisions
-        Those made so far, by the model inside what is wrapped around it.
+        Those made so far, by unwrapped model.
     model
         A ``pylate.models.ColBERT``, possibly wrapped.
     columns
         The tokenized texts that it is given.
     decide
-        Makes the decision, given how to agree with the other ranks.
+        Makes the decision, given a function to agree with the other ranks.
     group
-        The ranks of a distributed run that decide together; ``None`` where each decides by itself.
+        The ranks that decide together; ``None`` if each decides by itself.
     more
-        What else the decision is about.
+        What else the decision depends on.
     """
     core = unwrap(model)
     device = columns[0]["input_ids"].device
     situation = (
-        # Ranks that decide together do so also after one of them has used the model alone.
+        # One rank may have used the model alone before all decide together.
         group is not None,
         *(type(layer) for layer in layers_of_wrapping(model)),
         counts_checkpoints(model),
         core.training,
         device.type,
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        # accelerate replaces this attribute to switch mixed precision on; others may replace it in every step.
+        # accelerate replaces this attribute for mixed precision. Users may replace it in every step.
         id(vars(core).get("forward")) if has_class_forward(core) else "replaced",
         *_state(core),
-        # Much wider batches may have longer documents than were looked at; no rank may decide without the others.
+        # Much wider batches may have longer documents than the check had. A rank must not decide about them alone.
         0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
         more,
     )
     found = decisions.setdefault(core, {})
     if situation not in found:
-        # A few calls of odd shapes, not worth compiling for.
+        # The check makes a few calls of odd shapes, which are not worth compiling.
         with torch.compiler.set_stance("force_eager"):
             found[situation] = decide(partial(_on_all_ranks, device=device, group=group) if group else bool)
     return found[situation]
@@ -86,7 +86,7 @@ def counts_checkpoints(model: nn.Module) -> bool:
 
 
 def holds_up_to(width: int) -> int:
-    """The width of batches up to which a decision about one of ``width`` tokens holds.
+    """Up to which width of batches a decision holds that was made for ``width``: the next power of two.
 
     Examples
     --------
@@ -97,29 +97,29 @@ def holds_up_to(width: int) -> int:
 
 
 def calls_of_all_ranks(calls: int, texts: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """How many mini-batches all ranks make: as many as the one that makes most. Waits for the device.
+    """The largest number of mini-batches that a rank needs. Waits for the device.
 
     Parameters
     ----------
     calls, texts
-        Of this rank: the mini-batches that it would make, and the texts that it has for them.
+        The mini-batches that this rank would make, and its number of texts.
 
     Raises
     ------
     ValueError
-        On all ranks alike: one of them has fewer texts.
+        On all ranks: one of them has fewer texts than mini-batches.
     """
     most, fewest = _most_of_all_ranks([calls, -texts], device, group)
     if most > -fewest:
         raise ValueError(
-            f"One process divides its batch into {most} mini-batches, and another has only {-fewest} texts to divide, "
-            "but all must make equally many: train with dataloader_drop_last=True, or raise mini_batch_size."
+            f"One process divides its batch into {most} mini-batches, and another has only {-fewest} texts to divide. "
+            "All must make equally many: train with dataloader_drop_last=True, or raise mini_batch_size."
         )
     return most
 
 
 def least_of_all_ranks(count: int, device: torch.device, group: dist.ProcessGroup) -> int:
-    """The smallest of the numbers that the ranks of a group have. Waits for the device."""
+    """The smallest number of a rank. Waits for the device."""
     return -_most_of_all_ranks([-count], device, group)[0]
 
 
@@ -134,10 +134,10 @@ def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) ->
 
 
 def _state(core: nn.Module) -> tuple[Hashable, ...]:
-    """What users change of a model between batches.
+    """What users change in a model between batches.
 
-    Of its modules, which there are and, behind the encoder, which are in training; of the encoder, which it is and in
-    what, the dtype of its parameters, its attention, and NEFTune's noise.
+    Its modules and, behind the encoder, which of them are in training; the encoder, PEFT around it, the dtype of its
+    parameters, its attention, and NEFTune's noise.
     """
     children = list(unsharded(core).children())
     flags = [module.training for child in children[1:] for module in child.modules()]
@@ -145,10 +145,10 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
         encoder = encoder_of(core)
         noise = getattr(encoder.get_input_embeddings(), "neftune_noise_alpha", None)
         dtype = next(encoder.parameters()).dtype
-        # PEFT, which may be wrapped around it later, may put tokens before each text.
+        # PEFT may be wrapped around it later, and may put tokens before each text.
         around = ref(with_adapters(core))
         of_encoder = ref(encoder), around, encoder.training, dtype, encoder.config._attn_implementation, noise
     except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
         of_encoder = ()
-    # Not by id, which a module may have after one that is gone.
+    # Weak references, not ids, which are used again after a module is gone.
     return *map(ref, children), *flags, *of_encoder

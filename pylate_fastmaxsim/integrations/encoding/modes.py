@@ -1,4 +1,4 @@
-"""How a model encodes the texts of its batches: decided on the first one, and logged where it is not the fastest way."""
+"""Choose how a model encodes its texts, on its first batch: packed, grouped or padded, queries joined or apart."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from pylate_fastmaxsim.integrations.encoding.reasons import (
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, unwrap
 
+# "packed", "grouped" or "padded".
 chosen: Decisions[str] = WeakKeyDictionary()
 
-# Whether a packed encoder takes the queries with the documents.
+# Whether queries are encoded in the call of packed documents.
 joined: Decisions[bool] = WeakKeyDictionary()
 
-# Whether queries may be divided into calls in any way.
+# Whether queries may be divided into calls otherwise than in stock PyLate.
 divisible: Decisions[bool] = WeakKeyDictionary()
 
 _PADDED = "Documents are encoded with padding, as stock {} does: %s."
@@ -46,8 +47,8 @@ APART = "Queries are not encoded with the documents but in a call of their own: 
 
 _DIVIDED_AS_STOCK = "Queries are divided into calls as stock PyLate does: %s."
 
-# Document tokens that keep a GPU busy while the host launches a call for the queries. More of them cost less apart from
-# the queries: FlashAttention starts as many blocks for each text of a call as the longest needs, queries included.
+# With more document tokens a GPU is busy while the host launches a call for the queries. Queries then cost less apart:
+# FlashAttention starts as many blocks for every text of a call as the longest one needs.
 MOST_TOKENS_BESIDE_QUERIES = 2**16
 
 
@@ -58,14 +59,14 @@ def mode_for(
     backwards: bool = False,
     host: str = "PyLate",
 ) -> str:
-    """How to encode with this model of ``host``. ``backwards``: where each call has one of its own."""
+    """The mode of a model. ``backwards``: whether each call has a backward of its own, as in GradCache."""
     decide = partial(_fastest_mode, model, columns, backwards, _PADDED.format(host))
-    # Alone a process can decide anew in any step; all of them would have to find the same.
+    # A single process decides anew when hooks come or go. Several would all have to see the change.
     own = None if group else reason_in_user_code(model, backwards)
     return decided(chosen, model, columns, decide, group, (_features_that_differ(columns, group), backwards, own))
 
 
-# Outside of what is compiled, as plan_documents.
+# Never traced, as plan_documents.
 @torch.compiler.disable
 def joins(
     model: nn.Module, queries: dict[str, Tensor], columns: Sequence[dict[str, Tensor]], plan: EncodingPlan
@@ -82,16 +83,16 @@ def joins(
     reason = reason_not_to_join(core, queries)
     if reason is not None and group:
         raise ValueError(
-            f"The queries of this batch cannot be encoded with the documents, as those before were: {reason}. All "
-            "processes must encode alike: train with enable(padding_free=False), or without such queries."
+            f"The queries of this batch need a call of their own, and those of earlier batches did not: {reason}. All "
+            "processes must encode alike. Leave out such queries, or train with enable(padding_free=False)."
         )
     return _works(core, bool, reason, APART)
 
 
-# Outside of what is compiled, as plan_documents.
+# Never traced, as plan_documents.
 @torch.compiler.disable
 def can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
-    """Whether a query gets the same embeddings in every call, whoever else is in it."""
+    """Whether a query gets the same embeddings whatever else is in its call."""
     core, group = unwrap(model), group_in_step(model, backwards=True)
     more = core.do_query_expansion, core.attend_to_expansion_tokens
 
@@ -102,11 +103,11 @@ def can_be_divided(model: nn.Module, queries: dict[str, Tensor]) -> bool:
 
 
 def mode_with_gaps(group: dist.ProcessGroup | None) -> str:
-    """How to encode documents whose attention masks have gaps, with a model that is packed otherwise."""
+    """The mode for documents with gaps in their attention masks, for a model that packs others."""
     if group:
         raise ValueError(
-            "A document of this batch has a gap in its attention_mask. It cannot be packed, and all processes must "
-            "encode alike: train with enable(padding_free=False), or without gaps."
+            "A document of this batch has a gap in its attention_mask and cannot be packed, as earlier batches were. "
+            "All processes must encode alike. Leave out such documents, or train with enable(padding_free=False)."
         )
     return "grouped"
 
@@ -120,9 +121,9 @@ def forget() -> None:
 def _fastest_mode(
     model: nn.Module, columns: Sequence[dict[str, Tensor]], backwards: bool, padded: str, agree: Agree
 ) -> str:
-    """The first mode that works, on all ranks.
+    """The first mode that works on all ranks.
 
-    They agree on each trial before the next: to run a sharded model alone would wait for the others for ever.
+    They agree on each check before the next one: a rank that runs a sharded model alone waits for ever.
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
@@ -154,14 +155,14 @@ def _should_join(
 def _works(
     core: nn.Module, agree: Agree, reason_not_to: str | None, message: str, level: int = logging.WARNING
 ) -> bool:
-    """Whether there is no reason on any rank; else a line of log."""
+    """Whether no rank has a reason not to. Logs the reason otherwise."""
     everywhere = agree(reason_not_to is None)
     if not everywhere:
-        reason = reason_not_to or "another process of this run cannot do without"
+        reason = reason_not_to or "another process of this run needs it"
         log_once(message, reason, level=level, about=core)
     return everywhere
 
 
 def _features_that_differ(columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> frozenset[str]:
-    """Features of a batch that others may not have; no rank may decide about them without the others."""
+    """Features that only some batches may have. A rank must not decide about them without the others."""
     return frozenset() if group else not_carried(columns)

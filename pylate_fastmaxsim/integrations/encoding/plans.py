@@ -20,7 +20,7 @@ from pylate_fastmaxsim.integrations.encoding.batching import (
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Of how many calls this process needs, how many all make.
+# From the number of calls that this process would make to the number that all processes make.
 AgreeOnNumber = Callable[[int], int]
 
 
@@ -33,9 +33,9 @@ class EncodingPlan:
     calls
         Features to call the model with, one dictionary per call.
     keep
-        For each call, which of its rows of token embeddings count, flattened, bool.
+        For each call, which of its token embeddings are scored, flattened, bool.
     starts, lengths
-        Where each document lies in the rows of all calls together, ``[N]``, int64.
+        Where each document lies in the token embeddings of all calls together, ``[N]``, int64.
     max_length
         An upper bound on ``lengths``.
     as_stock
@@ -77,12 +77,12 @@ def packed_plan(
     position_ids
         Position of each token in the encoder's own counting, ``[N, L]``.
     skipped
-        Says of token ids which of them do not count, bool.
+        Whether each token id is not scored, bool.
     token_budget
         Tokens per mini-batch. Dividing waits for the device once.
     agree
-        Returns the number of calls that all processes make for the number that this one would make: of mini-batches at
-        least as many, without a budget at most.
+        From the number of calls that this process would make to the number that all make: with a budget at least as
+        many, without one at most.
     """
     padded = {
         "input_ids": documents.input_ids,
@@ -181,5 +181,5 @@ def padded_plan(
 
 
 def nothing_skipped(input_ids: Tensor) -> Tensor:
-    """For a plan in which every token that is attended to counts."""
+    """``skipped`` for a plan in which every attended token counts."""
     return torch.zeros_like(input_ids, dtype=torch.bool)

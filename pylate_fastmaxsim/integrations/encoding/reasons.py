@@ -1,4 +1,4 @@
-"""Why a model, or the features of a batch, need padding."""
+"""Reasons to keep padding that are known without running the model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pylate_fastmaxsim.integrations.models.user_code import custom_module, has_c
 from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping
 from pylate_fastmaxsim.integrations.options import current_options
 
-# What the plans without padding carry over; an encoder that is given more than this is left alone.
+# Features that are encoded without padding. An encoder that takes more is given padded texts.
 UNDERSTOOD = {"input_ids", "attention_mask", "token_type_ids"}
 
-# What they leave out without a loss: what the patched collator adds, and what PyLate's tokenizer leaves of texts that
-# are dictionaries.
+# Features that no encoder takes: token counts, and the keys of texts that are dictionaries, from PyLate's tokenizer.
 _LEFT_OUT = {TOKEN_TOTAL, "text_keys"}
 
 
 def reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
+    """Why documents need padding whatever the encoder gives without it."""
     *around, core = layers_of_wrapping(model)
     if any(isinstance(layer, DataParallel) for layer in around):
         return "DataParallel splits a batch by rows; start the script with accelerate launch or torchrun"
-    # A trial calls the model as it is inside, and cannot know what these make of padding, or of more calls.
+    # The check on the first batch calls the model inside, and cannot see what a wrapper does with padding.
     if (wrapper := user_wrapper(model)) is not None:
         return f"{type(wrapper).__name__} is around the model"
     if not has_class_forward(core):
@@ -47,6 +47,7 @@ def reason_to_leave(model: nn.Module, columns: Sequence[dict[str, Tensor]]) -> s
 
 
 def reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
+    """Which module or hook of the user's may depend on the other texts of a call."""
     options = current_options()
     if options is not None and options.padding_free == "always":
         return None
@@ -57,7 +58,7 @@ def reason_in_user_code(model: nn.Module, backwards: bool) -> str | None:
 
 
 def reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) -> str | None:
-    """Why texts need what the plans without padding do not carry over."""
+    """Which features of the texts would be lost without padding."""
     more = not_carried(columns)
     unknown = more & inputs_of(core)
     if unknown:
@@ -68,6 +69,7 @@ def reason_in_features(core: nn.Module, columns: Sequence[dict[str, Tensor]]) ->
 
 
 def reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
+    """Why queries need a call of their own."""
     length = queries["input_ids"].shape[1]
     if length > core.query_length:
         return f"they have {length} tokens, more than the model's query_length of {core.query_length}"
@@ -77,15 +79,17 @@ def reason_not_to_join(core: nn.Module, queries: dict[str, Tensor]) -> str | Non
 
 
 def not_carried(columns: Sequence[dict[str, Tensor]]) -> frozenset[str]:
+    """Features of a batch that are not encoded without padding."""
     return frozenset().union(*columns) - UNDERSTOOD - _LEFT_OUT
 
 
 def carried(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are."""
     return {key: features[key] for key in UNDERSTOOD.intersection(features)}
 
 
 def _reason_in_training(core: nn.Module) -> str | None:
-    """What depends, in training, on how texts are divided into calls."""
+    """What in a model depends, in training, on all texts of a call."""
     for module in core.modules():
         if isinstance(module, _BatchNorm) and module.training:
             return f"{type(module).__name__} normalises by all tokens of a call"

@@ -1,4 +1,4 @@
-"""Calls of a model that leave it as it was: the statistics it keeps, what it remembers of the lengths it has seen."""
+"""Restore a model after calls that only look at it: buffers, attributes that transformers keeps, hooks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from torch import Tensor, nn
 from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
 from pylate_fastmaxsim.integrations.patching.provenance import LIBRARIES, defined_in
 
-# What PyTorch itself keeps in a module.
+# Attributes that PyTorch itself keeps in a module.
 _OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
-class Before:
-    """Buffers, modules and hooks of a model at one time, and attributes of the modules of transformers."""
+class Snapshot:
+    """Buffers and hooks of a model at one time, and attributes of its modules of transformers."""
 
     def __init__(self, core: nn.Module) -> None:
         self.modules = [(module, dict(module._buffers)) for module in core.modules()]
         self.values = {buffer: (buffer.detach().clone(), writes_to(buffer)) for buffer in core.buffers()}
-        # Where transformers remembers the longest text. Not of FSDP's modules, which prepare themselves in their first
-        # call.
+        # Rotary embeddings of transformers keep the longest length there. FSDP prepares its own modules in their first
+        # call, for good.
         self.of_transformers = [(module, _attributes(module)) for module in core.modules() if _of_transformers(module)]
-        # Where transformers is to return outputs of layers, it puts hooks there in the first call, and remembers that
-        # it has.
+        # To return outputs of layers, transformers adds hooks in the first call and keeps in an attribute that it has.
         hooks = [each for part in core.modules() for each in (part._forward_hooks, part._forward_pre_hooks)]
         self.hooks = [(of_module, set(of_module)) for of_module in hooks]
 
     def state_changed(self) -> bool:
-        """Whether a buffer holds something else than before."""
+        """Whether a buffer was changed."""
         return any(
             module._buffers.keys() != buffers.keys()
             or any(self._holds_else(module._buffers[name], buffer) for name, buffer in buffers.items())
@@ -44,13 +43,13 @@ class Before:
         return now.shape != before.shape or not torch.equal(now, before)
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Restore all of it."""
         for module, buffers in self.modules:
             module._buffers.clear()
             module._buffers.update(buffers)
         for tensor, (value, writes) in self.values.items():
-            # A backward that is still to come may need it as it is, and sees that it was written to. Batch norm writes
-            # its statistics without being seen.
+            # Writing to an unchanged buffer would break a backward that is still to come. Batch norm writes without
+            # raising the version.
             if writes_to(tensor) != writes or not torch.equal(tensor, value):
                 tensor.copy_(value)
         for module, attributes in self.of_transformers:
@@ -59,14 +58,14 @@ class Before:
             vars(module).update(attributes)
         for hooks, before in self.hooks:
             for key in hooks.keys() - before:
-                # Libraries of training prepare a model in its first call for good.
+                # Training libraries prepare a model in its first call, for good.
                 if not defined_in(hooks[key], LIBRARIES):
                     del hooks[key]
 
 
 @contextmanager
-def untouched(core: nn.Module) -> Iterator[Before]:
-    """Within this, calls may change buffers and attributes of a model; afterwards it has those from before.
+def untouched(core: nn.Module) -> Iterator[Snapshot]:
+    """Context that restores a model at its end.
 
     Examples
     --------
@@ -78,7 +77,7 @@ def untouched(core: nn.Module) -> Iterator[Before]:
     >>> norm.num_batches_tracked
     tensor(0)
     """
-    before = Before(core)
+    before = Snapshot(core)
     try:
         yield before
     finally:

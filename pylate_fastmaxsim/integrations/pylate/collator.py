@@ -1,4 +1,4 @@
-"""How many tokens a column attends to: counted by PyLate's collator, taken out of the batch by the trainer."""
+"""PyLate's collator counts the tokens of each text; the trainer takes the counts out of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 
 _MASK = "_attention_mask"
 
-# What it inherits may be replaced there later.
+# An inherited method is called on the parent class, where it may be replaced later.
 _INHERITED = "_prepare_inputs" not in vars(SentenceTransformerTrainer)
 
 
@@ -29,13 +29,13 @@ def patches() -> list[Patch]:
 
 @wraps(ColBERTCollator.__call__)
 def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
-    # Counted here, on the CPU and in a worker, so that packing waits for no device. A worker that
-    # imports PyLate afresh (start method spawn) adds nothing, and packing counts itself.
+    # Counting on the CPU, in a worker, spares waiting for the GPU. A worker with start method spawn imports PyLate
+    # afresh and adds no counts.
     batch = collate.__wrapped__(self, features)
     options = current_options()
     if options is None or not options.padding_free:
         return batch
-    # A subclass that has its own __call__ comes here by super() and may change the masks afterwards.
+    # A subclass with its own __call__ may change the masks afterwards.
     if type(self).__call__ is not collate:
         return batch
     for key in [key for key in batch if key.endswith(_MASK)]:
@@ -52,7 +52,6 @@ def prepare_inputs(self: SentenceTransformerTrainer, inputs: object) -> object:
         if _INHERITED
         else prepare_inputs.__wrapped__(self, inputs)
     )
-    # A trainer's compute_loss and a loss then see what stock's collator makes, and may pick, join or reorder its rows.
-    # The trainer divides the batch into columns later, where `negative` also gets what belongs to a column
-    # `negative_1`. A collator of somebody's own may make a batch of another type, which their compute_loss takes apart.
+    # A compute_loss and a loss see the batch of stock's collator. Here, not where the trainer divides it into columns:
+    # there `negative` also gets the keys of a column `negative_1`. A user's collator may return another type than dict.
     return attach_token_counts(batch) if isinstance(batch, dict) else batch

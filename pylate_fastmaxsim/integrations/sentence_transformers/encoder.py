@@ -1,9 +1,8 @@
-"""Texts of a MultiVectorEncoder of Sentence Transformers, encoded without padding while it is in training.
+"""Encode texts of a MultiVectorEncoder without padding while it is in training.
 
-Only the encoder itself leaves the padding out. Its hidden states are padded again before anything else has them, as
-Sentence Transformers pads again what it flattened for FlashAttention. So all that follows goes on as ever: projection
-and masks, losses, also those of somebody's own. In the place of padding stands the state of a token, as what an encoder
-makes of padding is no zero either. A model with a module that may look at it is encoded with padding.
+Only the encoder leaves the padding out. Its hidden states are padded again for what follows, as Sentence Transformers
+does after FlashAttention: projection, masks and losses, also the user's own, are unchanged. Padding holds the state of a
+token, not zeros. A model with a module that may read padding is encoded with padding.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from pylate_fastmaxsim.integrations.sentence_transformers import joint as senten
 
 _stock_transformer = detached(Transformer.forward)
 
-# The model in training whose forward this is inside of, and of nothing that this package tries out there.
+# The model in training whose forward is running; None inside the check on the first batch.
 _in_training: ContextVar[MultiVectorEncoder | None] = ContextVar("in_training", default=None)
 
-# Forwards that make of a token what they make of it alone, or of a text what they make of its attended tokens.
+# Forwards that treat each token by itself, or read attended tokens only.
 _LEAVE_PADDING = {
     each.forward
     for each in (
@@ -58,18 +57,18 @@ _LEAVE_PADDING = {
     )
 }
 
-# What is said of the texts and is nothing that an encoder takes.
-_SAID_OF_TEXTS = {"modality", "task", "prompt_length"}
+# Features about texts that encoders do not take.
+_TEXT_METADATA = {"modality", "task", "prompt_length"}
 
-# What Sentence Transformers adds where it leaves padding out itself.
+# Sentence Transformers adds it where it leaves padding out itself.
 _FLATTENED = "cu_seq_lens_q"
 
 _FLATTENED_APART = (
-    "Sentence Transformers leaves padding out itself, and calls the encoder for each column of a batch. Where the model "
-    'is loaded without attn_implementation="flash_attention_2", this package leaves padding out, in one call.'
+    "Sentence Transformers leaves padding out itself, and calls the encoder for each column of a batch. Load the model "
+    'without attn_implementation="flash_attention_2" to have this package do so, in one call.'
 )
 
-# What it adds to queries that it expands: these have tokens to encode that are not attended to.
+# Sentence Transformers adds it to expanded queries, whose masked tokens are encoded.
 _EXPANDED = "query_expansion_positions"
 
 _widest: WeakKeyDictionary[Transformer, int] = WeakKeyDictionary()
@@ -82,19 +81,19 @@ _PADDED = "Texts are encoded with padding, as stock Sentence Transformers does: 
 def patches() -> list[Patch]:
     """What to replace in Sentence Transformers."""
     return [
-        # A model may have a forward of its own, also one that accelerate made of stock's for mixed precision.
+        # Both: accelerate puts a forward on the instance for mixed precision, and a subclass may have its own.
         Patch(MultiVectorEncoder, "__call__", called),
         Patch(MultiVectorEncoder, "forward", encode),
         Patch(Transformer, "forward", forward),
     ]
 
 
-def _noted(stock: Callable) -> Callable:
-    """What calls a model, and notes whether it is in training while it does."""
+def _noting_training(stock: Callable) -> Callable:
+    """A call of a model that notes whether the model is in training."""
 
     @wraps(stock)
     def call(self: MultiVectorEncoder, *args, **kwargs) -> dict[str, Tensor]:
-        # Compiled as a whole, a model is encoded as it came: what decides about it cannot be traced.
+        # A model compiled as a whole is left to stock: decisions about it cannot be traced.
         if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
             return stock(self, *args, **kwargs)
         with setting(_in_training, self if self.training and current_options() is not None else None):
@@ -103,7 +102,8 @@ def _noted(stock: Callable) -> Callable:
     return call
 
 
-called, encode = _noted(detached(MultiVectorEncoder.__call__)), _noted(detached(MultiVectorEncoder.forward))
+called = _noting_training(detached(MultiVectorEncoder.__call__))
+encode = _noting_training(detached(MultiVectorEncoder.forward))
 
 
 @wraps(_stock_transformer)
@@ -121,7 +121,7 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[st
 def _without_padding(
     model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
 ) -> Tensor | None:
-    """Hidden states ``[N, L, d]`` of padded texts; None where they are left to Sentence Transformers."""
+    """Hidden states ``[N, L, d]`` of padded texts; None if Sentence Transformers is to encode them."""
     options = current_options()
     if options is None:
         return None
@@ -131,13 +131,10 @@ def _without_padding(
         if options.padding_free:
             log_once(_FLATTENED_APART, about=transformer)
         return None
-    # Before anything is encoded: checkpointing has to find layers in the backward as they were in the forward.
+    # Before anything is encoded: checkpointing needs the same layers in forward and backward.
     if options.compile:
         _compile_layers(transformer)
-    # Without texts there is nothing to leave out, and nothing to try out what could be.
-    if not _has_texts(features):
-        return None
-    if not options.padding_free or _EXPANDED in features:
+    if not _has_texts(features) or not options.padding_free or _EXPANDED in features:
         return None
     batch = sentence_transformers_joint.current()
     if batch is not None and (hidden := batch.take(transformer, features)) is not None:
@@ -184,24 +181,24 @@ def _without_padding(
 
 
 def _packed(transformer: Transformer, documents: Documents, features: dict[str, Tensor]) -> Tensor:
-    """Hidden states of the attended tokens, ``[T, d]``, all from one call."""
-    # What was decided in the first pass of GradCache may hold after options changed, which puts encoders back.
+    """Hidden states of the attended tokens, ``[T, d]``, from one call."""
+    # Options that changed since GradCache's first pass have restored the attention function.
     accept_packed_masks(encoder_of(transformer))
     plan = packed_plan(*positioned(transformer, documents), nothing_skipped)
     return _states(transformer, plan, features)
 
 
 def _grouped(transformer: Transformer, documents: Documents, features: dict[str, Tensor]) -> Tensor:
-    """The same from a call for each group of texts of similar length."""
+    """The same, from one call per group of texts of similar length."""
     plan = grouped_plan(documents, nothing_skipped, token_budget=None)
     text, place = documents.token_index // documents.max_length, documents.token_index % documents.max_length
     return _states(transformer, plan, features)[plan.starts[text] + place]
 
 
 def _states(transformer: Transformer, plan: EncodingPlan, features: dict[str, Tensor]) -> Tensor:
-    said = {key: features[key] for key in _SAID_OF_TEXTS.intersection(features)}
+    metadata = {key: features[key] for key in _TEXT_METADATA.intersection(features)}
     with uninspected():
-        calls = [_stock_transformer(transformer, {**said, **call}) for call in plan.calls]
+        calls = [_stock_transformer(transformer, {**metadata, **call}) for call in plan.calls]
     return plan.batch([call[transformer.module_output_name] for call in calls]).values
 
 
@@ -215,7 +212,7 @@ def _reason_apart(
     transformer: Transformer,
     documents: Sequence[dict[str, Tensor]],
 ) -> str | None:
-    """Why documents are not encoded in the call of their queries."""
+    """Why documents need calls of their own."""
     if not all(map(_has_texts, documents)):
         return "a column of documents has no texts"
     reasons = (_reason_in_features(transformer, each, {}) for each in documents)
@@ -231,15 +228,14 @@ def _has_texts(features: dict[str, Tensor]) -> bool:
 
 
 def _say_padded(transformer: Transformer, reason: str) -> None:
-    # Of copies that come in every step it is said once.
+    # DataParallel makes new copies in every step.
     log_once(_PADDED, reason, about=None if _is_copy(transformer) else transformer)
 
 
 def _as_wide_as_ever(transformer: Transformer, columns: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Texts of which the first are padded to the widest batch so far.
+    """The texts, the first column padded to the widest one so far.
 
-    Batches are as wide as their longest text, and queries less wide than documents: what was found out with wider ones
-    is not to be found out again.
+    A column is as wide as its longest text, so that narrow ones would be decided about anew.
     """
     width = max(column["input_ids"].shape[1] for column in columns)
     widest = _widest[transformer] = max(width, _widest.get(transformer, 0))
@@ -249,7 +245,7 @@ def _as_wide_as_ever(transformer: Transformer, columns: list[dict[str, Tensor]])
     return [first, *columns[1:]]
 
 
-# Both say what mode_for does not look at.
+# This and the next function check what mode_for does not.
 def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], kwargs: dict) -> str | None:
     called = transformer.modality_config.get(features.get("modality", "text"), {})
     output = called.get("method"), called.get("method_output_name"), transformer.module_output_name
@@ -259,43 +255,42 @@ def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], k
     ):
         return "its output is not the last hidden state of each token"
     if "text" not in transformer.modality_config:
-        return "it takes no plain texts, with which it could be tried out"
-    # Keywords stand in for features, also for those that are understood.
-    # What a call has left there, a second one with the same features finds, as of a model that is checkpointed.
+        return "it takes no plain texts, which the check on the first batch needs"
+    # Keywords replace features, also known ones. A call that is checkpointed finds the output of the first one there.
     left = {transformer.module_output_name} - inputs_of(transformer)
-    if unknown := sorted((features.keys() - UNDERSTOOD - left | kwargs.keys()) - _SAID_OF_TEXTS):
+    if unknown := sorted((features.keys() - UNDERSTOOD - left | kwargs.keys()) - _TEXT_METADATA):
         return f"the encoder may take {', '.join(unknown)}"
-    if _SAID_OF_TEXTS & inputs_of(transformer):
-        return "the encoder takes what is said of the texts"
+    if _TEXT_METADATA & inputs_of(transformer):
+        return f"the encoder takes {', '.join(sorted(_TEXT_METADATA & inputs_of(transformer)))}"
     return None
 
 
 def _reason_in_transformer(transformer: Transformer) -> str | None:
     if _is_copy(transformer):
         return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
-    # Neither is there without processes, and to look at all modules in every step takes a millisecond each.
+    # Only with processes: to look at all modules takes a millisecond.
     if dist.is_available() and dist.is_initialized():
         if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in transformer.modules()):
             return "FSDP divides the weights of the encoder"
         if divided_by_deepspeed(transformer):
             return "DeepSpeed divides the weights of the encoder (ZeRO 3)"
     if getattr(encoder_of(transformer).config, "output_hidden_states", False):
-        return "it is to return the hidden states of all layers"
+        return "it returns the hidden states of all layers"
     return None
 
 
 def _reason_behind(model: MultiVectorEncoder) -> str | None:
-    """What in a model may look at the states of padding, which are other ones here."""
-    module = _looks_at_padding(model)
+    """Which module may read the states of padding, which differ from stock's."""
+    module = _reader_of_padding(model)
     if module is None:
         return None
     return (
-        f"{type(module).__name__} may look at padding (if it treats each token by itself, switch on with "
+        f"{type(module).__name__} may read padding (if it treats each token by itself, switch on with "
         'padding_free="always")'
     )
 
 
-def _looks_at_padding(model: MultiVectorEncoder) -> nn.Module | None:
+def _reader_of_padding(model: MultiVectorEncoder) -> nn.Module | None:
     if unknown_part(type(model).forward) is not None:
         return model
     modules = list(model.children())
@@ -313,17 +308,17 @@ def _leaves_padding(module: nn.Module) -> bool:
 
 def _compile_layers(transformer: Transformer) -> None:
     if _is_copy(transformer):
-        log_once("compile=True does nothing: copies that DataParallel makes would each be compiled, in every step.")
+        log_once("compile=True does nothing: DataParallel copies the model in every step.")
         return
     compilation_layers.compile_layers(transformer)
 
 
 def _is_copy(transformer: Transformer) -> bool:
-    """Whether DataParallel made it, for one step."""
+    """Whether it is a copy that DataParallel made for one step."""
     return getattr(transformer, "_is_replica", False)
 
 
 def _counts_calls(transformer: Transformer) -> bool:
-    """Whether DistributedDataParallel may count the calls of checkpointed layers, which groups have more of."""
+    """Whether DistributedDataParallel may count the calls of checkpointed layers. Groups make more."""
     in_processes = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return in_processes and checkpoints_layers(transformer)

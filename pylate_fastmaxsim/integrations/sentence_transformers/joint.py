@@ -1,8 +1,7 @@
 """Queries and documents of a loss of Sentence Transformers in one call of a packed encoder.
 
-These losses encode their queries and then their documents. Small batches are bound by the host, which launches
-everything once for each call and layer. So the first call, that of the queries, encodes the documents as well, and the
-calls that follow find theirs done.
+These losses encode their queries and then their documents. With small batches a GPU waits for the host, which launches
+every layer once per call. So the call for the queries encodes the documents as well, and later calls take theirs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Features = dict[str, Tensor]
 
 
 class Batch:
-    """The columns that a loss is about to encode, and the states of those that are encoded already."""
+    """The columns of a loss, and the states of those that are encoded already."""
 
     def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
         self._columns = columns
@@ -44,13 +43,13 @@ class Batch:
         self._encoded: _Encoded | None = None
 
     def behind(self, features: Features) -> Sequence[Features]:
-        """The columns of documents, if ``features`` are the queries, which come first; else none."""
+        """The columns of documents if ``features`` are the queries, else none."""
         queries = self._columns[0]
         are_queries = all(features.get(key) is queries.get(key) for key in ("input_ids", "attention_mask"))
         return self._columns[1:] if are_queries else ()
 
     def reason_apart(self, model: MultiVectorEncoder, transformer: Transformer) -> str | None:
-        """What may change documents between the loss and their call, which must not be encoded before it."""
+        """What may change documents before their own call, so that they must not be encoded earlier."""
         *around, core = layers_of_wrapping(self._loss.model)
         for layer in around:
             if not isinstance(layer, DistributedDataParallel):
@@ -66,12 +65,12 @@ class Batch:
         return None
 
     def keep(self, transformer: Transformer, documents: Documents, states: Tensor) -> Tensor:
-        """Of the states ``[T, d]`` of all columns, those of the queries, padded; the others wait for their calls."""
+        """Keep the states ``[T, d]`` of all columns for later calls, and return those of the queries, padded."""
         self._encoded = _Encoded(transformer, documents, states, documents.cu_seqlens.tolist(), _in_force(states))
         return self._encoded.take(*self._columns[0]["input_ids"].shape)
 
     def take(self, transformer: Transformer, features: Features) -> Tensor | None:
-        """States ``[N, L, d]`` of documents that have been encoded with the queries."""
+        """States ``[N, L, d]`` of documents that were encoded with the queries."""
         if self._encoded is None:
             return None
         count, width = features["input_ids"].shape
@@ -83,7 +82,7 @@ class Batch:
 
 @dataclass
 class _Encoded:
-    """States of texts that are taken in their order, some at a time."""
+    """States of texts, taken in order, some at a time."""
 
     transformer: Transformer
     documents: Documents
@@ -118,12 +117,12 @@ _batch: ContextVar[Batch | None] = ContextVar("batch", default=None)
 
 
 def current() -> Batch | None:
-    """What the loss is encoding that this is inside of."""
+    """The batch of the loss that is running."""
     return _batch.get()
 
 
 def are_few(texts: Documents) -> bool:
-    """Whether there are tokens, but so few that the host would keep a GPU waiting with another call."""
+    """Whether there are tokens, but so few that another call would leave a GPU waiting for the host."""
     return 0 < len(texts.token_index) <= MOST_TOKENS_BESIDE_QUERIES
 
 
@@ -136,7 +135,7 @@ _LOSSES = (MultiVectorMultipleNegativesRankingLoss, MultiVectorDistillKLDivLoss,
 
 
 def _noting(stock: Callable) -> Callable:
-    """The forward of a loss, during which it is known what it is to encode."""
+    """The forward of a loss that notes its columns."""
 
     @wraps(stock)
     def forward(self: nn.Module, sentence_features: Iterable[Features], *args, **kwargs) -> Tensor:

@@ -165,7 +165,7 @@ def test_documents_that_leak_by_less_than_rounding_hides(encoder, packed, caplog
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"), torch.autocast("cpu", torch.bfloat16):
         encode(model, batch_of(model))
     assert mode_of(model) == {"grouped"}
-    assert "Lfm2Model lets the documents of a call see each other" in caplog.text
+    assert "Lfm2Model lets the documents of a call influence each other" in caplog.text
 
 
 def test_attention_that_is_sharpened_far_into_a_row(encoder, packed, caplog):
@@ -174,7 +174,7 @@ def test_attention_that_is_sharpened_far_into_a_row(encoder, packed, caplog):
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
         encode(model, batch_of(model))
     assert mode_of(model) == {"grouped"}
-    assert "Ministral3Model looks at the place of a token in its call, whatever its position" in caplog.text
+    assert "Ministral3Model uses the place of a token in its call (cache_position), not its position" in caplog.text
     batch = batch_of(model, documents=24)
     assert sum(int(column["attention_mask"].sum()) for column in batch[1:]) > 256
     assert_encodes_as_stock(model, batch, tolerance=1e-5)
@@ -190,7 +190,7 @@ def test_attention_that_takes_a_trace_of_the_neighbour(model, monkeypatch, caplo
     with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
         encode(model, batch_of(model))
     assert mode_of(model) == {"grouped"}
-    assert "ModernBertModel lets the documents of a call see each other" in caplog.text
+    assert "ModernBertModel lets the documents of a call influence each other" in caplog.text
 
 
 def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch, caplog):

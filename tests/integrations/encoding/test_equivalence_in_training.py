@@ -119,7 +119,7 @@ def test_an_encoder_that_quantises_by_all_tokens_of_a_call(encoder, mode, caplog
     model = load_model(encoder("ibert", quant_mode=True)).double()
     pylate_fastmaxsim.enable()
     assert assert_deciding_changes_nothing(model, batch_of(model)[1:]) == "padded"
-    assert "with padding, as stock PyLate does: IBertModel remembers something of each call" in caplog.text
+    assert "with padding, as stock PyLate does: IBertModel updates its buffers in each call" in caplog.text
     assert_encodes_as_stock(model.eval(), batch_of(model))
 
 

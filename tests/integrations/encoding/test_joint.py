@@ -113,7 +113,7 @@ def test_queries_that_not_all_of_themselves_see_have_a_call_of_their_own(encoder
     assert joins(model) == {False} and set(modes.chosen[model].values()) == {"packed"}
     assert calls_of(model, partial(step, model, batch_of(model))) == 2
     (said,) = [record for record in caplog.records if "in a call of their own" in record.message]
-    assert said.levelno == logging.WARNING and "have to see the same tokens as all others" in said.message
+    assert said.levelno == logging.WARNING and "have to attend to the whole query" in said.message
 
 
 def test_an_attention_that_looks_at_other_tokens_shows_on_the_first_batch(encoder, monkeypatch, caplog):
@@ -170,7 +170,7 @@ def test_processes_that_encoded_alike_do_not_part_over_a_wide_query(encoder, pac
     wide[0] = {key: F.pad(values, (0, 1)) for key, values in wide[0].items()}
     with pytest.raises(
         ValueError,
-        match="they have 13 tokens, more than .* query_length of 12. All processes must encode alike: train with",
+        match="they have 13 tokens, more than .* query_length of 12. All processes must encode alike. Leave out",
     ):
         step(model, wide)
 

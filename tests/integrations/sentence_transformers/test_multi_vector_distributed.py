@@ -19,6 +19,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes
 
+pytestmark = pytest.mark.process
+
 RANKS = 2
 
 
@@ -63,15 +65,10 @@ _NONE = False, False
 CASES = {
     "contrastive": _compare(_CONTRASTIVE, data_parallel, "packed"),
     "gathered": _compare(_CONTRASTIVE, data_parallel, "packed", gather_across_devices=True),
-    "gathered-grouped": _compare(_CONTRASTIVE, data_parallel, "grouped", _NONE, gather_across_devices=True),
     "cached": _compare(_CACHED, data_parallel, "packed", mini_batch_size=4, gather_across_devices=True),
     "cached-grouped": _compare(_CACHED, data_parallel, "grouped", _NONE, mini_batch_size=4),
-    "cached-filled": _compare(_CACHED, data_parallel, "packed", mini_batch_size=1, gather_across_devices=True),
-    "cached-one-packs": _compare(_CACHED, data_parallel, "packed", (True, False), mini_batch_size=2),
-    "cached-static": _compare(_CACHED, partial(data_parallel, static_graph=True), "packed", mini_batch_size=2),
     "cached-flat-sharded": _compare(_CACHED, flat_sharded, "packed", mini_batch_size=1),
     "checkpointed": _compare(_CONTRASTIVE, data_parallel, "packed", checkpointing=True),
-    "checkpointed-grouped": _compare(_CONTRASTIVE, data_parallel, "grouped", _NONE, checkpointing=True),
     "one-packs": _compare(_CONTRASTIVE, data_parallel, "packed", (True, False), gather_across_devices=True),
     "fully-sharded": _compare(_CONTRASTIVE, fully_sharded, "padded"),
     "flat-sharded": _compare(_CONTRASTIVE, flat_sharded, "packed"),

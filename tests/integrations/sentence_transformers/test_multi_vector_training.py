@@ -61,13 +61,13 @@ def train(path: str, folder, **arguments: object) -> tuple[list[float], MultiVec
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
 
 
-def test_training_is_that_of_stock(encoder, mode, tmp_path):
+def test_training_is_that_of_stock(encoder, packed, tmp_path):
     path = encoder("bert")
     stock, _ = train(path, tmp_path / "stock")
     pylate_fastmaxsim.enable()
     ours, model = train(path, tmp_path / "fast")
     assert ours == pytest.approx(stock, rel=1e-4)
-    assert set(modes.chosen[model[0]].values()) == {mode}
+    assert set(modes.chosen[model[0]].values()) == {"packed"}
     model.save_pretrained(str(tmp_path / "saved"))
     expected = model.encode_document(ROWS["positive"][:2])
     pylate_fastmaxsim.disable()
@@ -76,6 +76,7 @@ def test_training_is_that_of_stock(encoder, mode, tmp_path):
         torch.testing.assert_close(own, other)
 
 
+@pytest.mark.e2e
 def test_mixed_precision(encoder, packed, tmp_path):
     path = encoder("bert")
     stock, _ = train(path, tmp_path / "stock", bf16=True)
@@ -101,6 +102,7 @@ def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path):
     assert set(modes.chosen[names["model"][0]].values()) == {"packed"}
 
 
+@pytest.mark.process
 def test_a_script_that_is_not_edited(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "pylate_fastmaxsim.run", "script.py"]
