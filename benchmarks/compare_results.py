@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.harness.tables import table
+
 
 class Figure(NamedTuple):
     """Median, fastest and slowest milliseconds, and peak memory in MiB where it was measured."""
@@ -44,15 +46,15 @@ def devices(node: dict | list) -> set[str]:
 
 def compared(before: dict, now: dict) -> str:
     """A markdown table of what both files have."""
-    lines = [f"Before: {', '.join(sorted(devices(before)))}. Now: {', '.join(sorted(devices(now)))}.", ""]
-    lines += ["| cell | before | now | ratio | memory before | memory now |", "|---" * 6 + "|"]
+    lines = []
     known = dict(figures(before))
     for name, new in figures(now):
         if (old := known.get(name)) is not None:
             ratio = f"{new.ms / old.ms:.2f}" + " slower" * (new.least > old.most)
             memory = ["" if each.mebibytes is None else f"{each.mebibytes:,.0f} MiB" for each in (old, new)]
-            lines.append("| " + " | ".join([name, f"{old.ms:,.3f} ms", f"{new.ms:,.3f} ms", ratio, *memory]) + " |")
-    return "\n".join(lines)
+            lines.append([name, f"{old.ms:,.3f} ms", f"{new.ms:,.3f} ms", ratio, *memory])
+    where = f"Before: {', '.join(sorted(devices(before)))}. Now: {', '.join(sorted(devices(now)))}."
+    return where + "\n\n" + table(["cell", "before", "now", "ratio", "memory before", "memory now"], lines)
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ import re
 from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
+from benchmarks.harness.tables import table
 from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
-from benchmarks.operators.attention import table as attention_table
+from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.table import docs_table
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
@@ -38,7 +39,7 @@ def train_step_tables() -> str:
 def summary_table() -> str:
     """Every workload once: stock, the fastest peer, this package; and speed and memory relative to stock."""
     step, kd, gradcache = (results(name)["cells"] for name in ("train_step", "kd_step", "gradcache_step"))
-    lines = ["| step | stock | best peer | this package | speed | memory |", "|---" * 6 + "|"]
+    lines = []
 
     def add(title: str, cells: dict, batch: int, compiled: bool = False) -> None:
         stock, *peers, ours = (cells[cell_name(path, batch, compiled, False)] for path in PATHS)
@@ -51,7 +52,7 @@ def summary_table() -> str:
     multi_vector = results("multi_vector_step")
     stock, peer, ours = (multi_vector[f"{path}/batch=64/compile=0"] for path in ("stock", "flash", "fast"))
     lines.append(compared("MultiVectorEncoder, 64 queries, one negative each (H100)", stock, peer, ours))
-    return "\n".join(lines)
+    return table(["step", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
 def padding_table() -> str:
@@ -64,13 +65,12 @@ def padding_table() -> str:
         rows["speed, both compiled" if compiled else "speed"].append(f"{stock['step_ms'] / fast['step_ms']:.2f}x")
         if not compiled:
             rows["memory"].append(f"{fast['peak_gib'] / stock['peak_gib']:.0%}")
-    lines = ["| padding | " + " | ".join(shares) + " |", "|---" * (1 + len(shares)) + "|"]
-    return "\n".join(lines + [f"| {title} | " + " | ".join(entries) + " |" for title, entries in rows.items()])
+    return table(["padding", *shares], [[title, *entries] for title, entries in rows.items()])
 
 
 def h100_table() -> str:
     """Uncompiled steps on an H100, also at PyLate's default document_length."""
-    lines = ["| queries, `document_length` | stock | best peer | this package | speed | memory |", "|---" * 6 + "|"]
+    lines = []
     for name, batch, length in (
         ("train_step_h100", 128, 300),
         ("step_180_tokens_h100", 128, 180),
@@ -79,15 +79,15 @@ def h100_table() -> str:
         cells = results(name)["cells"]
         stock, *peers, ours = (cells[cell_name(path, batch, False, False)] for path in PATHS)
         lines.append(compared(f"{batch}, {length}", stock, min(peers, key=itemgetter("step_ms")), ours))
-    return "\n".join(lines)
+    return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
-def compared(title: str, stock: dict, peer: dict, ours: dict) -> str:
+def compared(title: str, stock: dict, peer: dict, ours: dict) -> list[str]:
     """A row: three steps, and speed and memory of the last relative to the first."""
     entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in (stock, peer, ours)]
     mark = mark_of_runs(ours, stock)
     ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
-    return "| " + " | ".join([title, *entries, *ratios]) + " |"
+    return [title, *entries, *ratios]
 
 
 def head_table() -> str:
@@ -101,23 +101,23 @@ def head_table() -> str:
         "flash": (apart, flash),
         "lik-fused": (f"fused, of {lik}", lik),
     }
-    lines = ["| projection and normalisation | MaxSim | time | memory |", "|---" * 4 + "|"]
+    lines = []
     for name, titles in rows.items():
         cell = results("head")[f"in-batch/{name}"]["forward_backward"]
         entries = [*titles, f"{cell['ms']:.2f} ms", f"{cell['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines.append("| " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        lines.append(entries)
+    return table(["projection and normalisation", "MaxSim", "time", "memory"], lines)
 
 
 def queries_table() -> str:
     """Queries in the call of the documents and in one of their own."""
     cells = results("queries_apart")["cells"]
-    lines = ["| queries | one call | two calls |", "|---|---|---|"]
+    lines = []
     for batch, compiled in ((256, False), (256, True), (512, True)):
         key = f"batch={batch}/compile={int(compiled)}/checkpointing=0"
         joint, apart = (cells[f"{key} {way}"]["step_ms"] for way in ("joint", "apart"))
-        lines.append(f"| {batch}{', compiled' * compiled} | {joint:.0f} | {apart:.0f} |")
-    return "\n".join(lines)
+        lines.append([f"{batch}{', compiled' * compiled}", f"{joint:.0f}", f"{apart:.0f}"])
+    return table(["queries", "one call", "two calls"], lines)
 
 
 def gpu_tests_table() -> str:
@@ -126,12 +126,12 @@ def gpu_tests_table() -> str:
     for run in results("gpu_tests")["runs"]:
         if run["what"] != "parts":
             last[run["what"], run["gpu"], run["gpus"], run.get("with", "")] = run
-    lines = ["| what | with | GPU | commit | tests | failures |", "|---" * 6 + "|"]
+    lines = []
     for (what, gpu, gpus, beside), run in sorted(last.items()):
         counted = f"{run['tests']:,}" if "tests" in run else ""
         entries = [what, beside, f"{gpus} x {gpu}", f"{run['commit']}, {run['date']}", counted, str(run["failures"])]
-        lines.append("| " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        lines.append(entries)
+    return table(["what", "with", "GPU", "commit", "tests", "failures"], lines)
 
 
 def multi_vector_step_table() -> str:
@@ -151,7 +151,7 @@ def multi_vector_gradcache_table() -> str:
 def two_gpus_table() -> str:
     """Steps on one GPU and on two: speed relative to stock on as many, and what of it more GPUs leave."""
     one, two = (results(name)["cells"] for name in ("step_on_one_gpu", "step_on_two_gpus"))
-    lines = ["| path | 1 GPU | 2 GPUs | |", "|---" * 4 + "|"]
+    lines = []
     for compiled, path in itertools.product([False, True], PATHS):
         name, stock = cell_name(path, 128, compiled, False), cell_name("stock", 128, False, False)
         if name not in two:
@@ -162,14 +162,14 @@ def two_gpus_table() -> str:
             speed = f" ({cells[stock]['step_ms'] / cells[name]['step_ms']:.2f}x)"
             entries.append(text + ("" if name == stock else speed))
         entries.append(f"{one[name]['step_ms'] / two[name]['step_ms']:.0%}")
-        lines.append("| " + " | ".join([row_title(path, compiled), *entries]) + " |")
-    return "\n".join(lines)
+        lines.append([row_title(path, compiled), *entries])
+    return table(["path", "1 GPU", "2 GPUs", ""], lines)
 
 
 def allocator_table() -> str:
     """Steps with PyTorch's allocator as it is and with segments that grow: what tensors took, and what was held."""
     trial = results("kernel_trials")["allocator"]
-    lines = ["| queries | | as it is | `expandable_segments:True` |", "|---" * 4 + "|"]
+    lines = []
     rows = {
         "median step": lambda cell: f"{cell['step_ms']:,.0f} ms",
         "in use at most": lambda cell: f"{cell['peak_gib']:.1f} GiB",
@@ -180,14 +180,14 @@ def allocator_table() -> str:
         for title, text in rows.items():
             first = title == "median step"
             entries = [text(cell) if cell["status"] == "ok" else cell["status"] * first for cell in cells]
-            lines.append("| " + " | ".join([f"{int(batch):,}" * first, title, *entries]) + " |")
-    return "\n".join(lines)
+            lines.append([f"{int(batch):,}" * first, title, *entries])
+    return table(["queries", "", "as it is", "`expandable_segments:True`"], lines)
 
 
 def encoders_table() -> str:
     """Steps of other encoders than ModernBERT."""
     cells = results("encoders_h100")["cells"]
-    lines = ["| encoder | PyLate | this package | speed | memory |", "|---" * 5 + "|"]
+    lines = []
     titles = {
         ("eurobert", 64): "EuroBERT-210m",
         ("qwen3", 32): "Qwen3-Embedding-0.6B, 32 queries",
@@ -197,15 +197,15 @@ def encoders_table() -> str:
         stock, fast = pair = [cells[f"{name}/{path}/batch={batch}"] for path in ("stock", "fast")]
         entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in pair]
         ratios = [f"{stock['step_ms'] / fast['step_ms']:.2f}x", f"{fast['peak_gib'] / stock['peak_gib']:.0%}"]
-        lines.append("| " + " | ".join([title, *entries, *ratios]) + " |")
-    return "\n".join(lines)
+        lines.append([title, *entries, *ratios])
+    return table(["encoder", "PyLate", "this package", "speed", "memory"], lines)
 
 
 def deepspeed_table() -> str:
     """Steps on two GPUs under DeepSpeed: speed relative to stock under the same."""
     trial = results("kernel_trials")["deepspeed"]
     columns = ["stock", "fast", "fast, compiled"]
-    lines = ["| | PyLate | PyLate + pylate-fastmaxsim | the same, `compile=True` |", "|---" * 4 + "|"]
+    lines = []
     for stage in ("ZeRO 2", "ZeRO 3"):
         cells = [trial.get(f"{stage}, {column}") for column in columns]
         entries = [
@@ -213,8 +213,8 @@ def deepspeed_table() -> str:
         ]
         for place, cell in enumerate(cells[1:], 1):
             entries[place] += f" ({cells[0]['step_ms'] / cell['step_ms']:.2f}x)" if cell else ""
-        lines.append("| " + " | ".join([stage, *entries]) + " |")
-    return "\n".join(lines)
+        lines.append([stage, *entries])
+    return table(["", "PyLate", "PyLate + pylate-fastmaxsim", "the same, `compile=True`"], lines)
 
 
 def quickstart_table() -> str:
@@ -228,11 +228,13 @@ def quickstart_table() -> str:
         ("last loss", *(number(run["losses"][-1], ".4f") for run in (stock, fast))),
         ("nDCG@10", *(f"{run['ndcg@10']:.3f}" for run in (stock, fast))),
     ]
-    lines = ["| | stock | fast |", "|---|---|---|", *("| " + " | ".join(row) + " |" for row in rows)]
     largest = f"at most {number(summary['largest_loss_difference'], '.1e')}"
     if (step := summary["loss_difference_nan_from"]) is not None:
         largest = f"NaN, first at step {step}"
-    return "\n".join(lines) + f"\n\n{summary['speedup']:.2f} times faster; the loss curves differ by {largest}."
+    return (
+        table(["", "stock", "fast"], rows)
+        + f"\n\n{summary['speedup']:.2f} times faster; the loss curves differ by {largest}."
+    )
 
 
 def number(value: float | None, pattern: str) -> str:
@@ -241,7 +243,7 @@ def number(value: float | None, pattern: str) -> str:
 
 
 def long_documents_table() -> str:
-    lines = ["| queries | PyLate | this package | speed | memory |", "|---" * 5 + "|"]
+    lines = []
     for batch in (16, 128):
         comparison = results(f"long_documents_{batch}")
         runs, summary = comparison["runs"], comparison["summary"]
@@ -252,8 +254,8 @@ def long_documents_table() -> str:
             for run in (runs["stock"], runs["fast"])
         ]
         ratios = [f"{summary['speedup']:.2f}x", f"{summary['peak_memory']:.0%}"] if summary["speedup"] else ["", ""]
-        lines.append("| " + " | ".join([str(batch), *entries, *ratios]) + " |")
-    return "\n".join(lines)
+        lines.append([str(batch), *entries, *ratios])
+    return table(["queries", "PyLate", "this package", "speed", "memory"], lines)
 
 
 def tables() -> dict[str, dict[str, str]]:
@@ -291,9 +293,9 @@ def tables() -> dict[str, dict[str, str]]:
 
 def updated(name: str, text: str) -> str:
     """A document with its tables made anew."""
-    for mark, table in tables()[name].items():
+    for mark, made in tables()[name].items():
         pattern = f"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)"
-        text, count = re.subn(pattern, lambda match, t=table: f"{match[1]}{t}\n{match[2]}", text, flags=re.DOTALL)
+        text, count = re.subn(pattern, lambda match, t=made: f"{match[1]}{t}\n{match[2]}", text, flags=re.DOTALL)
         if count != 1:
             raise ValueError(f"{name} must have one place marked {mark}, found {count}.")
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import itemgetter
 
+from benchmarks.harness.tables import table
 from benchmarks.losses.ceiling import ceiling
 from benchmarks.training.train_step import PATHS, mark_of_runs, row_title
 
@@ -40,8 +41,7 @@ def embedded_table(content: dict) -> str:
         return ""
     shapes = list(dict.fromkeys(_shape(cell["cell"]) for cell in cells))
     by_shape = {(_shape(cell["cell"]), cell["cell"]["path"]): cell for cell in cells}
-    lines = ["| loss | " + " | ".join(PATHS.values()) + " | against PyLate | against the better peer |"]
-    lines.append("|" + "---|" * (len(PATHS) + 3))
+    lines = []
     for shape in shapes:
         row = {path: by_shape[shape, path] for path in PATHS if (shape, path) in by_shape}
         timed = {path: cell for path, cell in row.items() if "ms" in cell}
@@ -50,8 +50,8 @@ def embedded_table(content: dict) -> str:
         fast = timed.get("fast")
         for other in (timed.get("stock"), min(peers, key=itemgetter("ms"), default=None)):
             entries.append(f"{other['ms'] / fast['ms']:.1f}x{mark_of_runs(fast, other)}" if other and fast else "")
-        lines.append(f"| {shape} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        lines.append([shape, *entries])
+    return table(["loss", *PATHS.values(), "against PyLate", "against the better peer"], lines)
 
 
 def _shape(cell: dict) -> str:
@@ -72,8 +72,7 @@ def ring_table(content: dict) -> str:
         (cell["cell"]["loss"], cell["cell"]["queries"], cell["cell"]["path"], cell["cell"]["ranks"]): cell
         for cell in cells
     }
-    lines = ["| loss, queries a rank | documents | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in ranks) + " |"]
-    lines.append("|" + "---|" * (len(ranks) + 2))
+    lines = []
     for loss, queries in shapes:
         for path in RING_PATHS:
             row = [by_name.get((loss, queries, path, n)) for n in ranks]
@@ -87,8 +86,8 @@ def ring_table(content: dict) -> str:
                     work = 1 if path == "local" else n
                     text += f" ({work * alone / cell['ms']:.0%})"
                 entries.append(text)
-            lines.append(f"| {LOSS_TITLES[loss]}, {queries} | {path} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+            lines.append([f"{LOSS_TITLES[loss]}, {queries}", path, *entries])
+    return table(["loss, queries a rank", "documents", *(f"{n} rank{'s' * (n > 1)}" for n in ranks)], lines)
 
 
 def ceiling_table(content: dict) -> str:
@@ -100,7 +99,7 @@ def ceiling_table(content: dict) -> str:
         groups.setdefault(group, {})[key["batch"]] = cell
     if not groups:
         return ""
-    lines = ["| loss | path | largest batch | peak memory | next size tried |", "|---|---|---|---|---|"]
+    lines = []
     losses, paths = list(LOSS_TITLES), list(PATHS)
 
     # All layers first.
@@ -116,8 +115,8 @@ def ceiling_table(content: dict) -> str:
         reason = "not tried" if stopped is None else f"{stopped['cell']['batch']}: {stopped['status']}"
         title = LOSS_TITLES[loss] + ("" if layers is None else f", {layers} layers")
         title += "" if chunks is None else ", by memory"
-        lines.append(f"| {title} | {row_title(path, compiled)} | {largest or 'none'} | {peak} | {reason} |")
-    return "\n".join(lines)
+        lines.append([title, row_title(path, compiled), str(largest or "none"), peak, reason])
+    return table(["loss", "path", "largest batch", "peak memory", "next size tried"], lines)
 
 
 TABLES = {
@@ -136,5 +135,5 @@ TABLES = {
 
 def markdown(content: dict, kinds: Iterable[str] = TABLES) -> str:
     """The tables of what has been measured, each under its title."""
-    tables = {title: table(content) for title, table in map(TABLES.get, kinds)}
-    return "\n\n".join(f"{title}\n\n{table}" for title, table in tables.items() if table)
+    made = {title: make(content) for title, make in map(TABLES.get, kinds)}
+    return "\n\n".join(f"{title}\n\n{text}" for title, text in made.items() if text)

@@ -20,6 +20,7 @@ import torch
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
@@ -79,16 +80,16 @@ def measure(rows: list[int], keys: list[int], reach: int) -> dict:
     return row
 
 
-def table(rows: dict[str, dict]) -> str:
-    lines = ["| texts | window | FlashAttention | this package | |", "|---|---|---|---|---|"]
+def markdown(rows: dict[str, dict]) -> str:
+    lines = []
     for name, row in rows.items():
         times = {way: [row[way][part]["ms"] for part in ("forward", "backward")] for way in ("flash", "ours")}
         texts, _, reach = name.replace("1024", "1,024").replace("1280", "1,280").rpartition(", window ")
         window = "none" if reach == "-1" else f"{reach} each side"
         cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times.values()]
         ratio = f"{sum(times['flash']) / sum(times['ours']):.2f}x" + ("" if row["chosen"] else ", not chosen")
-        lines.append(f"| {texts} | {window} | {cells[0]} | {cells[1]} | {ratio} |")
-    return "\n".join(lines)
+        lines.append([texts, window, *cells, ratio])
+    return table(["texts", "window", "FlashAttention", "this package", ""], lines)
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--render-only", action="store_true")
     options = parser.parse_args()
     if options.render_only:
-        print(table(json.loads(options.output.read_text())["rows"]))
+        print(markdown(json.loads(options.output.read_text())["rows"]))
         return
     if not torch.cuda.is_available():
         raise SystemExit("This measures a CUDA GPU, and there is none.")
@@ -106,7 +107,7 @@ def main() -> None:
         for reach in WINDOWS:
             rows[f"{name}, window {reach}"] = measure(*lengths, reach)
     write(options.output, {"environment": environment(), "rows": rows})
-    print(table(rows))
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

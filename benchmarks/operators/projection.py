@@ -20,11 +20,11 @@ import torch
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import peak_bytes, time_calls
 from benchmarks.harness.workers import ask_apart, serve
 from benchmarks.operators.measure import relative_error, spread
 from benchmarks.operators.projection_entries import ENTRIES, SHAPES, Inputs, Shape, make_inputs
-from benchmarks.operators.table import table
 
 FASTER, MEMORY = 2.5, 1 / 3
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.harness.tables import table
 from benchmarks.operators.results import PEERS, TITLES, Results
 from benchmarks.operators.shapes import Shape
 
 HEADLINE = ("tiny", "in-batch", "ColPali", "KD", "rerank", "ragged", "fp16", "fp32")
 STEP_LIMIT = 1.5
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def milliseconds(value: float | None) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.harness.tables import table
 from benchmarks.operators.results import PEERS, Results
 from benchmarks.operators.shapes import Shape
-from benchmarks.operators.table import STEP_LIMIT, table
+from benchmarks.operators.table import STEP_LIMIT
 
 FORWARD, WINNERS, BOTH = "forward", "forward_winners", "forward_backward"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from statistics import mean
 
+from benchmarks.harness.tables import table
+
 STAGES = {"untrained": "untrained", "contrastive": "after contrastive training", "distilled": "after mining and KD"}
 METRICS = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "recall@100": "Recall@100"}
 PATHS = ("stock", "fast")
@@ -46,14 +48,15 @@ def largest_loss_difference(cells: dict) -> float | None:
 
 def markdown(cells: dict) -> str:
     """Rows for each metric: both paths and their largest difference; then the seeds and the teacher."""
-    lines = ["| | " + " | ".join(STAGES.values()) + " |", "|---|" + "---|" * len(STAGES)]
+    rows = []
     for metric, title in METRICS.items():
         for path in PATHS:
             entries = [_mean_and_spread(values(cells, stage, path, metric)) for stage in STAGES]
-            lines.append(f"| {title}, {path} | " + " | ".join(entries) + " |")
+            rows.append([f"{title}, {path}", *entries])
         gaps = [largest_difference(cells, stage, metric) for stage in list(STAGES)[1:]]
         entries = ["" if gap is None else f"{gap:.4f}" for gap in gaps]
-        lines.append(f"| {title}, fast against stock at most | | " + " | ".join(entries) + " |")
+        rows.append([f"{title}, fast against stock at most", "", *entries])
+    lines = [table(["", *STAGES.values()], rows)]
     by_stage = [values(cells, stage, "fast", "ndcg@10") for stage in STAGES]
     if all(by_stage):
         seeds = [", ".join(f"{by_seed[seed]:.4f}" for by_seed in by_stage) for seed in by_stage[-1]]

@@ -30,6 +30,7 @@ from benchmarks.harness.lengths import SIGMA
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.plots import COLOURS, bars
 from benchmarks.harness.records import environment, write
+from benchmarks.harness.tables import table
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.search import search
@@ -153,12 +154,13 @@ def markdown(content: dict) -> str:
     """A table of the paths, for the whole corpus."""
     count, paths = content["setting"]["passages"], content["stages"]
     seconds = seconds_of_paths(content)
-    lines = ["| path | time | relative to PyLate | device memory beyond what was held before |", "|---|---|---|---|"]
+    rows = []
     for name, value in seconds.items():
         peak = paths[name]["peak_bytes"]
         memory = "" if peak is None else f"{peak / 2**30:.1f} GiB"
         ratio = f"{seconds['stock'] / value:.1f}x" if "stock" in seconds else ""
-        lines.append(f"| {TITLES[name]} | {value:.2f} s | {ratio} | {memory} |")
+        rows.append([TITLES[name], f"{value:.2f} s", ratio, memory])
+    lines = [table(["path", "time", "relative to PyLate", "device memory beyond what was held before"], rows)]
     if "stock" in paths and paths["stock"]["passages"] < count:
         part = paths["stock"]
         lines.append(

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.plots import COLOURS, plt
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
+from benchmarks.harness.tables import table
 from benchmarks.training.cell_processes import measure
 from benchmarks.training.plots import MEASURES
 from benchmarks.training.train_step import mark_of_runs, row_title, time_and_memory
@@ -46,7 +47,7 @@ def markdown_table(cells: dict) -> str:
     """Step time and peak memory by the share of padding, with the speed relative to stock."""
     pairs = list(itertools.product([False, True], PATHS))
     titles = [row_title(path, compiled) for compiled, path in pairs]
-    lines = ["| padding | " + " | ".join(titles) + " |", "|---" * (1 + len(titles)) + "|"]
+    lines = []
     for tokens in mean_lengths(cells):
         entries = [f"{1 - live_share(cells, tokens):.0%}"]
         for compiled, path in pairs:
@@ -55,8 +56,8 @@ def markdown_table(cells: dict) -> str:
             if path == "fast" and cell and stock and stock["status"] == cell["status"] == "ok":
                 text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
             entries.append(text)
-        lines.append("| " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        lines.append(entries)
+    return table(["padding", *titles], lines)
 
 
 def plot(cells: dict, target: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import elapsed, mark, peaks_gib
 from benchmarks.harness.workers import serve
 from benchmarks.training.cell import DOCUMENT_LENGTH, make_rows, save_encoder
@@ -128,7 +129,7 @@ def _measured(cell: dict, directory: Path) -> dict:
 def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
     """Step time and peak memory by batch, with the ratio to the first row; ``rows`` are results of :func:`row_of`."""
     batches = sorted({cell["batch"] for cell in cells.values()})
-    lines = ["| | " + " | ".join(f"{batch:,} queries" for batch in batches) + " |", "|---" * (1 + len(batches)) + "|"]
+    lines = []
     for row in rows:
         entries = [title(*row)]
         for batch in batches:
@@ -140,8 +141,8 @@ def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
             speed = cell is not first and first["status"] == "ok"
             ratio = f" ({first['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
-        lines.append("| " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        lines.append(entries)
+    return table(["", *(f"{batch:,} queries" for batch in batches)], lines)
 
 
 def row_of(cell: dict) -> tuple[str, bool, int | None, int | None]:

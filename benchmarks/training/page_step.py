@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.harness.tables import table
 from benchmarks.harness.workers import serve
 from benchmarks.training.cell_processes import step_apart
 
@@ -218,12 +219,9 @@ def draw(cells: dict[str, dict], picture: Path) -> None:
 def markdown_table(cells: dict[str, dict]) -> str:
     """Step time and peak memory by model and batch, with the ratio to stock."""
     keys = sorted({(cell["kind"], cell["batch"]) for cell in cells.values()})
-    lines = [
-        "| | " + " | ".join(f"{kind}, batch {batch}" for kind, batch in keys) + " |",
-        "|---" * (len(keys) + 1) + "|",
-    ]
+    lines = []
     for path, name in PATHS.items():
-        entries = []
+        entries = [name]
         for kind, batch in keys:
             cell, stock = (cells.get(f"{kind}/{one}/batch={batch}") for one in (path, "stock"))
             if cell is None or cell["status"] != "ok":
@@ -233,8 +231,8 @@ def markdown_table(cells: dict[str, dict]) -> str:
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}")
             if path != "stock" and stock and stock["status"] == "ok":
                 entries[-1] += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
-        lines.append(f"| {name} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+        lines.append(entries)
+    return table(["", *(f"{kind}, batch {batch}" for kind, batch in keys)], lines)
 
 
 def main() -> None:

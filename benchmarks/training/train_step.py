@@ -17,6 +17,7 @@ import itertools
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
+from benchmarks.harness.tables import table
 from benchmarks.training.cell_processes import OUT_OF_MEMORY, measure
 
 PATHS = {
@@ -58,7 +59,7 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
     """
     keys = [cell["cell"] for cell in cells.values() if cell["cell"]["checkpointing"] == checkpointing]
     batches = sorted({key["batch"] for key in keys})
-    lines = ["| path | " + " | ".join(f"batch {b}" for b in batches) + " |", "|---|" + "---|" * len(batches)]
+    lines = []
     for compiled, path in itertools.product([False, True], PATHS):
         entries = []
         for batch in batches:
@@ -74,8 +75,8 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
                     text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
                 entries.append(text)
         if any(entries):
-            lines.append(f"| {row_title(path, compiled)} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
+            lines.append([row_title(path, compiled), *entries])
+    return table(["path", *(f"batch {batch}" for batch in batches)], lines)
 
 
 def main() -> None:
