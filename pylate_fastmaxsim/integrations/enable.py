@@ -61,6 +61,9 @@ def enable(
     gets the new behaviour, and models and losses pickle as before, for processes without this package too. Only a
     method that was taken off its class before (``step = Contrastive.forward``) stays as it was.
 
+    A function is replaced only if its source, and that of the host's functions that it calls, is that of a known
+    release. In a fork, an edited checkout or a release with other code, the host's own runs; a line of log names it.
+
     Scores keep their meaning, with three visible differences. They are float32 for bfloat16 and float16 input; stock
     sums in the input's dtype. With PyLate, a masked document token never wins; stock gives it the similarity 0, which
     wins over negative ones. With XTR scores, all tokens pass whose similarity equals the k-th largest, and every token
@@ -132,23 +135,24 @@ def enable(
         _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
     _switch_to(new)
+    has_pylate = any(host.name == "PyLate" for host in _patched)
     _logger.info(
-        "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.",
+        "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.%s",
         " and ".join(f"{host.name} {host.version}" for host in _patched) + (" is" if len(_patched) == 1 else " are"),
         ", ".join(f"{name} {on_or_off(value)}" for name, value in asdict(new).items()),
+        " With PyLate, a loss of your own gets fused scores, but its texts are encoded with padding." * has_pylate,
     )
     asked = [f"{name}=True" for name in ("stock_masking", "ring") if getattr(new, name)]
-    if asked and all(host.name != "PyLate" for host in _patched):
-        _logger.warning("%s: only PyLate has that.", " and ".join(asked))
+    if asked and not has_pylate:
+        _logger.warning("%s has no effect: only PyLate's losses take it.", " and ".join(asked))
 
 
 def disable() -> None:
     """Put the host libraries back as they came. Does nothing where they are.
 
-    A loss that was computed before can still be differentiated afterwards, except with ``compile=True`` and dropout:
-    call ``backward()`` first then. What the backward computes again (CachedContrastive, gradient checkpointing) would
-    otherwise run through layers that are no longer compiled and draw other dropout masks, and the gradients would not
-    be those of the loss.
+    A loss that was computed before can still be differentiated, except with ``compile=True`` and dropout: call
+    ``backward()`` first then. What the backward computes again (CachedContrastive, gradient checkpointing) would run
+    through layers that are no longer compiled, draw other dropout masks and give other gradients.
 
     Examples
     --------

@@ -88,7 +88,7 @@ def _is_there(host: Host) -> bool:
 def left_alone(reasons: dict[Host, str] | None = None) -> list[str]:
     """A sentence for each host library that is installed and cannot be patched; ``reasons`` as of usable_hosts()."""
     _, reasons = usable_hosts() if reasons is None else (None, reasons)
-    return [f"{host.name} runs as it came: {reason}" for host, reason in reasons.items() if _is_there(host)]
+    return [f"{host.name} is not accelerated: {reason}" for host, reason in reasons.items() if _is_there(host)]
 
 
 def usable_hosts() -> tuple[list[Host], dict[Host, str]]:

@@ -125,7 +125,7 @@ def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> 
 def smooth_max(self: nn.Module, *args, **kwargs) -> Tensor:
     # Every loss with use_smooth_max comes through here, and through none of the functions above.
     if current_options() is not None:
-        log_once("use_smooth_max needs every similarity: colpali-engine itself computes the scores.")
+        log_once("use_smooth_max is not accelerated (running colpali-engine's own): it needs every similarity.")
     return smooth_max.__wrapped__(self, *args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from pylate_fastmaxsim.integrations.patching.redirect import Redirection, can_re
 _logger = logging.getLogger("pylate_fastmaxsim")
 _PACKAGE = __name__.partition(".")[0]
 _INHERITED = object()
+_REPLACED_SINCE = "disable() leaves %s as it is: it was replaced after enable(), by another library or the script."
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,16 +25,15 @@ class Patch:
     Parameters
     ----------
     owner
-        The module or the class that defines the name. A plain function of a module stays the object it is and
-        runs the replacement, so that whoever holds it follows, in whatever form, and it pickles as ever. Anything
-        else that a module defines is replaced there and in every loaded module that holds the same object, under
-        whatever name it was imported; ``__main__`` included. What a class defines or inherits is replaced on that
-        class only.
+        The module or the class that has the name. A plain function of a module stays the same object and runs the
+        replacement, so that whoever holds it follows. Anything else that a module defines is replaced there and in
+        every loaded module that holds the same object, ``__main__`` included. On a class, the attribute of that class
+        alone is replaced, also if it was inherited.
     name
         The attribute of ``owner`` to replace.
     replacement
-        What stands there, or is run, while the patch is applied. Where it calls what it replaces, that must be a
-        copy that was :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached` before.
+        What stands there, or is run, while the patch is applied. It must call what it replaces through a copy that
+        was :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached` before.
     """
 
     owner: ModuleType | type
@@ -104,11 +104,11 @@ class PatchSet:
         with self._lock:
             for target, redirection in self._redirected.items():
                 if not redirection.undo():
-                    _logger.warning("%s was given other code by someone else since; left as it is.", target)
+                    _logger.warning(_REPLACED_SINCE, target)
             for patch, original in self._replaced.values():
                 if vars(patch.owner).get(patch.name) is not patch.replacement:
                     # Whoever patched after us wraps our replacement; to overwrite that would undo theirs.
-                    _logger.warning("%s was replaced by someone else since; left as it is.", patch.target)
+                    _logger.warning(_REPLACED_SINCE, patch.target)
                 elif original is _INHERITED:
                     delattr(patch.owner, patch.name)
                 else:

@@ -1,7 +1,13 @@
-"""Redirect a function in place: the object stays what everybody holds and pickles by name, what it runs changes.
+"""Redirect a function in place: it stays the same object and runs other code.
 
-Only ``__code__`` is exchanged, in one step, for code with the same parameters: whoever inspects the function sees what
-was there before, and so does ``torch.compile``, which remembers the parameters of a function but guards its code.
+To replace the attribute of its module is not enough, since hosts hold their scoring functions elsewhere:
+``ColBERT._similarity`` and ``MultiVectorEncoder._similarity`` on each model, by which evaluators score; ``score_metric``
+and ``similarity_fct`` on each loss, from a default argument; ``partial(colbert_scores, chunk_elements=...)``, as Sentence
+Transformers' documentation has it. Models and losses that were built before would score the slow way, and would not
+pickle, because pickle looks a function up by its name and refuses another object.
+
+Only ``__code__`` is exchanged, for code with the same parameters: signature, source and help stay, and
+``torch.compile``, which remembers the parameters of a function but guards its code, compiles again.
 """
 
 from __future__ import annotations
@@ -14,10 +20,10 @@ from itertools import count
 from types import CodeType, FunctionType
 from weakref import WeakKeyDictionary
 
-# Where each redirected function goes. Nothing is taken out: a thread may have entered a function that is restored now.
+# What each redirected function runs. Nothing is taken out: a thread may be inside a function that is restored now.
 targets: dict[int, Callable] = {}
 
-# Made once for each function, so that what torch.compile made of it is found again when it is redirected again.
+# Made once for each function, so that torch.compile finds what it compiled when it is redirected again.
 _code: WeakKeyDictionary[FunctionType, tuple[int, CodeType]] = WeakKeyDictionary()
 _numbers = count()
 
@@ -63,10 +69,10 @@ def stock_code(function: FunctionType) -> CodeType:
 
 
 class Redirection:
-    """Lets a function run ``target`` from now on, with the arguments of the call and its own defaults.
+    """Has a function run ``target`` from now on, with the arguments of the call and its own defaults.
 
-    ``target`` must not call the function, which would lead back to it, but a copy that was :func:`detached` before.
-    While it lasts, ``function.__wrapped__`` is such a copy.
+    ``target`` must call not the function, which leads back to it, but a copy that was :func:`detached` before.
+    Meanwhile ``function.__wrapped__`` is such a copy.
     """
 
     def __init__(self, function: FunctionType, target: Callable) -> None:

@@ -57,7 +57,7 @@ def patches() -> list[Patch]:
 
 
 def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
-    """Decorator: stand in for the forward of a loss, and run that where the loss asks for what we do not do.
+    """Decorator: replace the forward of a loss, and run PyLate's own where the loss cannot be accelerated.
 
     The options are those in force when the loss is called: another thread may change them before it ends.
     """
@@ -235,9 +235,10 @@ def _second_passes(model: nn.Module, passes: Sequence[_Pass], gradients: Sequenc
 def _loss_in_chunks(
     self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, columns: int
 ) -> Tensor:
-    """The loss in chunks of queries; with gradients, their sum over queries is left in the leaves.
+    """The loss, computed in chunks of queries; with gradients enabled, each chunk adds its own to the leaves.
 
-    As stock does: ``size_average`` divides the loss that is returned, not the gradients.
+    As in PyLate, ``size_average`` divides only the loss that is reported: the gradients are those of the sum over the
+    queries, so those of Contrastive times the batch size.
     """
     targets = _targets(len(queries), columns, self.gather_across_devices, queries.device)
     losses_of_chunks = _losses_in_ring if _in_ring(self, scored.options) else _losses_of_chunks
@@ -375,7 +376,9 @@ def _in_ring(loss: nn.Module, options: Options) -> bool:
     if not (loss.gather_across_devices and options.ring and distributed):
         return False
     if passing_tokens(loss) is not None:
-        log_once("The documents of all ranks are gathered: the k-th largest similarity of XTR needs them all at once.")
+        log_once(
+            "ring=True has no effect with XTR scores: the k-th largest similarity needs the documents of all ranks."
+        )
         return False
     return True
 
@@ -408,7 +411,7 @@ def _in_one_dtype(exchange: Callable[[TokenBatch], Result], documents: TokenBatc
     except DtypesDiffer as error:
         widest = error.widest
     if documents.values.dtype != widest:
-        log_once("Documents are scored in %s, as another process of this run has them.", widest)
+        log_once("Documents are scored in %s, the dtype that they have in another process.", widest)
     return exchange(documents.with_values(documents.values.to(widest)))
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows that the backward holds in float32 at once.
+# Rows that the backward converts to float32 at once.
 _ROWS = 2**15
-# That of torch.nn.functional.normalize.
+# The eps of torch.nn.functional.normalize.
 _SHORTEST = 1e-12
 
 

@@ -1,10 +1,10 @@
-"""The two passes of Sentence Transformers' GradCache, alike: in the same precision, encoded the same way.
+"""GradCache of Sentence Transformers: the second pass encodes as the first did, in the same precision.
 
-Where ``backward()`` is called outside of autocast, stock makes the second pass in float32, and the gradients that wait are
-of other embeddings. Here dropout would be of another draw as well: in float32 texts are encoded another way.
+Where ``backward()`` is called outside of autocast, stock makes the second pass in float32, whose embeddings are not those
+that the cached gradients belong to. Without padding, dropout would be drawn differently as well.
 
-What the first pass has found out about its texts, the second one does not ask the device for again. So nothing waits
-between its mini-batches, and the host launches the next while the backward of the last is still running.
+The second pass reuses what the first found out about its texts. So it does not wait for the device, and the host launches
+a mini-batch while the backward of the last is still running.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
 
 _NOTHING = object()
 
-# Of MS MARCO, 32 texts have some 2,560 tokens, with which a step of ModernBERT-base took about as long as in stock; with
-# 9,600 it was more than 3 times as fast. Where in between a GPU has enough to do depends on the encoder and on the host.
+# 32 passages of MS MARCO have some 2,560 tokens: a step of ModernBERT-base took about as long as in stock. With 9,600
+# tokens it was more than 3 times as fast. Where in between a GPU has enough to do depends on encoder and host.
 _FEW_TOKENS = 4096
 
 _FEW = (
-    "Mini-batches of %s texts hold few tokens without padding, for which a GPU may have to wait for the host. Give the "
-    "loss mini_batch_num_tokens to fill them: %s times document_length are as many as padded ones hold."
+    "Mini-batches of %s texts hold few tokens without padding, so the GPU may wait for the host. To fill them, give the "
+    "loss mini_batch_num_tokens; %s times document_length is what padded ones hold."
 )
 
 

@@ -183,7 +183,7 @@ def test_smooth_max_falls_back_and_says_so_once(caplog):
             Batch("left").run(getattr(colpali_losses, name)(use_smooth_max=True), 0)
             Batch("left").run(getattr(colpali_losses, name)(), 0)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["use_smooth_max needs every similarity: colpali-engine itself computes the scores."]
+    assert warnings == ["use_smooth_max is not accelerated (running colpali-engine's own): it needs every similarity."]
 
 
 def test_only_smooth_max_holds_similarities(monkeypatch):
@@ -256,7 +256,7 @@ def test_another_aggregation_of_the_losses_with_negatives_counts(name, where, mo
     expected, usual = loss(*inputs), stock(temperature=0.5)(*inputs)
     with caplog.at_level(logging.WARNING), pylate_fastmaxsim.enabled():
         assert loss(*inputs) == expected
-    assert "not colpali-engine's own" in caplog.text
+    assert "is not accelerated (running colpali-engine's own)" in caplog.text
     assert where == "module" or expected != usual
 
 
@@ -428,4 +428,4 @@ def test_without_its_metadata_it_is_left_and_pylate_is_not(monkeypatch, caplog):
     stock = stock_scores.maxsim_inbatch.__code__
     with pylate_fastmaxsim.enabled():
         assert stock_scores.maxsim_inbatch.__code__ is stock
-    assert "colpali-engine runs as it came: colpali-engine cannot be imported" in caplog.text
+    assert "colpali-engine is not accelerated: colpali-engine cannot be imported" in caplog.text

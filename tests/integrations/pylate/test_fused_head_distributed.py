@@ -119,7 +119,7 @@ def _hook_on_one_rank(loss_class, ring: bool, **options) -> Callable[[str], None
             mock.patch.object(pylate_losses, "log_once", lambda message, *values: said.append(message % values)),
         ):
             ours = step()
-        named = "Documents are scored in torch.float32, as another process of this run has them."
+        named = "Documents are scored in torch.float32, the dtype that they have in another process."
         assert said == ([] if dist.get_rank() == 0 else [named])
         assert ours[0] == pytest.approx(stock[0], rel=0.02)
         largest = max(gradient.abs().max() for gradient in stock[1].values())

@@ -190,4 +190,4 @@ def test_options_that_only_pylate_has(caplog, monkeypatch):
     of_sentence_transformers = tuple(host for host in hosts.HOSTS if host.name == "Sentence Transformers")
     monkeypatch.setattr(hosts, "HOSTS", of_sentence_transformers)
     pylate_fastmaxsim.enable(ring=True, stock_masking=True)
-    assert "stock_masking=True and ring=True: only PyLate has that." in caplog.text
+    assert "stock_masking=True and ring=True has no effect: only PyLate's losses take it." in caplog.text
