@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
+from edited import edited
 
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
@@ -119,7 +122,7 @@ def test_scores_and_gradients_are_those_of_stock(function, arguments, options, c
     stock = run(function, arguments, options)
     pylate_fastmaxsim.enable()
     assert_equal(run(function, arguments, options), stock)
-    assert "is not accelerated" not in caplog.text
+    assert "is not accelerated (running" not in caplog.text
 
 
 @pytest.mark.parametrize("function, arguments, options", LEFT_TO_STOCK)
@@ -128,6 +131,43 @@ def test_what_is_left_to_stock(function, arguments, options, caplog):
     pylate_fastmaxsim.enable()
     assert_equal(run(function, arguments, options), stock)
     assert f"{function.__qualname__} is not accelerated (running Sentence Transformers's own): " in caplog.text
+
+
+similarity = sys.modules[util.maxsim.__module__]
+colbert = sys.modules[scoring.colbert_scores.__module__]
+
+
+@pytest.mark.parametrize("while_enabled", [False, True])
+@pytest.mark.parametrize(
+    "owner, name, old, new, function",
+    [
+        (colbert, "colbert_kd_scores", "return ", "return 2 * ", scoring.colbert_kd_scores),
+        (similarity, "_query_token_counts", "clamp(min=1)", "clamp(min=3)", util.mean_maxsim),
+        (similarity, "_EMPTY_DOCUMENT_SCORE", None, -7.0, util.maxsim),
+    ],
+)
+def test_edited_code_runs(owner, name, old, new, function, while_enabled, monkeypatch, caplog):
+    documents = GROUPS if function is scoring.colbert_kd_scores else DOCUMENTS * DOCUMENTS_MASK[..., None]
+    queries = PADDED[:, -4:] if function is util.mean_maxsim else QUERIES
+    plain = function(queries, documents)
+    other = new if old is None else edited(getattr(owner, name), old, new)
+
+    def replace(patch):
+        patch.setattr(owner, name, other)
+        return getattr(owner, function.__name__) if function is scoring.colbert_kd_scores else function
+
+    with monkeypatch.context() as patch:
+        stock = replace(patch)(queries, documents)
+    assert not torch.equal(stock, plain)
+    if not while_enabled:
+        function = replace(monkeypatch)
+    pylate_fastmaxsim.enable()
+    if while_enabled:
+        function = replace(monkeypatch)
+    torch.testing.assert_close(function(queries, documents), stock)
+    said = f"{name} is not the code of a release" in caplog.text
+    assert said or (while_enabled and name == "colbert_kd_scores")
+    monkeypatch.undo()  # before it is switched off
 
 
 @pytest.mark.parametrize(
