@@ -21,13 +21,11 @@ LONG = (
     "test_compare.py",
     "test_launched.py",
     "test_compiled_distributed.py",
-    "test_full_disk.py",
     "test_ring.py",
     "test_xtr_interpreted.py",
     "test_maxsim_interpreted.py",
     "test_training_cell.py",
     "test_losses_benchmark.py",
-    "test_misuse.py",
 )
 
 

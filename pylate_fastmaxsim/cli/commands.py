@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from rich.text import Text
 import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.write import write_failure
 from pylate_fastmaxsim.recipes.load import load_recipe
 
 BAD_RECIPE = 2
@@ -99,16 +99,14 @@ def _one_sentence_instead_of_a_traceback():
 
 @contextmanager
 def _one_sentence_for_a_full_disk(kept: Callable[[], str]):
-    """``kept`` says what an error in writing leaves."""
+    """``kept`` says what is left."""
     try:
         yield
-    except RecipeError:
-        raise
-    except Exception as error:
-        reason = write_failure(error)
-        if reason is None:
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _end_with(f"\nfastmaxsim: {reason}; {kept()}.")
+        place = f"{error.filename}: " if error.filename else ""
+        _end_with(f"\nfastmaxsim: {place}{error.strerror}; {kept()}.")
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""What tests/recipes/training/test_launched.py starts in two processes: recipes trained whole, interrupted, and to the end.
+"""What test_launched.py starts in two processes: recipes trained whole, interrupted, and to the end.
 
-Both processes note each file that they write, and the second makes its files readable for their owner only, so that
-what native code writes can be told apart as well. safetensors does that by itself, so it is asked.
+Both processes note each file that they write.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import time
 from pathlib import Path
 
 RANK = int(os.environ["RANK"])
+FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+INTERRUPTED_AT = 3
 written: set[str] = set()
 
 
@@ -32,35 +33,27 @@ def note_writing(event: str, arguments: tuple) -> None:
 
 
 sys.addaudithook(note_writing)
-if RANK == 1:
-    os.umask(0o077)
 
 import accelerate.state  # noqa: E402  (all that is written counts)
 import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState  # noqa: E402
 
-from pylate_fastmaxsim.recipes.errors import RecipeError  # noqa: E402
 from pylate_fastmaxsim.recipes.load import load_recipe  # noqa: E402
 from pylate_fastmaxsim.recipes.training import train as training  # noqa: E402
-
-INTERRUPTED_AT = 3
 
 serialize = safetensors.torch.serialize_file
 
 
 def serialize_file(tensors, path, *args, **kwargs):
-    written.add(os.path.abspath(path))
+    written.add(os.path.abspath(path))  # native code, of which the hook knows nothing
     return serialize(tensors, path, *args, **kwargs)
 
 
 safetensors.torch.serialize_file = serialize_file
 
-
-FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
 if FSDP:
     initialize = accelerate.state.AcceleratorState.__init__
     plugins = []
@@ -106,9 +99,7 @@ class Interrupt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def train(job: dict, output: str, interrupt: bool = False) -> dict:
-    MAPPING_DATASET_NAME_TO_ID.update(job.get("nano_beir", {}))
-    recipe = load_recipe(job["recipe"], [*job["overrides"], f"output_dir={output}"])
+def train(recipe: str, output: Path, interrupt: bool = False) -> dict:
     build = training.build_trainer
 
     def build_interrupted(*args, **kwargs):
@@ -119,7 +110,7 @@ def train(job: dict, output: str, interrupt: bool = False) -> dict:
 
     training.build_trainer = build_interrupted
     try:
-        return training.train(recipe)
+        return training.train(load_recipe(recipe, [f"output_dir={output}"]))
     finally:
         training.build_trainer = build
 
@@ -127,25 +118,16 @@ def train(job: dict, output: str, interrupt: bool = False) -> dict:
 def main() -> None:
     gc.freeze()  # as in conftest.py
     folder = Path(sys.argv[1])
-    for name, job in json.loads((folder / "jobs.json").read_text()).items():
-        whole = train(job, f"{folder}/{name}-whole")
+    for recipe in sys.argv[2:]:
+        name = Path(recipe).stem
+        whole = train(recipe, folder / f"{name}-whole")
         try:
-            train(job, f"{folder}/{name}-parts", interrupt=True)
+            train(recipe, folder / f"{name}-parts", interrupt=True)
             raise AssertionError(f"{name} was not interrupted")
         except KeyboardInterrupt:
             pass
-        parts = train(job, f"{folder}/{name}-parts")
+        parts = train(recipe, folder / f"{name}-parts")
         (folder / f"{name}-{RANK}.json").write_text(json.dumps({"whole": whole, "parts": parts}))
-    try:
-        # The second process is on a machine that does not share the disk of the first, and holds its own part of a
-        # checkpoint.
-        if RANK == 1:
-            part = folder / "apart" / "checkpoint-5"
-            part.mkdir(parents=True)
-            (part / "rng_state_1.pth").touch()
-        train(job, f"{folder}/{name}-parts" if RANK == 0 else f"{folder}/apart")
-    except RecipeError as error:
-        (folder / f"apart-{RANK}").write_text(str(error))
     (folder / f"written-{RANK}.json").write_text(json.dumps(sorted(written)))
 
 

@@ -9,7 +9,6 @@ from datasets import Dataset, Sequence, Value
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation
-from pylate_fastmaxsim.recipes.data.mined import is_to_be_mined
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table
 from pylate_fastmaxsim.recipes.data.text import is_id
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -24,7 +23,7 @@ def _load_mined(recipe: Recipe) -> Dataset:
     try:
         return load_distillation(recipe.data)
     except RecipeError as error:
-        if is_to_be_mined(recipe):  # and was not found on the Hub either
+        if recipe.mining is not None and not Path(recipe.data.name).exists():  # nor on the Hub
             raise RecipeError(
                 f"data.name: {recipe.data.name} is not there yet; run `fastmaxsim mine` with this recipe first, which writes it."
             ) from error

@@ -27,7 +27,6 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.files.write import read_failure, write_failure
 
 # What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
 NO_ROWS = "corresponds to no data"
@@ -72,10 +71,6 @@ def _load(key: str, place: str, path: str, subset: str | None = None, **options:
         with progress_shown():
             table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
-        if reason := read_failure(error):
-            raise RecipeError(f"{key}: {reason}.") from error
-        if write_failure(error):
-            raise
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             error = error.__cause__  # which says what, where datasets only says that
         if isinstance(error, CastError):
@@ -218,17 +213,3 @@ def _load_file(key: str, folder: Path, subset: str) -> Dataset:
 
 def _plain_file(folder: Path, subset: str) -> Path | None:
     return next(filter(Path.is_file, (folder / f"{subset}{suffix}" for suffix in FILE_TYPES)), None)
-
-
-def table_files(folder: str, subset: str | None, split: str) -> list[str]:
-    """The files that a table in a folder is loaded from; of a part of a split, or of several, those of all splits."""
-    _, files = _files_of_folder(folder, subset)
-    return files.get(split) or [file for parts in files.values() for file in parts]
-
-
-def subset_files(folder: str, subset: str, split: str) -> list[str]:
-    """The same of what :func:`load_subset` loads."""
-    if not has_plain_files(folder):
-        return table_files(folder, subset, split)
-    file = _plain_file(Path(folder), subset)
-    return [str(file)] if file else []

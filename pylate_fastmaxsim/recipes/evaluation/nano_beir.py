@@ -11,7 +11,6 @@ from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import METRICS
 from pylate_fastmaxsim.recipes.evaluation.held_out import at_once
-from pylate_fastmaxsim.recipes.files.write import write_failure
 
 KEY = "evaluation.nano_beir"
 
@@ -43,8 +42,6 @@ def load_nano_beir(section: EvaluationSection) -> NanoBEIREvaluator:
                 write_csv=False,
             )
     except Exception as error:  # as in load_table
-        if write_failure(error):
-            raise
         raise table_failure(KEY, error) from error
 
 

@@ -1,4 +1,4 @@
-"""Results as JSON that every reader takes: the format has no NaN and no infinity."""
+"""Results as JSON, which has no NaN and no infinity."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def without_nan(value: Any) -> Any:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a value that holds no NaN and no infinity; the file is there when it is whole."""
+    """Write a value without NaN and infinity; the file appears when it is complete."""
     write_whole_text(file, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -15,20 +15,20 @@ from pylate_fastmaxsim.recipes.files.write import make_directory
 
 logger = logging.getLogger(__name__)
 
-# What file systems say that know no locks.
+# What network file systems without locks answer.
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextmanager
 def only_command(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
-    """Hold the file ``name`` in ``directory``, which is made if need be.
+    """Hold the lock file ``name`` in ``directory``, which is made if need be.
 
-    The lock file, and the folders that were made for it and are still empty, are removed at the end.
+    The end removes the lock file, and those folders made for it that are still empty.
 
     Raises
     ------
     RecipeError
-        With ``sentence`` where another command holds it, or the folder of the recipe's ``key`` cannot be made.
+        Another command holds the lock (``sentence``), or the folder cannot be made (names the recipe's ``key``).
     """
     made = make_directory(key, directory)
     lock = FileLock(directory / name)
@@ -37,7 +37,7 @@ def only_command(key: str, directory: Path, name: str, sentence: str) -> Iterato
         yield
     finally:
         if lock.is_locked:
-            # While it is held, so that whoever holds it holds the file that others find.
+            # Before the release: afterwards it might be the file of another command.
             Path(lock.lock_file).unlink(missing_ok=True)
         for path in made:
             with suppress(OSError):
@@ -54,4 +54,7 @@ def _take(lock: FileLock, sentence: str) -> None:
         if isinstance(error, OSError) and error.errno not in NO_LOCKS:
             raise
         Path(lock.lock_file).unlink(missing_ok=True)
-        logger.warning("%s cannot be locked, so start no second command that writes it.", Path(lock.lock_file).parent)
+        logger.warning(
+            "%s is on a file system without locks: do not start a second command that writes it.",
+            Path(lock.lock_file).parent,
+        )

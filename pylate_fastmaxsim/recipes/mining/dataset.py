@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -13,19 +12,17 @@ import numpy as np
 import yaml
 from datasets import Dataset
 
-from pylate_fastmaxsim.recipes.data.mined import SUMMARY_FILE
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates
 
-logger = logging.getLogger(__name__)
-
 CARD = "README.md"
-# The summary of data that are being replaced, in the folder of what is unfinished.
+SUMMARY_FILE = "mining.json"  # written last: data with it are complete
+# Where the summary of data that are being replaced waits, in the folder of unfinished work.
 OLD_SUMMARY = "replaced.json"
 
 
 def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.ndarray, summary: dict[str, Any]) -> None:
-    """Rows of queries, documents and scores, the texts, and last the summary, as ``folder``."""
+    """Write rows, texts, card and summary into a new ``folder``."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     train = {
@@ -45,24 +42,15 @@ def write_data(folder: Path, pairs: Pairs, candidates: Candidates, scores: np.nd
     (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def put_into_place(data: Path, output: Path, unfinished: Path) -> None:
-    """Make the folder ``data`` the folder ``output``; of data mined there before only mining's own files are replaced.
-
-    Interrupted, it leaves the earlier data, the new ones, or ``OLD_SUMMARY`` in ``unfinished`` and none in ``output``.
-    """
-    summary, old_summary = output / SUMMARY_FILE, unfinished / OLD_SUMMARY
-    if not summary.exists() and not old_summary.exists():
-        os.replace(data, output)  # which fails where another folder holds something
+def put_into_place(data: Path, output: Path, replace: bool) -> None:
+    """Move the folder ``data`` to ``output``; with ``replace`` file by file, which leaves the user's files there."""
+    if not replace:
+        os.replace(data, output)
         return
     output.mkdir(exist_ok=True)
-    if summary.exists():
-        os.replace(summary, old_summary)
-    # Rows without their texts cannot be trained on, nor texts without rows, but old rows with new texts can.
+    # Old rows with new texts could be trained on, so the rows go first and come last.
     (output / "train.parquet").unlink(missing_ok=True)
-    card = output / CARD
-    if card.exists():  # it says where the tables are, which does not change, and perhaps more in the user's own words
-        if card.read_bytes() != (data / CARD).read_bytes():
-            logger.warning("%s was edited since mining wrote it, and stays as it is.", card)
+    if (output / CARD).exists():  # it may be edited, and says where the tables are, which does not change
         (data / CARD).unlink()
     for name in ("queries.parquet", "documents.parquet", "train.parquet", CARD, SUMMARY_FILE):
         if (data / name).exists():
@@ -70,7 +58,7 @@ def put_into_place(data: Path, output: Path, unfinished: Path) -> None:
 
 
 def _numbered(texts: Dataset, column: str, folder: Path) -> Dataset:
-    """``texts`` with their numbers as ids, on disk as well."""
+    """``texts`` with their row numbers as ids, on disk."""
     numbered = texts.map(
         lambda batch, rows: {column: list(map(str, rows))},
         batched=True,

@@ -1,9 +1,9 @@
-"""From plain (query, positive) pairs to distillation data: hard negatives by exact search, scored by a teacher."""
+"""Distillation data from (query, positive) pairs: hard negatives by exact search, scored by a teacher."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -16,45 +16,40 @@ from accelerate.utils import gather_object
 
 from pylate_fastmaxsim.recipes.config.parse import with_defaults
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe
-from pylate_fastmaxsim.recipes.data.mined import SUMMARY_FILE, read_summary
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import only_command
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
-from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, put_into_place, write_data
+from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.negatives import hard_negatives, lowest_positive_scores, search_documents
-from pylate_fastmaxsim.recipes.mining.pairs import Pairs, load_pairs
+from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
-from pylate_fastmaxsim.recipes.mining.teacher import digest_of, files_digest, grade, load_teacher
+from pylate_fastmaxsim.recipes.mining.teacher import grade, load_teacher
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 
 LOCK_FILE = "lock"
-# In the folder of what is unfinished: data that are there already are to be replaced by it.
-STARTED_OVER = "started-over"
-PAIRS = "mining.pairs or mining.corpus"
 
 
 def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Write distillation data to ``data.name``, in the layout of ``lightonai/ms-marco-en-bge``.
 
-    Each row holds the positive of a pair and its hardest negatives among all positives of the data and the documents of
-    ``mining.corpus``, best first, with the teacher's scores. What is computed is kept in ``data.name`` +
-    ``.unfinished`` until the data set is complete, so a run that was interrupted goes on from there. Settings may
-    change in between: what they do not concern is kept, as the search is for other margins or another teacher.
+    Each row holds the positive of a pair and its hardest negatives, best first, with the teacher's scores. Candidates
+    are all positives and the documents of ``mining.corpus``. What is computed is kept in ``data.name`` +
+    ``.unfinished`` until the data set is complete, so an interrupted run goes on from there. Settings may change in
+    between: other margins or another teacher keep the search, for example.
 
-    Under a distributed launcher every process calls this, and each computes a share of what is missing, in a folder
-    that all must see; only the main process writes the data set. The result does not depend on the number of
-    processes, which may change when a run goes on. When a process fails, the launcher ends the others. Who waits for
-    another longer than the 30 minutes of ``torch.distributed`` fails, so that no part should take as long as that.
+    Under a distributed launcher every process calls this and computes a share, in a folder that all must see. Only the
+    main process writes the data set. The result does not depend on the number of processes, which may change when a run
+    goes on. A process that waits longer than the timeout of ``torch.distributed`` (30 minutes) fails, so no part should
+    take that long.
 
     Parameters
     ----------
     recipe
         With a ``mining`` section, and ``data.source: distillation``.
     resume
-        Otherwise mining starts over, and its files take the place of earlier ones when all are there; whatever else is
-        in ``data.name`` stays.
+        Go on. Otherwise start over, and replace mining's own files in ``data.name`` when the new ones are complete.
 
     Returns
     -------
@@ -63,9 +58,9 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     Raises
     ------
     RecipeError
-        The recipe does not mine, its pairs or models cannot be loaded, the data set is complete and of other settings,
-        pairs, documents or models, or in a folder that not all processes see, another command mines it at this moment,
-        a model gives scores that are not finite, or memory has run out.
+        The recipe does not mine, or its pairs or models cannot be loaded. Or the data set is complete and of other
+        settings, not all processes see its folder, or another command is mining it. Or a model gives scores that are
+        not finite, or memory has run out.
     """
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
@@ -75,10 +70,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     device = training_arguments(recipe).device
     processes = PartialState()
     output = Path(recipe.data.name)
-    if output.is_symlink():  # the folder that it names is put in place, which no rename does through a link
+    if output.is_symlink():  # a folder cannot be renamed to a link
         output = output.resolve()
-    if output.name in ("", ".."):  # nothing can be written beside it
-        raise RecipeError(f"data.name must be a folder for mining to write, got {recipe.data.name!r}.")
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
     only = only_command("data.name", unfinished, LOCK_FILE, mined)
@@ -100,27 +93,20 @@ def _mine(
     section = recipe.mining
     _require_shared(output, unfinished, processes)
     settings = {"mining": asdict(section), "model": asdict(recipe.model), "seed": recipe.training.seed}
-    finished = _finished(output, unfinished, recipe, settings, processes, resume)
+    finished = _finished(output, unfinished, settings, resume)
     if finished is not None:
         return finished
-    # All that a recipe can have wrong is found before hours of search, and before anything is removed.
+    # Errors of the recipe come before hours of search, and before anything is removed.
     with processes.main_process_first():
         pairs = load_pairs(section)
     model = load_model(recipe.model, device, recipe.training.seed)
     teacher = load_teacher(section, device)
     if processes.is_main_process and not resume:
-        for path in unfinished.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name not in (LOCK_FILE, OLD_SUMMARY):
-                path.unlink()
-        # Earlier data stay until there are others, which may be several commands later.
-        (unfinished / STARTED_OVER).touch()
+        _start_over(output, unfinished)
     work = Work(unfinished, processes)
-    inputs = _inputs(recipe, pairs)
     common = {
-        PAIRS: inputs[PAIRS],
-        "model": settings["model"] | {"files": inputs["model"]},
+        "mining.pairs or mining.corpus": pairs.digest,
+        "model": settings["model"],
         "training.seed": settings["seed"],
     }
     scores, found = search_documents(model, pairs, section, work, common)
@@ -130,10 +116,10 @@ def _mine(
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]
     if not candidates:
         raise RecipeError(
-            "mining: no query has as many negatives as mining.num_negatives; lower it or loosen the margins, for which "
-            "the search is kept, or raise mining.range_max, for which it begins anew."
+            "mining: no query has as many negatives as mining.num_negatives; lower it or loosen the margins, which keeps "
+            "the search, or raise mining.range_max, which searches again."
         )
-    graded = grade(teacher, inputs["mining.teacher"], pairs, candidates, section, work)
+    graded = grade(teacher, pairs, candidates, section, work)
     # All have read the parts before the main process removes them.
     processes.wait_for_everyone()
     summary = {
@@ -144,75 +130,56 @@ def _mine(
         "data": str(output),
     }
     if processes.is_main_process:
-        digest = hashlib.sha256(digest_of(pairs, candidates).encode() + graded.tobytes()).hexdigest()
         with progress_shown():
-            record = summary | {"digest": digest, "settings": settings, "inputs": inputs}
-            write_data(unfinished / "data", pairs, candidates, graded, record)
-        put_into_place(unfinished / "data", output, unfinished)
-        # First: without the parts this would have the next command start over once more.
-        (unfinished / STARTED_OVER).unlink(missing_ok=True)
+            write_data(unfinished / "data", pairs, candidates, graded, summary | {"settings": settings})
+        put_into_place(unfinished / "data", output, replace=(unfinished / OLD_SUMMARY).exists())
         shutil.rmtree(unfinished)
     processes.wait_for_everyone()
     return summary
 
 
-def _require_shared(output: Path, unfinished: Path, processes: PartialState) -> None:
-    """Refuse processes that would look in vain for what the others have computed, when it all is.
+def _start_over(output: Path, unfinished: Path) -> None:
+    """Remove unfinished work, and mark complete data as to be replaced; until then it can be trained on."""
+    for path in unfinished.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in (LOCK_FILE, OLD_SUMMARY):
+            path.unlink()
+    if (output / SUMMARY_FILE).exists():
+        os.replace(output / SUMMARY_FILE, unfinished / OLD_SUMMARY)
 
-    Raises
-    ------
-    RecipeError
-        Not all of them see the folder that the main process has made.
-    """
-    processes.wait_for_everyone()  # until the main process has made it
+
+def _require_shared(output: Path, unfinished: Path, processes: PartialState) -> None:
+    """Refuse machines without a common disk, which would miss each other's parts."""
+    processes.wait_for_everyone()  # until the main process has made the folder
     if not all(gather_object([unfinished.is_dir()])):
         raise RecipeError(
             f"data.name: {output} must be on a disk that all machines share, but not all processes find {unfinished} there."
         )
 
 
-def _inputs(recipe: Recipe, pairs: Pairs) -> dict[str, str | None]:
-    """Digests of what may change under the same name, by what the recipe calls it."""
-    return {
-        PAIRS: pairs.digest,
-        "model": files_digest("model.name_or_path", recipe.model.name_or_path),
-        "mining.teacher": files_digest("mining.teacher", recipe.mining.teacher),
-    }
-
-
-def _finished(
-    output: Path, unfinished: Path, recipe: Recipe, settings: dict[str, Any], processes: PartialState, resume: bool
-) -> dict[str, Any] | None:
-    """The summary where mining is done already, else None."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+def _finished(output: Path, unfinished: Path, settings: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """The summary of data that are complete, or None if there is work to do."""
+    if not output.exists() or not any(output.iterdir()):
         return None
-    if not (output / SUMMARY_FILE).exists():
-        if (unfinished / OLD_SUMMARY).exists():  # interrupted while earlier data were replaced
+    file = output / SUMMARY_FILE
+    if not file.exists():
+        if (unfinished / OLD_SUMMARY).exists():  # data that are being replaced
             return None
         raise RecipeError(f"data.name must be a folder for mining to write, but {output} holds something else.")
-    if not resume or (unfinished / STARTED_OVER).exists():
+    if not resume:
         return None
-    earlier = read_summary(output)
+    earlier = json.loads(file.read_text(encoding="utf-8"))
     # As JSON, where a tuple is a list.
     if _deciding(earlier["settings"]) != _deciding(json.loads(json.dumps(settings))):
         raise RecipeError(
             f"data.name: {output} was mined with other settings; keep them, choose another folder, or start over with --no-resume."
         )
-    # Data mined by an earlier version says nothing of its inputs.
-    if inputs := earlier.get("inputs"):
-        with processes.main_process_first():
-            now = _inputs(recipe, load_pairs(recipe.mining))
-        changed = [name for name in inputs if inputs[name] != now[name]]
-        if changed:
-            raise RecipeError(
-                f"data.name: {output} was mined with other content of {', '.join(changed)} than there is now; bring it "
-                "back, choose another folder, or start over with --no-resume."
-            )
     return {key: value for key, value in earlier.items() if key not in ("digest", "settings", "inputs")}
 
 
 def _deciding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings, also of an earlier version, without those that say only how the work is cut into pieces."""
+    """Settings, also of an earlier version, without the sizes of batches and parts."""
     pieces = ("batch_size", "documents_per_part", "rows_per_part")
     mining = with_defaults(settings["mining"], MiningSection)
     return settings | {

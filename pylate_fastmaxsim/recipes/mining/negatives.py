@@ -1,4 +1,4 @@
-"""Hard negatives: the best documents of each query by exact search that are not likely to be relevant."""
+"""Hard negatives: the best documents of each query by exact search, without likely positives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pylate_fastmaxsim.tokens import TokenBatch
 def search_documents(
     model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and numbers of the best documents of each query, ``[Nq, K]``, found part by part of the documents."""
-    # So many that all positives of a query can be taken out and range_max are left.
+    """Scores and numbers of the best documents of each query, ``[Nq, K]``, searched part by part."""
+    # Enough that range_max are left without the positives of a query.
     k = section.range_max + max(map(len, pairs.positives()))
 
     @functools.cache
@@ -37,7 +37,7 @@ def search_documents(
         documents = pairs.documents.select(range(part.start, part.stop))
         scores, found = search(queries(), _encoded(model, documents, section.batch_size, bar), k)
         scores = scores.cpu().numpy()
-        require_finite_scores(_named(common), scores)  # NaN is in any case among the best
+        require_finite_scores(_named(common), scores)  # a NaN is always among the best
         return {"scores": scores, "found": found.cpu().numpy() + part.start}
 
     best = None
@@ -67,10 +67,10 @@ def _encoded(model: ColBERT, documents: Dataset, batch_size: int, bar: tqdm) -> 
 def hard_negatives(
     pairs: Pairs, section: MiningSection, scores: torch.Tensor, found: torch.Tensor, lowest: list[float]
 ) -> dict[int, list[int]]:
-    """The negatives of each query that has enough of them, hardest first; ``lowest`` is each one's worst positive."""
+    """The negatives of each query that has enough, hardest first. ``lowest`` are the scores of their worst positives."""
     positives = pairs.positives()
     chosen = {}
-    # Row by row: as Python's numbers all of them would take several times the memory.
+    # Row by row, because Python numbers take several times the memory.
     for query, (ranked, documents) in enumerate(zip(scores.numpy(), found.numpy(), strict=True)):
         ranked, documents = ranked.tolist(), documents.tolist()
         others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
@@ -82,7 +82,7 @@ def hard_negatives(
 
 
 def is_negative(section: MiningSection, score: float, positive: float) -> bool:
-    """Whether a document may be a negative by its score and that of the query's lowest positive.
+    """Whether a document may be a negative, by its score and that of the query's worst positive.
 
     The rules are those of ``sentence_transformers.util.mine_hard_negatives``.
     """
@@ -97,7 +97,7 @@ def is_negative(section: MiningSection, score: float, positive: float) -> bool:
 def lowest_positive_scores(
     model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
 ) -> list[float]:
-    """Of each query the score of its worst positive."""
+    """The score of the worst positive of each query."""
 
     def score(pairs: Pairs, candidates: Candidates) -> np.ndarray:
         return colbert_scores(model, pairs, candidates, section.batch_size)

@@ -1,4 +1,4 @@
-"""The distinct texts of (query, positive) pairs and of a corpus, left on disk, and which of them belong together."""
+"""The distinct texts of (query, positive) pairs and of a corpus, on disk, and which queries have which positives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Pairs:
-    """Distinct texts, and for each row of the data where its query and its positive are among them.
+    """Distinct texts, and the pairs by the numbers of their texts.
 
     Parameters
     ----------
@@ -27,9 +27,9 @@ class Pairs:
     documents
         Likewise: the positives, then what else is in the corpus.
     rows
-        Query and positive of each distinct pair, by their numbers.
+        Numbers of the query and the positive of each distinct pair.
     digest
-        Of all of this: the same for the same texts in the same order, wherever they were loaded from.
+        The same for the same texts in the same order.
     """
 
     queries: Dataset
@@ -46,9 +46,7 @@ class Pairs:
 
 
 def load_pairs(section: MiningSection) -> Pairs:
-    """Load ``mining.pairs``, and the documents of ``mining.corpus`` if there are any.
-
-    Equal texts are one query or one document, also where one is a positive and the other in the corpus.
+    """Load ``mining.pairs`` and ``mining.corpus``. Equal texts become one query or one document.
 
     Raises
     ------
@@ -73,7 +71,7 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     require_text(table, names, section)
     if len(names) != (2 if section == "mining.pairs" else 1):
         raise RecipeError(f"{section}.columns must be {wanted}, got {', '.join(names)}.")
-    # Columns stand as in the file where none are named, and positives that are searched with give no error.
+    # Without mining.pairs.columns the order is that of the file, and swapped columns would go unnoticed.
     if is_query(names[-1]) and not is_query(names[0]):
         raise RecipeError(f"{section}.columns must be {wanted}, in this order, got {', '.join(names)}.")
     if data.max_rows is not None:
@@ -83,7 +81,7 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
         column = table.select_columns([name])
         if name != "text":
             column = column.rename_column(name, "text")
-        # As others have it, since only columns of one type can stand one below the other.
+        # Only columns of one type can be concatenated.
         columns.append(
             column if column.features["text"] == Value("string") else column.cast_column("text", Value("string"))
         )
@@ -91,8 +89,8 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
 
 
 def _distinct(texts: Dataset) -> tuple[Dataset, np.ndarray, bytes]:
-    """Each text once, in the order of first occurrence, for each row which of these it has, and their digest."""
-    # Of 16 bytes each: no two texts in the world have the same, and those of millions fit into memory.
+    """The distinct texts in order of first occurrence, the number of each row's text, and a digest of the texts."""
+    # 16 bytes a text fit into memory for millions.
     digests = b"".join(
         hashlib.blake2b(text.encode(), digest_size=16).digest()
         for batch in texts.iter(TEXTS_AT_ONCE)

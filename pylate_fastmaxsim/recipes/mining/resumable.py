@@ -1,4 +1,4 @@
-"""What mining computes part by part: each part a file, so that an interrupted run goes on from there."""
+"""Work that is done part by part, each part a file, so that an interrupted run goes on from there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pylate_fastmaxsim.recipes.files.write import write_whole, write_whole_text
 
 logger = logging.getLogger(__name__)
 
-# What is kept of each stage, part by part.
+# The type of the files of each stage.
 PART_TYPES = {"search": ".npz", "positives": ".npy", "teacher": ".npy"}
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed part by part, each part a file in ``folder``, shared among ``processes``."""
+    """Parts of work, each a file in ``folder``, which ``processes`` share."""
 
     folder: Path
     processes: PartialState
@@ -39,10 +39,9 @@ class Work:
         step: int,
         compute: Callable[[slice, tqdm], np.ndarray | dict[str, np.ndarray]],
     ) -> list[Path]:
-        """The files of a stage for ``total`` items, ``step`` in each, once all are there.
+        """Compute the missing files of a stage for ``total`` items, ``step`` in each, and return all of them.
 
-        ``settings`` are what they depend on; files of others are removed. ``compute`` makes what a file holds from its
-        items, and says to the bar how many are done.
+        Files of other ``settings`` are removed. ``compute`` returns the content for its items and updates the bar.
         """
         if self.processes.is_main_process:
             # As JSON, where a tuple is a list.
@@ -51,7 +50,7 @@ class Work:
         parts = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
         files = [self.folder / f"{stage}-{part.start:010d}{PART_TYPES[stage]}" for part in parts]
         missing = [number for number, file in enumerate(files) if not file.exists()]
-        # All processes must find the same parts missing, so none may write before the others have looked.
+        # All processes must find the same parts missing before one writes.
         self.processes.wait_for_everyone()
         count, main = self.processes.num_processes, self.processes.is_main_process
         own = missing[self.processes.process_index :: count]
@@ -73,9 +72,9 @@ class Work:
         return files
 
     def _keep_only(self, stage: str, settings: dict[str, Any]) -> None:
-        """Remove the files of a stage that are of other settings."""
+        """Remove the files of a stage if they are of other settings."""
         record = self.folder / f"settings-{stage}.json"
-        earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        earlier = _without_digests(json.loads(record.read_text(encoding="utf-8"))) if record.exists() else {}
         if earlier == settings:
             return
         stale = list(self.folder.glob(f"{stage}-*{PART_TYPES[stage]}"))
@@ -84,12 +83,20 @@ class Work:
         if stale:
             changed = [name for name in settings if earlier.get(name) != settings[name]]
             logger.warning(
-                "mining: %d finished parts of the stage %s are removed and computed anew, since these have changed: %s.",
+                "mining: %d finished parts of the stage %s are computed again, because these changed: %s.",
                 len(stale),
                 stage,
                 ", ".join(changed),
             )
         write_whole_text(record, json.dumps(settings))
+
+
+def _without_digests(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the digests of models' files that 0.1.0 wrote."""
+    settings.get("model", {}).pop("files", None)
+    if isinstance(teacher := settings.get("mining.teacher"), list):
+        settings["mining.teacher"] = teacher[0]
+    return settings
 
 
 def _save(arrays: np.ndarray | dict[str, np.ndarray], file: str) -> None:

@@ -1,4 +1,4 @@
-"""Scores of chosen documents for mining: by the model that searches and by the teacher."""
+"""Scores of a query's documents, by the model that searches and by the teacher."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from transformers import PretrainedConfig
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.digest import content_digest, model_files
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
 
-# A query and documents for it, by their numbers, in each row.
+# Rows of a query and its documents, by their numbers.
 Candidates = list[tuple[int, list[int]]]
 Scorer = Callable[[Pairs, Candidates], np.ndarray]
 
@@ -34,7 +33,7 @@ Scorer = Callable[[Pairs, Candidates], np.ndarray]
 def scored(
     source: str, score: Scorer, pairs: Pairs, candidates: Candidates, at_once: int, part: slice, bar: tqdm
 ) -> np.ndarray:
-    """The scores of a part of the candidates, ``at_once`` rows of which are scored together; ``source`` gives them."""
+    """The scores of a part of the candidates, ``at_once`` rows at a time. ``source`` names the model in errors."""
     scores = []
     for first in range(part.start, part.stop, at_once):
         rows = candidates[first : min(first + at_once, part.stop)]
@@ -45,7 +44,7 @@ def scored(
 
 
 def require_finite_scores(source: str, scores: np.ndarray) -> None:
-    """Refuse scores of which no comparison says anything, before they decide about negatives or are written."""
+    """Refuse NaN and infinite scores before they decide about negatives."""
     if not np.isfinite(scores).all():
         raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
 
@@ -61,7 +60,7 @@ def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_s
 
 
 def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
-    """Loaded, in main memory until it is asked: until then the device is for the search."""
+    """Load the teacher into main memory. It moves to ``device`` when it is first called, after the search."""
     name = section.teacher
     if section.teacher_type == "colbert":
         model = load_model(ModelSection(name_or_path=name), "cpu", seed=0, key="mining.teacher")
@@ -104,16 +103,16 @@ def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
 
 
 def _drawn_at_random(encoder: CrossEncoder, name: str) -> list[str]:
-    """The weights of the head that the checkpoint lacks: transformers makes them up, and says so in its log at most."""
+    """The weights of the head that the checkpoint lacks, which transformers draws at random."""
     model = encoder.model
-    # On no device: which weights there are is all that is asked, so that they are not read once more.
+    # On the meta device no weights are read again.
     _, loading = type(model).from_pretrained(name, config=model.config, output_loading_info=True, device_map="meta")
-    inside = f"{model.base_model_prefix}."  # the encoder, of which a pooler may be missing that no head uses
+    inside = f"{model.base_model_prefix}."  # the encoder, which may lack a pooler that no head uses
     return sorted(key for key in loading["missing_keys"] if not key.startswith(inside))
 
 
 def _require_projection(name: str, config: PretrainedConfig) -> None:
-    """Refuse what PyLate would give a projection with random weights, as it does to begin a training."""
+    """Refuse a model to which PyLate would add a projection with random weights."""
     if _has_projection(name, config):
         return
     is_classifier = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
@@ -125,39 +124,30 @@ def _require_projection(name: str, config: PretrainedConfig) -> None:
 
 
 def _has_projection(name: str, config: PretrainedConfig) -> bool:
-    """Whether a checkpoint holds the projection of a ColBERT, by the test by which PyLate adds a new one."""
-    if (config.architectures or [None])[0] == "HF_ColBERT":  # of Stanford, whose linear.weight PyLate reads
+    """Whether a checkpoint has the projection of a ColBERT, by PyLate's own test."""
+    if (config.architectures or [None])[0] == "HF_ColBERT":  # Stanford's
         return True
     file = load_file_path(name, "modules.json")
     modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else []
     return any(issubclass(import_from_string(module["type"]), Dense) for module in modules)
 
 
-def grade(
-    teacher: Scorer, digest: str | None, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work
-) -> np.ndarray:
-    """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``; ``digest`` is of its files."""
+def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:
+    """The teacher's scores of the documents of each row, ``[rows, 1 + num_negatives]``."""
     at_once = max(1, BATCHES_AT_ONCE * section.batch_size // (1 + section.num_negatives))
     compute = functools.partial(scored, f"mining.teacher {section.teacher}", teacher, pairs, candidates, at_once)
     settings = {
-        "mining.teacher": [section.teacher, digest],
+        "mining.teacher": section.teacher,
         "mining.teacher_type": section.teacher_type,
         "mining.rows_per_part": section.rows_per_part,
-        "the negatives": digest_of(pairs, candidates),
+        "the negatives": _digest(pairs, candidates),
     }
     step = section.rows_per_part
     files = work.parts("teacher", settings, "Asking the teacher", " queries", len(candidates), step, compute)
     return np.concatenate(list(map(np.load, files)))
 
 
-def files_digest(key: str, model: str) -> str | None:
-    """Of a model in a folder, which may have been trained again since; None of one on the Hub. ``key`` names it."""
-    if not Path(model).is_dir():
-        return None
-    return content_digest(key, model_files(Path(model)))
-
-
-def digest_of(pairs: Pairs, candidates: Candidates) -> str:
+def _digest(pairs: Pairs, candidates: Candidates) -> str:
     """The same for the same texts in the same rows."""
     rows = np.array([[query, *documents] for query, documents in candidates])
     return hashlib.sha256(pairs.digest.encode() + rows.tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""The trainer's arguments for a recipe, and whether it can train with them on this machine."""
+"""The trainer's arguments for a recipe, and whether this machine can train with them."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
                 "save_strategy": "no" if save_steps is None else "steps",
                 "save_steps": save_steps or 500,
                 "logging_first_step": True,
-                # A diverged run must show; the filter would also wait for the device in every step.
+                # The filter hides a diverged run and waits for the device in every step.
                 "logging_nan_inf_filter": False,
                 "dataloader_pin_memory": on_gpu,
                 "disable_tqdm": False,
                 **overrides,
             }
         )
-    except ValueError as error:  # a scheduler or an optimizer that it does not know, a device that cannot do this
+    except ValueError as error:  # an unknown scheduler or optimizer, a device without this precision
         raise RecipeError(f"training: {first_line(error)}") from error
     if arguments.n_gpu > 1:
-        # More GPUs are for `accelerate launch`, one process each, not for threads of one process.
+        # Several GPUs need `accelerate launch`; the trainer would use DataParallel.
         arguments._n_gpu = 1
     if arguments.device.type == "cpu" and arguments.device.index is not None:
-        # accelerate numbers the CPU for several processes, and torch.load, which resuming needs, knows no such device.
+        # With several processes accelerate says cpu:0, which torch.load does not know when it resumes.
         arguments._setup_devices = torch.device("cpu")
     return arguments
 
 
 def require_trainable(arguments: SentenceTransformerTrainingArguments) -> None:
-    """Refuse what the trainer itself refuses only when it has the model and begins to train.
+    """Refuse early what the trainer would refuse after loading data and model.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What the trainer lacks for an interrupted run to lose nothing."""
+"""Callbacks by which an interrupted run loses nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class StopOnInterrupt(TrainerCallback):
-    """Turns the first interrupt into a checkpoint at the end of the step; the second acts at once.
+    """Saves a checkpoint at the end of the step on the first Ctrl-C; the second stops at once.
 
-    Under a distributed launcher the processes would see the signal in different steps and wait for
-    each other for ever, so there an interrupt acts at once and the last regular checkpoint counts.
+    Under a distributed launcher the processes would see the signal in different steps and deadlock. There the first
+    one stops at once, and the last regular checkpoint counts.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StopOnInterrupt(TrainerCallback):
         self.restore()
 
     def restore(self) -> None:
-        """Let an interrupt do again what it did before: for whoever started the training, which may end by raising."""
+        """Put back the caller's handler of Ctrl-C, also after an error."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self._previous = None
@@ -48,8 +48,8 @@ class StopOnInterrupt(TrainerCallback):
 class ShuffleByEpoch(TrainerCallback):
     """Tells the batch sampler its epoch before batches are skipped on resuming.
 
-    accelerate wraps the sampler to skip batches and the wrapper does not pass the epoch on, so a run
-    resumed in its second epoch would go through the rows in the order of the first.
+    The wrapper by which accelerate skips batches does not pass the epoch on. A run resumed in its second epoch would
+    see the rows in the order of the first.
     """
 
     def on_epoch_begin(
@@ -65,7 +65,7 @@ class ShuffleByEpoch(TrainerCallback):
 
 
 class StepsAsAsked(TrainerCallback):
-    """Saves and logs as often as the recipe says now: the trainer takes over how often from the checkpoint."""
+    """Saves and logs at the intervals of the recipe; the trainer would take those of the checkpoint."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

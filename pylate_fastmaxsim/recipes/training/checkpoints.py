@@ -11,18 +11,18 @@ from transformers import TrainerState
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 
-# The trainer writes this file last, so a checkpoint that has it is complete.
+# The trainer writes it last, so a checkpoint that has it is complete.
 CHECKPOINT_LAST_FILE = "trainer_state.json"
 
 
 def last_checkpoint(recipe: Recipe) -> Path | None:
-    """The newest complete checkpoint of a recipe; one that an interruption cut short does not count."""
+    """The newest complete checkpoint in a recipe's ``output_dir``."""
     steps = checkpoints_in(Path(recipe.output_dir))
     return next(filter(is_complete, sorted(steps, key=steps.get, reverse=True)), None)
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the file that is written last is there to its end, which it is not where the disk was full by then."""
+    """Whether the last file of a checkpoint is there and whole; on a full disk it is cut short."""
     file = checkpoint / CHECKPOINT_LAST_FILE
     try:
         return file.exists() and isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
@@ -31,13 +31,13 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def checkpoints_in(directory: Path) -> dict[Path, int]:
-    """The checkpoints of the trainer and their steps; what users put beside them under longer names is theirs."""
+    """The trainer's checkpoints and their steps. Other names, such as ``checkpoint-8-best``, are the user's."""
     names = {path: re.fullmatch(r"checkpoint-([0-9]+)", path.name) for path in directory.glob("checkpoint-*")}
     return {path: int(name[1]) for path, name in names.items() if name and path.is_dir()}
 
 
 def trained_state(checkpoint: Path | None) -> TrainerState | None:
-    """The state of a checkpoint with no step left to do, from which the trainer would do one step more."""
+    """The state of a checkpoint if no step is left to do, else None. The trainer itself would do one step more."""
     if checkpoint is None:
         return None
     state = TrainerState.load_from_json(str(checkpoint / CHECKPOINT_LAST_FILE))
@@ -45,7 +45,7 @@ def trained_state(checkpoint: Path | None) -> TrainerState | None:
 
 
 def remove_checkpoints(directory: Path) -> None:
-    """Remove them, and first what tells a whole one: what an interruption leaves of one must not be gone on from."""
+    """Remove all checkpoints. First the file that marks them as complete, in case this is interrupted."""
     checkpoints = checkpoints_in(directory)
     for path in checkpoints:
         (path / CHECKPOINT_LAST_FILE).unlink(missing_ok=True)

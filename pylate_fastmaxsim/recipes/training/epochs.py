@@ -1,4 +1,4 @@
-"""Epochs with fewer batches than their rows would fill, as without duplicates: where they go on, and when they end."""
+"""Epochs with fewer batches than the trainer counts, as ``no_duplicates`` makes them: where to resume, when to end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.write import write_whole
 from pylate_fastmaxsim.recipes.training.checkpoints import CHECKPOINT_LAST_FILE
 
-# Whether RecipeTrainer can tell the trainer where to go on.
+# transformers from 5.3, where RecipeTrainer can tell the trainer where to resume.
 COUNTS_BATCHES = hasattr(Trainer, "_init_training_state")
 
 
 class RefuseUnevenEpochs(TrainerCallback):
-    """Refuses a checkpoint from which a trainer without :func:`batches_done` would go on elsewhere."""
+    """Refuses a checkpoint that an older transformers would resume at another batch."""
 
     def on_train_begin(
         self,
@@ -34,16 +34,15 @@ class RefuseUnevenEpochs(TrainerCallback):
         epochs, steps = divmod(state.global_step, -(-batches // each))
         if (epochs, steps * each) != batches_done(state, batches):
             raise RecipeError(
-                "training.batch_sampler no_duplicates left fewer batches in an epoch than transformers "
-                f"{transformers.__version__} counts when it goes on; install 5.3 or later, or start over with --no-resume."
+                "training.batch_sampler no_duplicates made fewer batches in an epoch than transformers "
+                f"{transformers.__version__} assumes on resuming; install 5.3 or later, or start over with --no-resume."
             )
 
 
 class FinishByEpochs(TrainerCallback):
-    """Saves a run that has gone through its epochs in fewer steps than counted, and as one with no step left to do.
+    """Saves a run that finishes its epochs in fewer steps than the trainer expects, as one with no step left to do.
 
-    Without duplicates an epoch may have fewer batches than its rows would fill, and the trainer saves at the step at
-    which it expects the end.
+    The trainer would save at the step at which it expects the end, and never get there.
     """
 
     def on_train_begin(
@@ -64,15 +63,15 @@ class FinishByEpochs(TrainerCallback):
             if self.saved != state.global_step:
                 control.should_save = args.save_strategy != "no"
             elif args.should_save and state.global_step:
-                # Saving this step once more would take the last complete checkpoint apart before another is there.
+                # Saving this step again would overwrite the last complete checkpoint, file by file.
                 checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
                 write_whole(checkpoint / CHECKPOINT_LAST_FILE, state.save_to_json)
         return control
 
 
 def batches_done(state: TrainerState, batches: int) -> tuple[int, int]:
-    """Epochs that are done, and batches of the one begun, where the trainer counts ``batches`` in each.
+    """Finished epochs, and batches of the current one, where the trainer counts ``batches`` in an epoch.
 
-    The trainer itself divides the steps by those of a full epoch, and without duplicates an epoch may have fewer.
+    The trainer divides the steps by those of a full epoch, but with ``no_duplicates`` an epoch may have fewer.
     """
     return divmod(round((state.epoch or 0) * batches), batches)

@@ -1,4 +1,4 @@
-"""The part of a saved model's card that names the recipe it was trained with."""
+"""The recipe and the training in the card of a saved model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 
 
 def name_recipe(folder: Path, recipe: Recipe) -> None:
-    """Write recipe and versions below the card that the host library wrote into ``folder``."""
+    """Append recipe and versions to the card that the host library wrote into ``folder``."""
     host = backend(recipe.model, __package__).HOST
     with open(folder / "README.md", "a", encoding="utf-8") as card:
         card.write(
@@ -28,39 +28,38 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
 
 
 def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT) -> None:
-    """Bring into the card of a trained model what its training, which is over, had brought into it.
+    """Restore what a finished training had written into the card of its model, for a model loaded from a checkpoint.
 
-    Of a model that no trainer had, Sentence Transformers writes the card that it was loaded with, unchanged: that of a
-    checkpoint, without an evaluation and with a recipe of its own.
+    Without a training in this process, Sentence Transformers would copy the card of the checkpoint.
 
     Parameters
     ----------
     trainer
-        Of the trained model.
+        A trainer of the loaded model.
     state
-        Of the training at its end.
+        The final state of the training.
     begun
-        The model that the training began with, which the card names.
+        The model that the training began with; the card names it as base model.
     """
     data = trainer.model.model_card_data
     data.base_model, data.base_model_revision = (
         begun.model_card_data.base_model,
         begun.model_card_data.base_model_revision,
     )
-    # By this it is looked for on the Hub, where it is not known yet.
+    # Sentence Transformers looks the base model up on the Hub by this name.
     trainer.model[0].auto_model.config.name_or_path = begun[0].auto_model.config.name_or_path
-    told = TrainerState()
-    for teller in trainer.callback_handler.callbacks:
-        if not isinstance(teller, SentenceTransformerModelCardCallback):
+    replayed = TrainerState()
+    for callback in trainer.callback_handler.callbacks:
+        if not isinstance(callback, SentenceTransformerModelCardCallback):
             continue
-        teller.on_train_begin(trainer.args, told, trainer.control, model=trainer.model)
+        callback.on_train_begin(trainer.args, replayed, trainer.control, model=trainer.model)
         for entry in state.log_history:
-            told.global_step, told.epoch = entry["step"], entry.get("epoch")
-            teller.on_log(trainer.args, told, trainer.control, model=trainer.model, logs=entry)
+            replayed.global_step, replayed.epoch = entry["step"], entry.get("epoch")
+            callback.on_log(trainer.args, replayed, trainer.control, model=trainer.model, logs=entry)
 
 
 class NameRecipe(TrainerCallback):
-    """Names the recipe in the card of every checkpoint, since each can be used as a model."""
+    """Adds the recipe to the card of every checkpoint, since each can be used as a model."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -1,4 +1,4 @@
-"""What must exist before a run starts, made once and kept: docstring pairs and a model from scratch."""
+"""Make what a run needs before it starts, and keep it: docstring pairs and a model from scratch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
-from pylate_fastmaxsim.recipes.data.mined import mined_digest
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.training.fingerprint import data_contents
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 PAIRS = "pairs.parquet"
 MODEL = "model"
 
 
-def prepare(recipe: Recipe) -> Recipe:
+def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
     """The recipe with docstring pairs and a built model replaced by files under ``output_dir/prepared``.
 
-    Runs that share them start from exactly the same rows, tokenizer and weights. They are made anew
-    only if the keys or the rows they depend on have changed, and appear under their name only when complete.
+    Runs with the same keys share the files, so that they start from the same rows, tokenizer and weights, also after
+    the packages or the data have changed. ``anew`` makes them again.
 
     Raises
     ------
@@ -41,7 +39,9 @@ def prepare(recipe: Recipe) -> Recipe:
     if recipe.data.source != "docstrings" and recipe.model.build is None:
         return recipe
     root = Path(recipe.output_dir, "prepared")
-    directory = root / _fingerprint(recipe)
+    directory = root / _key(recipe)
+    if anew:
+        shutil.rmtree(directory, ignore_errors=True)
     if not directory.is_dir():
         _make(recipe, root, directory)
     return _prepared(recipe, directory)
@@ -56,16 +56,15 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
     return replace(recipe, data=data, model=model)
 
 
-def _fingerprint(recipe: Recipe) -> str:
+def _key(recipe: Recipe) -> str:
+    """A name for what depends on these keys of the recipe."""
     parts = [asdict(recipe.data), asdict(recipe.model), recipe.training.seed, recipe.evaluation.rows]
-    # Rows may change under the same names.
-    parts += [{name: content["digest"] for name, content in data_contents(recipe).items()}, mined_digest(recipe.data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _make(recipe: Recipe, root: Path, directory: Path) -> None:
     if recipe.model.build is None:
-        load_model(recipe.model, "cpu", recipe.training.seed)  # fails here, before anything is written
+        load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
     made = make_directory("output_dir", root)
     scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
     try:
@@ -80,10 +79,10 @@ def _make(recipe: Recipe, root: Path, directory: Path) -> None:
         except OSError:
             if not directory.is_dir():
                 raise
-            shutil.rmtree(scratch)  # another process of this machine was first, and made the same
+            shutil.rmtree(scratch)  # another process was first, and made the same
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
-        for path in made:  # a recipe that cannot be run leaves nothing behind
+        for path in made:  # a recipe that cannot run leaves nothing behind
             with suppress(OSError):
                 path.rmdir()
         raise

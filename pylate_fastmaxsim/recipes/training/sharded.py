@@ -1,4 +1,4 @@
-"""Trainers, with what they lack for a model that FSDP or DeepSpeed divides among the processes."""
+"""Trainers that save and load whole models where FSDP or DeepSpeed shards them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.training.epochs import batches_done
 
 
 @contextmanager
 def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
-    """Within this, models are loaded whole: DeepSpeed would divide them as they are read, and does so in training."""
+    """Load models whole within this block. DeepSpeed would shard them while reading; the trainer shards them later."""
     plugin = arguments.deepspeed_plugin
     if plugin is None:
         yield
@@ -36,7 +35,7 @@ def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
 
 
 def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
-    """Refuse a loss with several backwards a step where DeepSpeed would, in the middle of the first step.
+    """Refuse a loss with several backwards a step under ZeRO 2 and 3, which would fail in the first step.
 
     Raises
     ------
@@ -46,16 +45,15 @@ def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
     plugin = arguments.deepspeed_plugin
     if plugin is not None and plugin.zero_stage >= 2 and recipe.loss.name == "cached_contrastive":
         raise RecipeError(
-            f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which takes gradients "
-            "of one backward a step; use ZeRO 1 or another loss."
+            f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one "
+            "backward a step; use ZeRO 1 or another loss."
         )
 
 
 class Undivided:
-    """Gives a trainer ``_whole``: the model from before it was divided, to put gathered weights into.
+    """Gives a trainer ``_whole``: a copy of the model from before sharding, into which gathered weights are loaded.
 
-    The main process has it, and none where nothing is divided. Checkpoints count as complete when all processes have
-    written what is theirs.
+    Only the main process has it, and only where the model is sharded.
     """
 
     def __init__(self, model: torch.nn.Module, **kwargs: Any) -> None:
@@ -66,7 +64,7 @@ class Undivided:
         self._whole = copy.deepcopy(model).cpu() if wanted and arguments.should_save else None
         super().__init__(model=model, **kwargs)
         if self.is_fsdp_enabled:
-            # Parts in files of their own could only be read again by as many processes.
+            # Files of shards could only be read by the same number of processes.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         if self.is_deepspeed_enabled:
             zero = self.accelerator.state.deepspeed_plugin.deepspeed_config.setdefault("zero_optimization", {})
@@ -74,7 +72,7 @@ class Undivided:
 
     @property
     def divided(self) -> bool:
-        """Whether the trainer's model is not one to save: its weights are parts, or lie in DeepSpeed's buffers."""
+        """Whether the trainer's model cannot be saved as it is: weights are shards, or lie in DeepSpeed's buffers."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def _gathered(self) -> dict[str, Any]:
@@ -82,53 +80,30 @@ class Undivided:
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        # The main process goes on with the file by which a checkpoint is complete; others may end before this one.
+        # The main process writes trainer_state.json next, which marks a checkpoint as complete.
         self.accelerator.wait_for_everyone()
-
-    def _load_from_checkpoint(self, checkpoint: str, *arguments: Any) -> None:
-        with _read_whole(checkpoint):
-            super()._load_from_checkpoint(checkpoint, *arguments)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and not self.is_deepspeed_enabled:
-            # Where one is missing, as where somebody made room, the trainer begins both anew without a word.
+            # Some delete optimizer.pt to save space. Without it the trainer would silently begin with a new optimizer.
             for name in ("optimizer", "scheduler"):
                 if not any(Path(checkpoint).glob(f"{name}*")):
                     raise RecipeError(
-                        f"output_dir: {checkpoint} has no {name}.pt, without which the training would not go on as it was; "
-                        "bring it back, choose another output_dir, or start over with --no-resume."
+                        f"output_dir: {checkpoint} has no {name}.pt and cannot be gone on from; bring it back, choose another "
+                        "output_dir, or start over with --no-resume."
                     )
-        with _read_whole(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _read_whole(checkpoint):
-            super()._load_rng_state(checkpoint)
-
-
-@contextmanager
-def _read_whole(checkpoint: str | None) -> Iterator[None]:
-    """Say of which checkpoint a file cannot be read, for which each library has an error of its own."""
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise RecipeError(
-            f"output_dir: {checkpoint} cannot be read to go on from ({type(error).__name__}: {first_line(error)}); remove "
-            "it to go on from the one before, if there is one, choose another output_dir, or start over with --no-resume."
-        ) from error
+        super()._load_optimizer_and_scheduler(checkpoint)
 
 
 class RecipeTrainer(Undivided, SentenceTransformerTrainer):
-    """Saves, resumes and hands back whole models, also under FSDP and DeepSpeed, and goes on with the next batch.
+    """Saves, resumes and returns whole models, also under FSDP and DeepSpeed, and goes on with the next batch.
 
-    The trainer of Sentence Transformers saves the model as the process sees it: under FSDP and ZeRO 3 a part of it, and
-    under ZeRO 1 and 2 safetensors refuses to, because weights lie in one buffer.
+    The trainer of Sentence Transformers saves the model as the process sees it. Under FSDP and ZeRO 3 that is a shard;
+    under ZeRO 1 and 2 safetensors refuses it, because the weights share one buffer.
     """
 
     def whole_model(self) -> ColBERT | None:
-        """The model with all its weights. Every process must ask; of a divided one only the main process gets it."""
+        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
         if not self.divided:
             return self.model
         weights = self._gathered()
@@ -157,7 +132,7 @@ class RecipeTrainer(Undivided, SentenceTransformerTrainer):
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:
-            # Each process its part, as transformers saved them; of Sentence Transformers it would be the whole model.
+            # transformers loads each process its shard, Sentence Transformers would load the whole model.
             Trainer._load_from_checkpoint(self, checkpoint_path, model)
         else:
             super()._load_from_checkpoint(checkpoint_path)

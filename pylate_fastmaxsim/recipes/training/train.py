@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
@@ -26,13 +25,12 @@ from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.training.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
-from pylate_fastmaxsim.recipes.training.checkpoints import trained_state
+from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint, trained_state
 from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
-from pylate_fastmaxsim.recipes.training.fingerprint import MODEL_DIRECTORY
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.run_directory import open_output
+from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY, open_output
 from pylate_fastmaxsim.recipes.training.sharded import loaded_whole, require_reduced_once
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
@@ -45,33 +43,31 @@ LOCK_FILE = "train.lock"
 def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     """Train, evaluate and save the model of a recipe.
 
-    Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``; the model is there before it is
+    Checkpoints, ``train.json`` and the final model (``model/``) go to ``output_dir``. The model is saved before it is
     evaluated, and replaces that of an earlier run when it is complete. Under a distributed launcher every process calls
-    this; only the main process writes.
+    this, and only the main process writes.
 
     Parameters
     ----------
     recipe
         What to train.
     resume
-        Go on from the last complete checkpoint in ``output_dir``; otherwise the checkpoints there
-        are removed and the run starts over.
+        Go on from the last complete checkpoint in ``output_dir``. Otherwise remove the checkpoints there and start over.
 
     Returns
     -------
-    The content of ``train.json``, which has null for a number that is NaN or infinite: steps, losses, metrics of the
-    evaluation, where the model is. Its ``fast`` says what was in force in the training, and ``why_off`` in it why
-    the plugin was not.
+    The content of ``train.json``: steps, losses, metrics of the evaluation, where the model is. Its ``fast`` has the
+    options in force during the training, and in ``why_off`` why the plugin was off. The file has null for NaN and
+    infinity.
 
     Raises
     ------
     RecipeError
-        The recipe does not fit its data or this machine, ``output_dir`` holds checkpoints of another recipe or of none,
-        of other content of its data or model or of another number of processes, or is written by another command at
-        this moment, or its last checkpoint is another one on another machine, no batch could be made, or the evaluation
-        ran out of memory.
+        The recipe does not fit its data or this machine. Or ``output_dir`` has checkpoints of another recipe or of
+        another number of processes, or another command is training there. Or there was no batch, or the evaluation ran
+        out of memory.
     KeyboardInterrupt
-        The user interrupted the run; a checkpoint holds everything up to the last step, or ``model/`` all of it.
+        The user interrupted the run. A checkpoint holds everything up to the last step, or ``model/`` the result.
     """
     why_off = plugin_off(recipe.fast)
     arguments = training_arguments(recipe)
@@ -90,13 +86,13 @@ def _train(
     recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
 ) -> dict[str, Any]:
     with arguments.main_process_first(local=False), loaded_whole(arguments):
-        prepared = prepare(recipe)
+        goes_on = resume and last_checkpoint(recipe) is not None
+        prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
         data = load_data(prepared)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
-        # What is in force, which the environment may have a say in.
+        # As in force: the environment may switch the plugin off.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
         checkpoint, trained_with = open_output(in_force, resume, arguments.should_save, arguments.world_size)
-    require_same_checkpoint(recipe, checkpoint)
     with switched(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
@@ -119,8 +115,7 @@ def _train(
             "model": str(Path(recipe.output_dir, MODEL_DIRECTORY)),
         }
         if arguments.should_save:
-            # Before the evaluation, which may take hours, fail or be interrupted: without checkpoints this is all there
-            # is.
+            # The evaluation may take hours and fail, so save first.
             _save(trained_with, model, result)
             result |= _evaluate_saved(recipe, prepared, model, data)
             _save_metrics(trained_with, model, result)
@@ -128,30 +123,14 @@ def _train(
 
 
 def _why_off_in_training(trained_with: FastSection, why_off: str | None) -> str | None:
-    """Why the plugin was off in the training, of which an earlier run may have taken the last step."""
+    """Why the plugin was off in the training, which an earlier run may have finished."""
     if trained_with.enabled:
         return None
     return why_off or "the model was trained without it before"
 
 
-def require_same_checkpoint(recipe: Recipe, checkpoint: Path | None) -> None:
-    """Refuse processes that would go on from different steps, and then wait for each other for ever.
-
-    Raises
-    ------
-    RecipeError
-        The processes of a launcher see different checkpoints in ``output_dir``.
-    """
-    seen = gather_object([checkpoint and checkpoint.name])
-    if len(set(seen)) > 1:
-        raise RecipeError(
-            f"output_dir: {recipe.output_dir} must be on a disk that all machines share, but the last checkpoint there is "
-            f"{' or '.join(sorted({name or 'none' for name in seen}))}; share it, or start over with --no-resume."
-        )
-
-
 def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: Retriever, data: RecipeData) -> dict[str, float | None]:
-    """Evaluate, and say where the model is if that does not come to its end."""
+    """Evaluate, and say where the model is if that fails."""
     directory = Path(recipe.output_dir)
     saved = f"the trained model is in {directory / MODEL_DIRECTORY}, and {directory / RESULT_FILE} has no metrics"
     try:
@@ -182,7 +161,7 @@ def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> T
 
 
 def _close_bar(trainer: Trainer) -> None:
-    """The trainer leaves its bar open after an error, to be drawn once more below whatever is said about that."""
+    """Close the bar, which the trainer leaves open after an error and would draw once more below the message."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
             callback.training_bar.close()
@@ -194,7 +173,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     def write(folder: Path) -> None:
         model.save_pretrained(str(folder))
         name_recipe(folder, recipe)
-        # Its metrics would be those of another model.
+        # Its metrics are those of the earlier model.
         (directory / RESULT_FILE).unlink(missing_ok=True)
 
     write_whole_folder(directory / MODEL_DIRECTORY, write)
@@ -202,7 +181,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
 
 
 def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
-    """Bring what the evaluation adds into the card and ``train.json``; the weights on disk stay untouched."""
+    """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
     if backend(recipe.model, __package__).CARD_HAS_TRAINING:
         directory = Path(recipe.output_dir, MODEL_DIRECTORY)
         model._create_model_card(str(directory))

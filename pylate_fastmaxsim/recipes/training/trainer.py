@@ -1,4 +1,4 @@
-"""The trainer of a recipe, and what it must have done."""
+"""The trainer of a recipe, with its loss and its collator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_trainer(
 
 
 def require_steps(recipe: Recipe, state: TrainerState) -> None:
-    """Refuse what the trainer only warns of, and calls a finished training: that there was no batch to train on.
+    """Refuse a training without a single batch, of which the trainer only warns.
 
     Raises
     ------

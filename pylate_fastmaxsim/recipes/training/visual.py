@@ -16,7 +16,7 @@ from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
 from pylate_fastmaxsim.recipes.training.sharded import Undivided
 
 HOST = "colpali-engine"
-# Images are turned into inputs by the collator; with adapters the inputs of a layer need no gradient.
+# The collator needs the images; with adapters the inputs of a layer have no gradient.
 ARGUMENTS = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 # colpali-engine's cards say nothing of the training or the evaluation.
 CARD_HAS_TRAINING = False
@@ -61,7 +61,7 @@ class PageTrainer(Undivided, ContrastiveTrainer):
         super().__init__(model=retriever.model, **kwargs)
 
     def whole_model(self) -> VisualRetriever | None:
-        """The model with all its weights. Every process must ask; of a divided one only the main process gets it."""
+        """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
         if not self.divided:
             return self._retriever
         weights = self._gathered()

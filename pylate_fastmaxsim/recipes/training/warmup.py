@@ -1,4 +1,4 @@
-"""Compile what the training steps of a recipe need, so that the first step of a run finds it in Triton's cache."""
+"""Compile the kernels of a recipe's training steps, so that a run finds them in Triton's cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pylate_fastmaxsim.recipes.training.trainer import build_trainer
 
 @dataclass(frozen=True)
 class WarmStep:
-    """A batch of ``rows`` rows, and how many seconds a training step on it took, first and again."""
+    """A batch of ``rows`` rows, and the seconds of the first and of the second training step on it."""
 
     rows: int
     first: float
@@ -47,15 +47,14 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
 
 
 def warm_up(recipe: Recipe) -> list[WarmStep]:
-    """Train two steps on each size of batch that the recipe has, and throw the result away.
+    """Train two steps on each batch size of the recipe, and discard the result.
 
-    The batches are the recipe's own, of full size: tiles depend on how many queries and documents there are.
-    Steps are the trainer's, so precision, masks and layout are those of the loss in training. A second size
-    is the rest of the rows at the end of an epoch. Nothing but what ``prepare`` keeps is written.
+    The batches are the recipe's own, because tiles depend on the number of queries and documents. The second size is
+    that of an epoch's last batch. Only the files of ``prepare`` are written.
 
     Returns
     -------
-    One entry per size of batch. What the first step took longer than the second is what training saves.
+    One entry per batch size. The difference between its two steps is the time that training saves.
 
     Raises
     ------
@@ -65,7 +64,6 @@ def warm_up(recipe: Recipe) -> list[WarmStep]:
     prepared = prepare(recipe)
     rows = load_data(prepared).train
     steps = []
-    # One at a time to the end: an optimizer has changed the model, but what is compiled stays the same.
     with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
         arguments = training_arguments(
             recipe,
@@ -91,14 +89,14 @@ def warm_up(recipe: Recipe) -> list[WarmStep]:
 
 
 def batch_sizes(rows: int, recipe: Recipe) -> list[int]:
-    """Rows of a full batch, where there is one, and of an epoch's last one where that is smaller and not dropped."""
+    """The size of a full batch, if there is one, and of an epoch's last batch, if that is smaller and not dropped."""
     size = recipe.training.per_device_train_batch_size
     rest = 0 if recipe.training.dataloader_drop_last else rows % size
     return [*([size] if rows >= size else []), *([rest] if rest else [])]
 
 
 class _StepTimes(TrainerCallback):
-    """Seconds of each step, from when its batch is there."""
+    """Seconds of each step, without loading its batch."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

@@ -19,14 +19,15 @@ pytest.importorskip("pylate")
 
 import torch
 from datasets import Dataset, Features, Image, List, Value
+from launcher import launch
 from safetensors.torch import load_file
-from test_launched import KINDS, LAUNCHED, launch
 from tiny_recipe import text
 from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.visual import evaluate_pages
@@ -293,22 +294,19 @@ def test_a_model_of_nan_has_no_metrics(recipe, caplog):
 LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kind", "divided"), [("colqwen2", False), ("colpali", True)], ids=["ddp", "fsdp"])
 def test_two_processes_go_on_where_they_stopped(kind, divided, visual_model, pages, tmp_path):
-    jobs = {}
+    files = []
     for name, overrides in {"adapters": [], "all": ["model.lora=null"]}.items():
         overrides += ["training.per_device_train_batch_size=3", "training.max_steps=5"]
         options = few_steps(kind, visual_model(kind), pages, tmp_path, "training.save_total_limit=3", *overrides)
-        jobs[name] = {"recipe": f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", "overrides": options}
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    how = KINDS["fsdp" if divided else "ddp"]
-    done = launch(
-        *(option.replace("ModernBertEncoderLayer", LAYERS[kind]) for option in how), str(LAUNCHED), str(tmp_path)
-    )
-    for name in jobs:
-        file = tmp_path / f"{name}-0.json"
-        assert file.exists(), done.stderr[-3000:]
-        whole, parts = (json.loads(file.read_text())[key] for key in ("whole", "parts"))
+        files.append(tmp_path / f"{name}.yaml")
+        files[-1].write_text(dump_recipe(load_recipe(f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", options)))
+    done = launch("fsdp" if divided else "ddp", tmp_path, files, LAYERS[kind])
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("adapters", "all"):
+        whole, parts = (json.loads((tmp_path / f"{name}-0.json").read_text())[key] for key in ("whole", "parts"))
         assert parts["resumed_from"] == "checkpoint-2" and parts["losses"] == whole["losses"]
         assert parts["ndcg@10"] == whole["ndcg@10"]
     trained, base = (

@@ -1,7 +1,8 @@
-"""The negatives are those of sentence_transformers.util.mine_hard_negatives, called with the same vectors."""
+"""Hard negatives, as sentence_transformers.util.mine_hard_negatives chooses them from the same vectors."""
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +11,12 @@ pytest.importorskip("pylate")
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from sentence_transformers.util import mine_hard_negatives
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
-from pylate_fastmaxsim.recipes.mining import negatives
+from pylate_fastmaxsim.recipes.mining import negatives, resumable
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 
 QUERIES, DOCUMENTS = 6, 40
@@ -78,3 +80,40 @@ def test_negatives_are_those_of_mine_hard_negatives(several):
         short += len(expected) < QUERIES
         skipping += bool(expected) and rules["range_min"] > 0
     assert short > 10 and skipping > 10
+
+
+def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp_path, monkeypatch):
+    # The three best documents of the first query are its positives, and range_max leaves none to spare.
+    similarities = torch.stack([-torch.arange(10.0), torch.arange(10.0)])
+    documents = Dataset.from_dict({"text": list(map(str, range(10)))})
+    pairs = Pairs(Dataset.from_dict({"text": ["a", "b"]}), documents, [(0, 0), (0, 1), (0, 2), (1, 9)], "")
+
+    def search(_, part, k):
+        best = similarities[:, part].topk(min(k, len(part)))
+        return best.values, best.indices
+
+    monkeypatch.setattr(negatives, "encode", lambda *args, **kwargs: None)
+    monkeypatch.setattr(negatives, "_encoded", lambda model, documents, *_: list(map(int, documents["text"][:])))
+    monkeypatch.setattr(negatives, "search", search)
+    rules = {"range_min": 1, "num_negatives": 2, "range_max": 3, "documents_per_part": 4}
+    section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", **rules)
+    common = {"model": {"name_or_path": "c"}}
+    found = negatives.search_documents(None, pairs, section, resumable.Work(tmp_path, PartialState()), common)
+    assert negatives.hard_negatives(pairs, section, *found, [0.0, 0.0]) == {0: [4, 5], 1: [7, 6]}
+
+
+def test_negatives_are_chosen_without_a_copy_of_all_scores_as_python_numbers():
+    queries, k = 2000, 100
+    scores = torch.rand(queries, k).sort(descending=True).values
+    section = MiningSection(pairs=DataSection(source="hub", name="a"), teacher="b", num_negatives=1, range_max=k - 1)
+    rows = [(query, 0) for query in range(queries)]
+    pairs = Pairs(Dataset.from_dict({"text": list(map(str, range(queries)))}), None, rows, "")
+    found = torch.randint(1, 10**6, (queries, k))
+    tracemalloc.start()
+    try:
+        chosen = negatives.hard_negatives(pairs, section, scores, found, [2.0] * queries)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert chosen == {query: [found[query, 0].item()] for query in range(queries)}
+    assert peak < 20 * scores.numel()  # and not 76 bytes each

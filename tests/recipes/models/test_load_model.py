@@ -1,0 +1,107 @@
+"""Models that cannot be loaded or trained are one sentence that names the key."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("pylate")
+
+import torch
+from pylate.models import ColBERT, Dense
+from recipe_runs import command
+from tiny_recipe import tiny, write
+
+from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.mining.teacher import load_teacher
+from pylate_fastmaxsim.recipes.models.load import load_model
+
+
+def recipe_with(model: dict, folder):
+    values = tiny(folder, training={"max_steps": 1, "save_steps": None}, evaluation={"rows": 0})
+    return write(folder, values | {"model": model})
+
+
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_a_model_without_a_tokenizer(family, encoder, tmp_path):
+    model = shutil.copytree(encoder(family), tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    done = command("train", recipe_with({"name_or_path": str(model)}, tmp_path))
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"fastmaxsim: model.name_or_path {model} has no tokenizer that can be loaded; it must be saved beside the model.\n",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None])
+@pytest.mark.parametrize("key", ["model.name_or_path", "mining.teacher"])
+def test_weights_that_were_cut_short(key, content, encoder, tmp_path):
+    model = shutil.copytree(encoder("modernbert"), tmp_path / "model")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000] if content is None else content)
+    with pytest.raises(RecipeError) as error:
+        if key == "model.name_or_path":
+            load_model(ModelSection(name_or_path=str(model)), "cpu", seed=0)
+        else:
+            load_teacher(MiningSection(pairs=DataSection("hub"), teacher=str(model)), torch.device("cpu"))
+    assert str(error.value) == (
+        f"{key} {model} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone without "
+        "Git LFS."
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.build.intermediate_size=99999999999999999999", "model cannot be built: "),
+        ("model.config_kwargs={attention_dropout: high}", "model cannot be built: "),
+        (
+            "model.config_kwargs={pad_token_id: 9999}",
+            "model cannot be built: Padding_idx must be within num_embeddings",
+        ),
+        ("model.query_length=100000", "model.query_length must be at most 8192, as many positions as ModernBertModel"),
+    ],
+)
+def test_a_model_that_cannot_be_built(override, sentence, tmp_path):
+    done = command("train", write(tmp_path, tiny(tmp_path)), override)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"fastmaxsim: {sentence}")
+    assert not (tmp_path / "out").exists()
+
+
+# Tables of 64 positions, of which XLM-R has two before the first token; ModernBERT's rotary ones limit queries only.
+@pytest.mark.parametrize(
+    ("family", "query_length", "document_length"),
+    [("bert", 64, 64), ("xlm-roberta", 62, 62), ("modernbert", 128, None)],
+)
+def test_lengths_beyond_the_positions_of_the_encoder(family, query_length, document_length, encoder, tmp_path):
+    file = recipe_with({"name_or_path": encoder(family), "document_length": 32}, tmp_path)
+    limits = {"query_length": query_length, "document_length": document_length}
+    for key, limit in limits.items():
+        if limit is not None:
+            done = command("train", file, f"model.{key}={limit + 1}")
+            assert done.exit_code == 2 and done.stderr.count("\n") == 1
+            assert done.stderr.startswith(f"fastmaxsim: model.{key} must be at most {limit}")
+    assert not (tmp_path / "out").exists()
+    largest = [f"model.{key}={limit or 200}" for key, limit in limits.items()]
+    assert command("train", file, *largest).exit_code == 0
+
+
+def test_another_embedding_size_than_that_of_a_trained_projection(encoder, tmp_path):
+    trained = ColBERT(encoder("modernbert"), embedding_size=8, device="cpu")
+    trained.save(str(tmp_path / "trained"))
+    file = recipe_with({"name_or_path": str(tmp_path / "trained")}, tmp_path)
+    done = command("train", file, "model.embedding_size=4")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"fastmaxsim: model.embedding_size must be 8 or null, because model.name_or_path {tmp_path}/trained ends with a "
+        "projection of that size, got 4.\n",
+    )
+    trained.append(Dense(8, 4))  # a model with two projections of its own
+    trained.save(str(tmp_path / "trained"))
+    assert command("train", file, "model.embedding_size=4").exit_code == 0

@@ -1,0 +1,36 @@
+"""Docstring pairs and models from scratch are made once, and again when a run starts over."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+from tiny_recipe import tiny, write
+
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+
+
+def test_other_rows_are_prepared_when_a_run_starts_over(tmp_path, monkeypatch):
+    package = tmp_path / "documented"
+    package.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    rest = "The rest is long enough to be a document, for it has more than a dozen words."
+    code = "".join(f'def f{i}():\n    """One number {i} of them all.\n\n    {rest} {i}"""\n' for i in range(40))
+    values = tiny(tmp_path, evaluation={"rows": 0}) | {"data": {"source": "docstrings", "packages": ["documented"]}}
+    recipe = load_recipe(write(tmp_path, values))
+
+    def prepared(code: str, anew: bool) -> dict[str, bytes]:
+        (package / "__init__.py").write_text(code)
+        made = prepare(recipe, anew)
+        files = [made.data.files[0], f"{made.model.name_or_path}/tokenizer.json"]
+        return [open(file, "rb").read() for file in files]
+
+    first = prepared(code, False)
+    changed = code.replace("dozen", "score")
+    assert prepared(changed, False) == first
+    other = prepared(changed, True)
+    assert other[0] != first[0] and other[1] != first[1]
+    assert prepared(code, True) == first

@@ -1,0 +1,233 @@
+"""A run directory: which checkpoints a run goes on from, and which it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("datasets")
+pytest.importorskip("pylate")
+
+import yaml
+from filelock import FileLock
+from recipe_runs import command, interrupt, same_model
+from tiny_recipe import tiny, write
+
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files import write as files_write
+from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training import checkpoints
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, open_output
+
+# The record that 0.1.0 wrote of the tiny recipe.
+RECIPE_OF_0_1_0 = """\
+name: tiny
+output_dir: {folder}/parts
+model: {{kind: colbert, name_or_path: null, build: {{vocab_size: 600, hidden_size: 16, num_hidden_layers: 1,
+      num_attention_heads: 1, intermediate_size: 16, local_attention: 128, global_attn_every_n_layers: 3, dropout: 0.1}},
+  embedding_size: 8, query_length: 8, document_length: 24, do_query_expansion: null, attend_to_expansion_tokens: null,
+  config_kwargs: {{}}, trust_remote_code: false, dtype: auto, attn_implementation: null, max_visual_tokens: null,
+  lora: null}}
+data: {{source: files, packages: null, name: null, config: null, split: null, files: ['{folder}/pairs.jsonl'],
+  columns: null, n_ways: null, max_rows: null, seed: 0}}
+loss: {{name: contrastive, temperature: null, size_average: null, mini_batch_size: null, score_mini_batch_size: null,
+  gather_across_devices: null, normalize_scores: null, use_smooth_max: null, tau: null,
+  pos_aware_negative_filtering: null, filter_threshold: null, filter_factor: null, in_batch_term_weight: null,
+  norm_tol: null, max_batch_size: null}}
+training: {{per_device_train_batch_size: 4, gradient_accumulation_steps: 1, num_train_epochs: 1.0, max_steps: 14,
+  learning_rate: 0.001, lr_scheduler_type: linear, warmup_steps: 0, weight_decay: 0.0, adam_epsilon: 1.0e-08,
+  max_grad_norm: 1.0, optim: adamw_torch, seed: 42, precision: auto, gradient_checkpointing: false,
+  batch_sampler: batch_sampler, dataloader_drop_last: true, dataloader_num_workers: 0, logging_steps: 1, save_steps: 4,
+  save_total_limit: 2, report_to: none, use_cpu: true}}
+fast: {{enabled: false, padding_free: true, compile: false, stock_masking: false, grad_filter: null, ring: false,
+  fused_head: true}}
+evaluation: {{rows: 24, beir: null, split: test, nano_beir: null, batch_size: 32}}
+mining: null
+"""
+
+
+def test_a_run_directory_of_0_1_0_goes_on(tmp_path, monkeypatch):
+    whole = training.train(load_recipe(write(tmp_path, tiny(tmp_path, "whole"))))
+    recipe, out = load_recipe(write(tmp_path, tiny(tmp_path, "parts"))), tmp_path / "parts"
+    assert interrupt(recipe, monkeypatch, step=10) == "checkpoint-11"
+    # 0.1.0 wrote the same checkpoints, digests beside them, and files from scratch under another name.
+    (out / RECIPE_FILE).write_text(RECIPE_OF_0_1_0.format(folder=tmp_path))
+    file = {"size": 8491, "modified": 0, "changed": 0, "digest": "6bcb"}
+    (out / "files.json").write_text(json.dumps({str(tmp_path / "pairs.jsonl"): file}))
+    (out / "processes.json").write_text('{"processes": 1}')
+    (prepared,) = (out / "prepared").iterdir()
+    prepared.rename(out / "prepared" / "6e7e9d0731bd")
+    parts = training.train(recipe)
+    assert (parts["resumed_from"], parts["losses"]) == ("checkpoint-11", whole["losses"])
+    assert same_model(tmp_path / "whole", out)
+
+
+@pytest.fixture
+def trained(tmp_path) -> Path:
+    """A recipe that was trained for four steps, and its file."""
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4, "save_steps": 2}))
+    training.train(load_recipe(file))
+    return file
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_recipe_is_refused_with_the_keys_that_differ(trained, tmp_path):
+    out = tmp_path / "out"
+    before = files_of(out)
+    done = command("train", trained, "training.learning_rate=1", "loss.temperature=2", "name=free")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "fastmaxsim: loss.temperature is 2.0 and was None, training.learning_rate is 1.0 and was 0.001 in the recipe of "
+        f"the checkpoints in {out}; keep that, choose another output_dir, or start over with --no-resume.\n",
+    )
+    assert files_of(out) == before
+    # A record of an earlier version lacks keys, which had their defaults.
+    record = yaml.safe_load((out / RECIPE_FILE).read_text())
+    del record["training"]["adam_epsilon"], record["fast"]["stock_masking"], record["loss"]
+    (out / RECIPE_FILE).write_text(yaml.safe_dump(record))
+    with pytest.raises(RecipeError, match="training.adam_epsilon is 1e-06 and was 1e-08 in the recipe"):
+        training.train(load_recipe(trained, ["training.adam_epsilon=1e-6"]))
+    assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-4"
+    assert training.train(load_recipe(trained, ["loss.temperature=2"]), resume=False)["resumed_from"] is None
+
+
+def test_another_number_of_processes_is_refused_while_steps_are_left(trained, tmp_path):
+    last, before = tmp_path / "out" / "checkpoint-4", tmp_path / "out" / "checkpoint-2"
+    for checkpoint in (last, before):
+        (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+        shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+    # Only the evaluation is left, for which one process is enough.
+    assert training.train(load_recipe(trained))["resumed_from"] == "checkpoint-4"
+    shutil.rmtree(last)
+    with pytest.raises(RecipeError) as error:
+        training.train(load_recipe(trained))
+    assert str(error.value) == (
+        f"output_dir: {before} has the random states of 2 processes, and this run has 1; start as many, all with the same "
+        "disk, choose another output_dir, or start over with --no-resume."
+    )
+
+
+def test_machines_without_a_common_disk_are_refused(trained, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    with pytest.raises(RecipeError, match="has the random states of 1 processes, and this run has 2; start as many"):
+        open_output(load_recipe(trained), True, writes=True, processes=2)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_checkpoints_of_an_unknown_recipe_are_neither_adopted_nor_removed(resume, trained, tmp_path):
+    out = tmp_path / "out"
+    (out / RECIPE_FILE).unlink()
+    before = files_of(out)
+    with pytest.raises(RecipeError) as error:
+        training.train(load_recipe(trained), resume=resume)
+    assert str(error.value) == (
+        f"output_dir: {out} has checkpoints but no recipe-of-checkpoints.yaml, so they may be of another recipe; move them "
+        "away or choose another output_dir."
+    )
+    assert {name: content for name, content in files_of(out).items() if name in before} == before
+
+
+def test_a_process_of_another_machine_does_not_judge_what_is_on_its_disk(tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
+    (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-4" / "rng_state_1.pth").touch()
+    assert open_output(recipe, True, writes=False, processes=2)[0] is None
+
+
+def test_copies_of_checkpoints_are_neither_continued_nor_removed(trained, tmp_path):
+    out = tmp_path / "out"
+    copies = [shutil.copytree(out / "checkpoint-4", out / name) for name in ("checkpoint-8-backup", "checkpoint-x")]
+    copies.append(out / "checkpoint-12")
+    copies[-1].write_bytes(b"a file")
+    assert last_checkpoint(load_recipe(trained)).name == "checkpoint-4"
+    overrides = ["training.save_steps=3", "training.save_total_limit=null"]
+    training.train(load_recipe(trained, overrides), resume=False)
+    assert sorted(out.glob("checkpoint-*")) == sorted([*copies, out / "checkpoint-3", out / "checkpoint-4"])
+
+
+def test_checkpoints_that_were_being_removed_do_not_count(trained, tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.remove_checkpoints(tmp_path / "out")
+    assert list((tmp_path / "out").glob("checkpoint-*/model.safetensors"))
+    assert training.train(load_recipe(trained))["resumed_from"] is None
+
+
+def test_other_masking_is_said(tmp_path, caplog):
+    def warnings(file, *overrides) -> list[str]:
+        caplog.clear()
+        assert training.train(load_recipe(file, overrides))["resumed_from"] == "checkpoint-2"
+        return [message for message in caplog.messages if "masked" in message]
+
+    values = tiny(tmp_path, training={"max_steps": 2, "save_steps": 2}, evaluation={"rows": 0})
+    file = write(tmp_path, values)
+    training.train(load_recipe(file))
+    assert warnings(file, "fast.enabled=true") == [
+        f"pylate-fastmaxsim is on, but the checkpoints in {tmp_path}/out were made with it off: stock PyLate lets masked "
+        "document tokens win and this package does not, so scores differ from here on."
+    ]
+    values["fast"]["stock_masking"] = True
+    file = write(tmp_path, values)
+    training.train(load_recipe(file), resume=False)
+    assert not warnings(file, "fast.enabled=true", "fast.fused_head=false")
+
+
+def test_the_record_is_replaced_when_the_new_one_is_complete(trained, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = (tmp_path / "out" / RECIPE_FILE).read_text()
+    monkeypatch.setattr(files_write.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        open_output(load_recipe(trained, ["name=other"]), True, writes=True, processes=1)
+    assert (tmp_path / "out" / RECIPE_FILE).read_text() == before
+
+
+def test_a_second_command_is_refused_while_the_first_trains(tmp_path):
+    file, out = write(tmp_path, tiny(tmp_path)), tmp_path / "out"
+    with only_command("output_dir", out, training.LOCK_FILE, ""):
+        done = command("train", file)
+        assert [path.name for path in out.iterdir()] == [training.LOCK_FILE]
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"fastmaxsim: output_dir: {out} is being trained in by another command; wait until it ends, or choose another "
+        "folder.\n",
+    )
+    assert not out.exists()
+
+
+def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
+    class Unsupported(FileLock):
+        def acquire(self, *args, **kwargs):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("pylate_fastmaxsim.recipes.files.lock.FileLock", Unsupported)
+    with only_command("output_dir", tmp_path / "out", "lock", ""):
+        pass
+    assert caplog.messages == [
+        f"{tmp_path}/out is on a file system without locks: do not start a second command that writes it."
+    ]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    done = command("train", file, "output_dir=/proc/x")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "fastmaxsim: output_dir /proc/x cannot be made: No such file or directory.\n",
+    )

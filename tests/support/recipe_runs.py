@@ -1,0 +1,49 @@
+"""Run recipes in this process: as a command, until an interrupt, and what they have saved."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
+
+
+def command(name: str, recipe: Path, *overrides: str):
+    """Run ``fastmaxsim NAME RECIPE`` in this process; the result has ``exit_code``, ``stdout`` and ``stderr``."""
+    sets = [argument for override in overrides for argument in ("--set", override)]
+    return CliRunner().invoke(app, [name, str(recipe), *sets])
+
+
+def interrupt(recipe, monkeypatch, step: int) -> str:
+    """Train until a Ctrl-C in the middle of a step; the name of the checkpoint that is left."""
+
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    build = training.build_trainer
+
+    def build_interrupted(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(Interrupt())
+        return trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "build_trainer", build_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(recipe)
+    return last_checkpoint(recipe).name
+
+
+def same_model(*outputs: Path) -> bool:
+    """Whether runs have saved the same weights."""
+    first, second = (load_file(output / "model" / "model.safetensors") for output in outputs)
+    return all(torch.equal(first[key], second[key]) for key in first)
