@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from datasets import Dataset
@@ -11,6 +12,8 @@ from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+
+logger = logging.getLogger(__name__)
 
 HOST = "PyLate"
 ARGUMENTS: dict[str, Any] = {}
@@ -31,6 +34,12 @@ def build_trainer(
     trainer_class: type[Trainer] | None,
 ) -> Trainer:
     """The trainer of Sentence Transformers, with PyLate's collator and the loss of the recipe."""
+    # The columns of distillation end with the scores.
+    if loss.name == "distillation" and loss.normalize_scores is not False and len(rows[0][rows.column_names[-1]]) == 2:
+        logger.warning(
+            "loss.normalize_scores scales the model's scores of each query to [0, 1], and with two documents to 0 and 1 "
+            "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."
+        )
     return (trainer_class or RecipeTrainer)(
         model=model,
         args=arguments,

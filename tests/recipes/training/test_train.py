@@ -16,7 +16,7 @@ pytest.importorskip("pylate")
 
 import torch
 from recipe_runs import command, interrupt, same_model
-from tiny_recipe import tiny, write
+from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -196,3 +196,17 @@ def test_a_recipe_without_a_single_batch_is_not_called_trained(tmp_path):
     )
     assert not (out / "model").exists() and not (out / "train.json").exists()
     assert training.train(load_recipe(file, ["training.dataloader_drop_last=false"]))["steps"] == 3
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+def test_normalized_scores_of_two_documents_are_warned_of(ways, tmp_path, caplog):
+    rows = [{"query": text(i, 4), "documents": [text(i, 3 + n) for n in range(ways)], "scores": [1.0, 0.5, 0.2][:ways]}
+            for i in range(8)]  # fmt: skip
+    (tmp_path / "kd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = tiny(tmp_path, data={"files": [str(tmp_path / "kd.jsonl")]}, loss={"name": "distillation"})
+    values |= {"evaluation": {"rows": 0}, "training": values["training"] | {"max_steps": 1}}
+    file = write(tmp_path, values)
+    for override, warned in {"loss.normalize_scores=null": ways == 2, "loss.normalize_scores=false": False}.items():
+        caplog.clear()
+        training.train(load_recipe(file, [override]), resume=False)
+        assert any("nothing is learned" in message for message in caplog.messages) == warned
