@@ -10,12 +10,12 @@ from typing import NoReturn
 def main() -> None:
     """Run the command that the command line names."""
     arguments = sys.argv[1:]
-    # Not through typer, which may be missing and would keep `--` from the script.
+    # Without typer, which may be missing and would swallow a `--` that is meant for the script.
     if arguments[:1] == ["run"]:
         run(arguments[1:])
         return
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names and paths may have letters that the terminal or the log does not; stderr writes those in another way.
+        # The terminal's encoding may lack letters of names and paths; stderr already escapes them.
         sys.stdout.reconfigure(errors="replace")
     if arguments == ["doctor"]:
         doctor()
@@ -24,16 +24,16 @@ def main() -> None:
         from pylate_fastmaxsim.cli.commands import app
     except ModuleNotFoundError as error:
         _stop_without(error)
-    except KeyboardInterrupt:  # in the seconds that imports take
+    except KeyboardInterrupt:  # while modules are imported, which takes seconds
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
-    # For --help: above they were reached without typer.
+    # For --help only.
     for command in (run, doctor):
         app.command()(command)
     try:
         app()
     except ModuleNotFoundError as error:
-        # All else that recipes need may have come with others, as with Sentence Transformers 6, which excludes PyLate.
+        # PyLate may be the only package that is missing: Sentence Transformers 6 excludes it.
         if str(error.name).partition(".")[0] != "pylate":
             raise
         _stop_without(error)
@@ -47,14 +47,14 @@ def _stop_without(error: ModuleNotFoundError) -> NoReturn:
 
 
 def run(arguments: list[str]) -> None:
-    """Run somebody's training script with this package switched on: fastmaxsim run SCRIPT.py ARGS."""
+    """Run a training script with this package enabled: fastmaxsim run SCRIPT.py ARGS."""
     from pylate_fastmaxsim.integrations.run_script import run_script
 
     run_script(arguments)
 
 
 def doctor() -> None:
-    """Show versions, devices, what enable() patches here, and what falls back and why."""
+    """Show versions, devices, what enable() patches, and what falls back and why."""
     from pylate_fastmaxsim.integrations.doctor import render
 
     print(render())

@@ -1,4 +1,4 @@
-"""The commands of ``fastmaxsim``. They import what they need when called, so that --help is quick."""
+"""The commands of ``fastmaxsim``. They import the libraries that they need when called, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# Names and paths of a recipe may have brackets and colons, which are neither markup nor emoji.
+# Brackets and colons in names and paths are neither markup nor emoji.
 errors = Console(stderr=True, soft_wrap=True, emoji=False)
 plain = Console(markup=False, emoji=False)
 
@@ -47,7 +47,7 @@ Overrides = Annotated[
 
 
 def _quiet_libraries() -> None:
-    """Leave the terminal to the training progress: no bar for each file that is read or written."""
+    """Hide the progress bars and log lines of other libraries."""
     import logging
 
     from datasets import disable_progress_bars
@@ -80,7 +80,7 @@ def _end_with(sentence: str, code: int = 1) -> NoReturn:
 
 
 def _end_interrupted(kept: str | None = None) -> NoReturn:
-    # Ctrl-C reaches every process of a launcher.
+    # Ctrl-C reaches every process of a launcher; only the first reports it.
     if int(os.environ.get("RANK", "0")) == 0:
         errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.", markup=False)
     raise typer.Exit(INTERRUPTED) from None
@@ -88,7 +88,7 @@ def _end_interrupted(kept: str | None = None) -> NoReturn:
 
 @contextmanager
 def _one_sentence_instead_of_a_traceback():
-    """For a bad recipe, and for an interrupt before there is anything to keep: imports alone take seconds."""
+    """End with one sentence after a RecipeError, or after an interrupt before anything was saved."""
     try:
         yield
     except RecipeError as error:
@@ -124,7 +124,7 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
 
 
 def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
-    """What lowers the memory of a step: what a run may change and go on, then what changes what is learned."""
+    """How to use less memory: first without, then with an effect on what is learned."""
     free, changes = [], {"colbert": ["model.document_length"], "colqwen2": ["model.max_visual_tokens"], "colpali": []}
     lower = changes[recipe.model.kind]
     if not recipe.training.gradient_checkpointing:
@@ -144,7 +144,7 @@ def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
 
 
 def _again(resume: bool) -> str:
-    """The command that goes on from what one with this option has left, which --no-resume would remove."""
+    """The command that goes on: --no-resume would remove what is kept."""
     return "the same command" if resume else "the same command without --no-resume"
 
 
@@ -190,7 +190,7 @@ def mine(
         bool, typer.Option(help="Go on from where mining stopped; --no-resume starts over and replaces its results.")
     ] = True,
 ) -> None:
-    """Find hard negatives for a recipe's pairs, score them with its teacher, and write the data for train."""
+    """Find hard negatives for a recipe's pairs, score them with its teacher, and write training data."""
     with _one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from accelerate import PartialState
@@ -224,9 +224,9 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Train a recipe with stock PyLate and with this package, and show both side by side."""
+    """Train a recipe with stock PyLate and with this package, and compare them."""
     with _one_sentence_instead_of_a_traceback():
-        # A shell leaves --output=~/dir as it is, which then is read as a recipe's output_dir is.
+        # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)
         from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.comparison.compare import compare as run
@@ -241,7 +241,7 @@ def compare(
             with _one_sentence_for_a_full_disk(lambda: steps):
                 with _progress() as on_progress:
                     comparison = run(loaded, on_progress, batch_sizes)
-                # Before anything that may fail: it took long to measure.
+                # Before anything that may fail, because measuring took long.
                 _show_comparison(comparison)
                 draw_comparison(comparison, result.with_suffix(".png"))
                 write_html(comparison, result.with_suffix(".html"))
@@ -290,7 +290,7 @@ def _progress():
 
     def on_progress(progress) -> None:
         if not tasks:
-            # Not before: what is prepared first has bars of its own.
+            # Preparing the data shows bars of its own before.
             bars.start()
         if progress.run not in tasks:
             tasks[progress.run] = bars.add_task(progress.run, total=None, bar="")

@@ -8,7 +8,7 @@ class RecipeError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, for the end of a sentence: its first line, or its type where it says nothing.
+    """The first line of an error's text, or the name of its type if it has no text.
 
     Examples
     --------

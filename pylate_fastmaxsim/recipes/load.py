@@ -20,9 +20,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
     path
         YAML file with the sections of :class:`Recipe`. Its stem is the default of ``name``.
     overrides
-        ``a.b=value`` items, the value in YAML, applied in order before anything is checked.
+        ``a.b=value`` items, the value in YAML, applied in order before the recipe is checked.
     output_dir
-        In place of the recipe's, as it stands and not in YAML, before anything is checked.
+        Replaces that of the recipe. Not parsed as YAML.
 
     Raises
     ------
@@ -50,6 +50,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
     try:
         recipe = build(Recipe, values, "")
         check(recipe)
-    except OSError as error:  # of a path that may not be looked up
+    except OSError as error:  # a path without permission, or with a name that is too long
         raise RecipeError(f"{path}: {error.filename} cannot be reached: {error.strerror}.") from None
     return recipe

@@ -12,8 +12,7 @@ import torch
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
-# How an error says that memory ran out: PyTorch on a CPU, and CUDA where PyTorch's allocator was not the one that
-# asked.
+# Texts of errors that mean out of memory: of PyTorch on a CPU, and of CUDA calls outside PyTorch's allocator.
 _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory")
 
 
@@ -45,7 +44,7 @@ class PeakMemory:
     def figures(self) -> dict[str, int]:
         """Bytes ``before`` and at the ``peak``, and on a GPU the most that PyTorch's allocator ``held``.
 
-        It keeps more than is in use where batches differ in size. What it holds is what other programs see.
+        The allocator holds more than is in use when batches differ in size. Other programs see what it holds.
         """
         held = {"held": torch.cuda.max_memory_reserved(self.device)} if self.device.type == "cuda" else {}
         return {"before": self.before, "peak": self.peak(), **held}
@@ -66,7 +65,7 @@ def _resident(key: str) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which often only the text of an error says."""
+    """Whether an error means out of memory, by its type or its text."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         text in str(error) for text in _OUT_OF_MEMORY
     )

@@ -1,4 +1,4 @@
-"""The plugin in a run of a recipe: with the recipe's options, and why it is off."""
+"""Switch the plugin on for a recipe, or say why it is off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def plugin_off(fast: FastSection) -> str | None:
-    """Why :func:`switched` leaves the plugin off, or None where it switches it on.
+    """Why the plugin stays off, or None if :func:`switched` switches it on.
 
     Raises
     ------
@@ -30,6 +30,6 @@ def plugin_off(fast: FastSection) -> str | None:
 
 
 def switched(fast: FastSection) -> AbstractContextManager:
-    """The plugin with the recipe's options, on or off, for the length of a ``with`` block."""
+    """A context in which the plugin is on, with the options of the recipe, or off."""
     options = asdict(fast)
     return pylate_fastmaxsim.enabled(**options) if options.pop("enabled") else nullcontext()

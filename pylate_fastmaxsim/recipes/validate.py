@@ -1,4 +1,4 @@
-"""What must hold between the keys of a recipe, and of what is on this machine."""
+"""Check a recipe as a whole: keys that depend on each other, and files and packages on this machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LOSS_OPTIONS = {
 
 
 def check(recipe: Recipe) -> None:
-    """Everything that concerns more than one key, or what is on this machine."""
+    """Raise RecipeError if keys contradict each other, or if a file or package is missing."""
     _check_model(recipe)
     _check_kind(recipe)
     _check_data(recipe.data, "data")
@@ -85,7 +85,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _require_no_file(key: str, what: str, path: str | None) -> None:
-    """Refuse a file where the Hub or a folder is meant: it would be looked for on the Hub, or read as weights."""
+    """Refuse a file in place of a folder or a name on the Hub."""
     if path is not None and Path(path).is_file():
         raise RecipeError(f"{key} must be {what} on the Hub or a directory, but {path} is a file.")
 
@@ -107,7 +107,7 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _check_kind(recipe: Recipe) -> None:
-    """What only text encoders or only models of pages have."""
+    """Refuse keys and losses of text encoders for models of pages, and the other way round."""
     model = recipe.model
     for field in dataclasses.fields(model):
         visual_only = field.name in VISUAL_MODEL_KEYS and field.name not in ("kind", "name_or_path")
@@ -151,7 +151,7 @@ def _check_evaluation(evaluation: EvaluationSection) -> None:
         raise RecipeError("evaluation must have at most one of rows, beir and nano_beir.")
     _require_no_file("evaluation.beir", "a collection", evaluation.beir)
     if evaluation.nano_beir is not None:
-        # Imported where it is used: it brings all of PyLate, which other recipes need only later.
+        # Imports all of PyLate, which takes seconds.
         from pylate_fastmaxsim.recipes.evaluation.nano_beir import check_names
 
         check_names(evaluation.nano_beir)

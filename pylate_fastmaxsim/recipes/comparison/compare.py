@@ -1,4 +1,4 @@
-"""Train a recipe the stock way and the fast way, and set what they cost side by side."""
+"""Train a recipe stock and fast, and compare time, memory and quality."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ NOT_RUN = "not run"
 WARM_UP_STEPS = 5
 SWEEP_STEPS = 9
 
-# Would make the fast run stock.
+# Removed from the environment of the runs, because it may switch the plugin off.
 SWITCH_VARIABLE = "PYLATE_FASTMAXSIM"
 
 
 class RunFailed(RuntimeError):
-    """One of the two runs ended with an error other than running out of memory."""
+    """One of the two runs failed, and not for lack of memory."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a comparison is: ``run`` names the child process, ``bar`` is what that shows once all steps are done."""
+    """Progress of a comparison: the name of the run, its steps, and after them its newest progress bar."""
 
     run: str
     steps: int
@@ -105,7 +105,7 @@ def _compare(
     recipe: Recipe, directory: Path, on_progress: OnProgress, batch_sizes: Sequence[int], begun: float
 ) -> dict[str, Any]:
     prepared = prepare(recipe)
-    # Both runs would fail on these: better here, before anything is written. It also downloads them once.
+    # Fails here rather than in both runs, before anything is written. Also downloads everything once.
     data = load_data(prepared)
     rows = len(data.train) + len(data.held_out or ())
     if batch_sizes and max(batch_sizes) > rows:
@@ -114,17 +114,17 @@ def _compare(
         )
     load_model(prepared.model, "cpu", recipe.training.seed)
     make_directory("output_dir", directory / "compare")
-    # Before training both have the same model, so one of them evaluates it.
+    # Both start from the same model, so only one run evaluates it untrained.
     options = {"stock": (), "fast": ("--untrained",)}
     runs, wall = {}, {}
     for mode in MODES:
         run_begun = time.perf_counter()
         measured = _run(prepared, directory / "compare", mode, on_progress, f"{mode} run", *options[mode])
         runs[mode] = summarize(*measured)
-        # Without it the two did the same.
+        # The evaluation of the untrained model counts for neither run.
         wall[mode] = time.perf_counter() - run_begun - runs[mode].get("untrained_seconds", 0)
     wall["whole"] = time.perf_counter() - begun
-    # As it is in the file, so that what is shown now is what is shown of the file later.
+    # As in the file, so that the terminal and the file show the same.
     comparison = without_nan(
         {
             "recipe": yaml.safe_load(dump_recipe(recipe)),
@@ -141,7 +141,7 @@ def _compare(
 
 
 def _require_trainable(recipe: Recipe) -> None:
-    """Refuse what both runs would fail on, without a look at the GPU, which is theirs."""
+    """Refuse arguments that both runs would fail on, without using the GPU."""
     training = replace(recipe.training, use_cpu=True, precision="fp32")
     require_trainable(training_arguments(replace(recipe, training=training), report_to=[]))
 
@@ -168,7 +168,7 @@ def parse_sweep(text: str) -> list[int]:
 
 
 def _of_size(recipe: Recipe, batch_size: int) -> Recipe:
-    """A few steps of a batch size, on all rows."""
+    """The recipe for a few steps of one batch size, on all rows."""
     training = replace(
         recipe.training, per_device_train_batch_size=batch_size, max_steps=SWEEP_STEPS, dataloader_drop_last=True
     )
@@ -178,9 +178,9 @@ def _of_size(recipe: Recipe, batch_size: int) -> Recipe:
 def _sweep(
     prepared: Recipe, directory: Path, batch_sizes: list[int], on_progress: OnProgress
 ) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """The points measured so far, by mode, each time there is one more.
+    """Yield the points measured so far, by mode, after each new one.
 
-    A size behind the first that ran out of memory is not run.
+    Sizes larger than the first that ran out of memory are not run.
     """
     points: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for batch_size in batch_sizes:
@@ -199,7 +199,7 @@ def _sweep(
 def _run(
     prepared: Recipe, directory: Path, mode: str, on_progress: OnProgress, name: str, *options: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Measure one mode in a child process: its result, and the steps it finished."""
+    """Measure one mode in a child process; return its result and the steps that it finished."""
     kinds = ("yaml", "steps.jsonl", "json", "log")
     stem = name.removesuffix(" run").replace(", batch of ", "-")
     recipe_file, steps_file, result_file, log_file = (directory / f"{stem}.{kind}" for kind in kinds)
@@ -230,7 +230,7 @@ def _run(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Turn the signals that end a process into an exception, for what it started to be ended as well."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the child process is ended too."""
 
     def end(signum: int, frame: object) -> NoReturn:
         sys.exit(128 + signum)
@@ -238,7 +238,7 @@ def _ended_by_signals() -> Iterator[None]:
     previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one of them
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
                 previous[number] = signal.signal(number, end)
     try:
         yield
@@ -248,9 +248,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _program() -> str:
-    """Code that finds modules where this process does: ``-m`` would look for them in the working directory first.
+    """Python code of the child process, with the ``sys.path`` of this one: ``-m`` would import from the working directory.
 
-    On Linux it is killed when this process ends, however that ends.
+    On Linux the child is killed when this process ends in any way.
     """
     places = [place for place in sys.path if isinstance(place, str)]
     # PR_SET_PDEATHSIG, SIGKILL
@@ -267,7 +267,7 @@ def _progress(name: str, steps: list[dict[str, Any]], log_file: Path) -> Progres
 
 
 def _last_bar(log_file: Path) -> str:
-    """The newest state of a progress bar (of tqdm, each drawn over the last) near the end of a log."""
+    """The newest tqdm progress bar near the end of a log."""
     with open(log_file, "rb") as log:
         log.seek(max(0, log_file.stat().st_size - 1000))
         lines = log.read().decode("utf-8", errors="replace").replace("\r", "\n").split("\n")
@@ -276,7 +276,7 @@ def _last_bar(log_file: Path) -> str:
 
 
 def read_steps(file: Path) -> list[dict[str, Any]]:
-    """The steps written so far; a last line that is not finished yet does not count."""
+    """The steps written so far, without a last line that is incomplete."""
     if not file.exists():
         return []
     *lines, _ = file.read_text(encoding="utf-8").split("\n")
@@ -289,7 +289,7 @@ def _last_line(log_file: Path) -> str:
 
 
 def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """One run in numbers. Times and rates leave out the warm-up: the first steps, at most a third of all."""
+    """Summary of a run. Times and rates leave out the warm-up: the first 5 steps, at most a third of all."""
     measured = steps[min(WARM_UP_STEPS, len(steps) // 3) :]
     run = {**result, "steps": len(steps), "losses": [step["loss"] for step in steps]}
     if not measured:
@@ -311,14 +311,13 @@ def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
 
 
 def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
-    """What the fast run gains over the stock run; None where one of them ran out of memory.
+    """The fast run relative to the stock run; None for what is unknown because a run did not finish.
 
     ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one
     of them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
     """
     both = stock["status"] == fast["status"] == FINISHED
     differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]
-    # Not max(), which passes over NaN.
     qualities = [run["ndcg@10"] for run in (stock, fast)] if both else [None, None]
     nan_from = next((step for step, gap in enumerate(differences, start=1) if not math.isfinite(gap)), None)
     return {
@@ -326,6 +325,6 @@ def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
         "peak_memory": fast["memory"]["peak"] / stock["memory"]["peak"] if both else None,
         "largest_loss_difference": max(differences, default=None) if nan_from is None else math.nan,
         "loss_difference_nan_from": nan_from,
-        # A run that diverged has none.
+        # None for a run that diverged.
         "ndcg@10_difference": None if None in qualities else qualities[1] - qualities[0],
     }

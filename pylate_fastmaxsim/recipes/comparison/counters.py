@@ -1,4 +1,4 @@
-"""What a step of training was made of."""
+"""Count the tokens of a training step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 
 
 class Counted:
-    """Gives a trainer that it is mixed into ``measured``: the loss and the tokens of the current step.
+    """Mixin for trainers: ``measured`` holds the loss and the numbers of tokens of the current step.
 
-    The trainer says in ``count`` what a batch holds. ``encoded`` are the tokens that the encoder was given, so it
-    includes padding and leaves out what was packed away.
+    The trainer implements ``count``. ``encoded`` is how many tokens the encoder was given, padding included.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +22,7 @@ class Counted:
         self.measured = {"loss": 0.0, "documents": 0, "live": 0, "query_tokens": 0, "encoded": 0}
 
     def stop_counting(self) -> None:
-        """Undo what the trainer did to the model in order to count, if anything."""
+        """Remove the hooks of the trainer, if it has any."""
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.count(inputs)

@@ -1,4 +1,4 @@
-"""Figures of a comparison: all in one, and alone losses, bars, phases, padding, and what a batch size costs."""
+"""Figures of a comparison: an overview, and one figure each for losses, bars, phases, padding and batch sizes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
     _draw_time_and_memory(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), runs, "\n")
     padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
     _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
-    # A name may have dollar signs, which are no formula.
+    # Dollar signs in a name are not a formula.
     figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left", parse_math=False)
     figure.savefig(file, dpi=150)
 
 
 def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
-    """What ``draw`` puts on a figure of ``width`` x ``height`` inches, as the text of an SVG file."""
+    """The SVG of a figure of ``width`` x ``height`` inches that ``draw`` fills."""
     figure = Figure(figsize=(width, height), layout="constrained")
     draw(figure)
     text = io.StringIO()
@@ -113,7 +113,7 @@ def _draw_points(
     value: Callable[[dict[str, Any]], float],
 ) -> None:
     sizes = [point["batch_size"] for point in next(iter(points.values()))]
-    # Positions and not values: sizes are often powers of two, and few.
+    # Evenly spaced: sizes are few, and often powers of two.
     for mode, row in points.items():
         fitting = [(place, value(point)) for place, point in enumerate(row) if point["status"] == FINISHED]
         axes.plot(*zip(*fitting, strict=True) if fitting else ((), ()), "o-", color=COLORS[mode], label=LABELS[mode])

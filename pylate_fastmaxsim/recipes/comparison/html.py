@@ -1,4 +1,4 @@
-"""The result of a comparison as one HTML file that holds everything it shows and needs no network."""
+"""The result of a comparison as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_html(comparison: dict[str, Any], file: Path) -> None:
 
 
 def _environment(runs: dict[str, Any]) -> dict[str, Any]:
-    """Machine and versions, of the first run that recorded them: one that failed has none."""
+    """Machine and versions, from the first run that recorded them."""
     return next((run["environment"] for run in runs.values() if "environment" in run), {})
 
 
@@ -149,7 +149,7 @@ def _quality_rows(runs: dict[str, Any]) -> Rows:
 
 
 def sweep_sentence(points: dict[str, list[dict[str, Any]]]) -> str:
-    """Where each path runs out of memory, and of which sizes there is no batch, for people."""
+    """One sentence for each mode: up to which batch size it ran, and where it ran out of memory."""
     sentences = []
     for mode, row in points.items():
         fitting = [point["batch_size"] for point in row if point["status"] == FINISHED]

@@ -40,7 +40,7 @@ FINISHED = "finished"
 OUT_OF_MEMORY = "out of memory"
 NO_BATCH = "no batch of this size"
 
-# What decides about speed; late-interaction-kernels and flash-maxsim, where installed, score for stock PyLate on a GPU.
+# Packages that decide about speed. PyLate scores with late-interaction-kernels or flash-maxsim if they are installed.
 PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
 PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 
@@ -48,17 +48,16 @@ PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untrained: bool = False) -> dict[str, Any]:
     """Train a prepared recipe once, measured step by step, and evaluate it.
 
-    Everything that is not the training itself comes behind it, so that the steps and their memory are those of
-    a training run.
+    Everything else comes after the training, so that steps and memory are those of a training run.
 
     Parameters
     ----------
     recipe
         A recipe of which everything is on disk already (see ``prepare``).
     steps_file
-        JSON lines, one per finished step, flushed as they come: what is left of a run that is killed.
+        JSON lines, one per finished step, flushed after each step, so that a run that is killed leaves them.
     steps_only
-        Nothing but the steps and their memory.
+        Measure only the steps and their memory.
     untrained
         Evaluate the model as it was before training as well.
 
@@ -77,7 +76,7 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
     quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
     arguments = training_arguments(recipe, **quiet)
     data = load_data(recipe)
-    # Not before: what there is to say of the data, the comparison has said when it loaded them.
+    # After the data is loaded: the comparison has already shown the warnings about it.
     warnings = _Warnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
@@ -102,7 +101,7 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
         result |= evaluate(recipe, model, data)
         few = training_arguments(recipe, **quiet, max_steps=WARM_UP_STEPS + MEASURED_STEPS)
         result["phases"] = _phases(recipe, model, data.train, few)
-        # Also of a model whose own metrics are None, because it diverged.
+        # Also if the metrics of the trained model are None because it diverged.
         if untrained and any(each is not None for each in (data.held_out, data.collection, data.nano_beir)):
             begun = time.perf_counter()
             del model
@@ -140,7 +139,7 @@ def _phases(
 
 
 class _StepWriter(TrainerCallback):
-    """Writes one line per optimizer step; its time runs from the end of the last step, data loading included."""
+    """Writes one line per optimizer step. Its time includes data loading."""
 
     def __init__(self, trainer: Counted, lines: Any) -> None:
         self.trainer = trainer
@@ -180,7 +179,7 @@ class _Warnings(logging.Handler):
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """The machine and the versions of packages."""
     threads = torch.get_num_threads()
     cores = "1 thread" if threads == 1 else f"{threads} threads"
     packages = {}
@@ -209,12 +208,12 @@ def main() -> None:
     parser.add_argument("--steps-only", action="store_true", help="no evaluation and no phases")
     parser.add_argument("--untrained", action="store_true", help="evaluate the untrained model as well")
     arguments = parser.parse_args()
-    # The parent shows the last progress bar of the log, which must be that of something that takes long.
+    # The parent shows the newest progress bar of the log, which should not be that of loading a model.
     transformers_logging.disable_progress_bar()
     recipe = load_recipe(arguments.recipe)
     try:
         result = measure(recipe, arguments.steps, arguments.steps_only, arguments.untrained)
     except RecipeError as error:
         sys.exit(str(error))  # the last line of the log, which the parent quotes
-    # Whole: the parent takes what is there for the result, also of a run that was killed.
+    # Atomic: the parent would read a partial result of a run that was killed.
     write_whole_text(arguments.result, json.dumps(result))

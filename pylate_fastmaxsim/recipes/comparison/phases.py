@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, in a few steps of their own so that the compared run is left alone."""
+"""The phases of a training step, measured in a few extra steps so that the compared run is not slowed down."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MEASURED_STEPS = 5
 
 
 class Stopwatch:
-    """Splits what passes into named phases, each moment counted once.
+    """Splits time into named phases that do not overlap.
 
-    On a CUDA device the marks are events in the stream, so nothing waits for the device until
-    :meth:`lap`; elsewhere they are times of the host.
+    On a CUDA device the marks are events in the stream, so that only :meth:`lap` waits for the device. Elsewhere they
+    are times of the host.
 
     Examples
     --------
@@ -39,17 +39,17 @@ class Stopwatch:
         self._marks: list[tuple[str, Any]] = []
 
     def start(self, phase: str) -> None:
-        """From here on it is ``phase``, whatever was before."""
+        """Begin ``phase`` and forget those that were entered."""
         self._open = [phase]
         self._mark()
 
     def enter(self, phase: str) -> None:
-        """From here on it is ``phase``, until the :meth:`leave` that belongs to it."""
+        """Begin ``phase``, until the matching :meth:`leave`."""
         self._open.append(phase)
         self._mark()
 
     def leave(self) -> None:
-        """Back to the phase that the last one was entered from."""
+        """Return to the phase before the last :meth:`enter`."""
         self._open.pop()
         self._mark()
 
@@ -75,11 +75,10 @@ class Stopwatch:
 
 
 class Phases:
-    """Gives a trainer that it is mixed into a stopwatch: ``laps`` holds the seconds of each phase of each step.
+    """Mixin for trainers: ``laps`` holds the seconds of each phase of each step.
 
-    ``tokenise`` is what a step waits for its rows, so with workers that tokenise beside the training it is what
-    they are late; ``encode`` is every forward of the model, wherever it happens (GradCache encodes once more in
-    the backward); ``score`` is the rest of the loss; ``optimise`` is everything behind the backward.
+    ``tokenise`` is the time that a step waits for its rows. ``encode`` is every forward of the model, also in the
+    backward of GradCache. ``score`` is the rest of the loss. ``optimise`` is everything after the backward.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +116,7 @@ class _Laps(TrainerCallback):
         self.bar: tqdm | None = None
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        # The parent of a measured run shows the newest bar of its log, which would be that of the evaluation before.
+        # The parent shows the newest bar of the log, which would be that of the evaluation.
         self.bar = tqdm(total=state.max_steps, desc="Measuring phases", unit=" steps")
         self.trainer.watch.start("tokenise")
 
@@ -131,7 +130,7 @@ class _Laps(TrainerCallback):
 
 
 def median_phases(laps: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase in a step, the median over all steps but those of the warm-up, at most a third of them."""
-    # Where no text may stand twice in a batch, an epoch without a batch ends the training early.
+    """The median seconds of each phase, without the warm-up: the first 2 steps, at most a third of all."""
+    # There may be fewer steps than asked for, as with the sampler no_duplicates.
     measured = laps[min(WARM_UP_STEPS, len(laps) // 3) :]
     return {phase: statistics.median(lap.get(phase, 0.0) for lap in measured) for phase in PHASES}

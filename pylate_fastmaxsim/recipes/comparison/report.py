@@ -1,4 +1,4 @@
-"""Results for people: tables for the terminal, and numbers as text."""
+"""Results as tables for the terminal, and numbers as text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ METRICS = {
 }
 LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
 
-# What PyTorch's allocator holds, relative to what is in use, from where on its setting is worth a sentence.
+# Memory held by PyTorch's allocator over memory in use, from which on the report suggests another setting.
 _MUCH_MORE = 1.25
 
 
 def comparison_table(comparison: dict[str, Any]) -> Table:
-    """The two runs as columns, what was measured as rows."""
+    """A table with a column for each run and a row for each measurement."""
     stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
     summary = comparison["summary"]
     table = Table(title=f"{comparison['recipe']['name']} on {device(comparison)}", title_justify="left")
@@ -68,7 +68,7 @@ def comparison_table(comparison: dict[str, Any]) -> Table:
 
 
 def caption(comparison: dict[str, Any]) -> str:
-    """What the numbers mean, how close the two runs stayed and how long all took, in a few sentences."""
+    """A few sentences on what the numbers mean, how close the losses are and how long the comparison took."""
     summary = comparison["summary"]
     steps = min(run["steps"] for run in comparison["runs"].values())
     difference, nan_from = summary["largest_loss_difference"], summary["loss_difference_nan_from"]
@@ -83,7 +83,7 @@ def caption(comparison: dict[str, Any]) -> str:
 
 
 def _on_the_allocator(runs: Iterable[dict[str, Any]]) -> str:
-    """A sentence on PyTorch's setting for batches of many sizes, where its allocator held much more than was in use."""
+    """A sentence on ``expandable_segments``, if PyTorch's allocator held much more than was in use."""
     memories = [run.get("memory", {}) for run in runs]
     if all(found.get("held", 0) <= _MUCH_MORE * found.get("peak", 0) for found in memories):
         return ""
@@ -94,14 +94,14 @@ def _on_the_allocator(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def warnings_of(comparison: dict[str, Any]) -> list[str]:
-    """What was said in the runs, and in which of them."""
+    """The warnings of the runs, each with the run that logged it."""
     stock, fast = (comparison["runs"][mode].get("warnings", []) for mode in ("stock", "fast"))
     said = [f"{'both runs' if warning in stock else 'fast run'}: {warning}" for warning in fast]
     return said + [f"stock run: {warning}" for warning in stock if warning not in fast]
 
 
 def final_loss(run: dict[str, Any]) -> str:
-    """As text: a dash without a step, and NaN for what is not finite, which is null in ``compare.json``."""
+    """The last loss as text: a dash without a step, NaN if it is not finite (null in ``compare.json``)."""
     if not run["losses"]:
         return "-"
     last = run["losses"][-1]
@@ -109,7 +109,7 @@ def final_loss(run: dict[str, Any]) -> str:
 
 
 def device(comparison: dict[str, Any]) -> str:
-    """What the runs ran on; unknown where neither lived to tell."""
+    """The device of the runs, or unknown if neither recorded it."""
     environments = [run.get("environment") for run in comparison["runs"].values()]
     return next((environment["device"] for environment in environments if environment), "unknown device")
 
@@ -121,12 +121,12 @@ def _cell(run: dict[str, Any], key: str, pattern: str) -> str:
 
 
 def holds_more(runs: Iterable[dict[str, Any]]) -> bool:
-    """Whether it is known what the allocator held: of runs on a GPU that did finish."""
+    """Whether a run recorded what the allocator held: runs on a GPU that finished."""
     return any("held" in run.get("memory", {}) for run in runs)
 
 
 def memory(run: dict[str, Any], key: str) -> str:
-    """A figure of a run's memory as text; a dash where it did not finish, or where there is none."""
+    """A value of a run's memory as text, or a dash if there is none."""
     if run["status"] != FINISHED or key not in run["memory"]:
         return "-"
     value = run["memory"][key]
@@ -134,12 +134,12 @@ def memory(run: dict[str, Any], key: str) -> str:
 
 
 def form(pattern: str, value: float | None) -> str:
-    """A number as text; a dash where there is none."""
+    """A number as text, or a dash for None."""
     return "-" if value is None else pattern.format(value)
 
 
 def headline(comparison: dict[str, Any]) -> str:
-    """One line over the picture."""
+    """The title of the overview."""
     summary, recipe = comparison["summary"], comparison["recipe"]["name"]
     if summary["speedup"] is None:
         gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != FINISHED)
@@ -151,7 +151,7 @@ def headline(comparison: dict[str, Any]) -> str:
 
 
 def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:
-    """Step time and peak memory of each batch size, both ways; the first row says what the columns are."""
+    """Step time and peak memory of each batch size, stock and fast; the first row is the header."""
     rows = [("batch size", *(f"{mode}, {what}" for mode in points for what in ("median step", "peak memory")))]
     for row in zip(*points.values(), strict=False):
         cells = [(_cell(point, "step_seconds", "{:.3f} s"), memory(point, "peak")) for point in row]
@@ -160,7 +160,7 @@ def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]
 
 
 def sweep_table(points: dict[str, list[dict[str, Any]]]) -> Table:
-    """The same for the terminal."""
+    """:func:`sweep_rows` as a table for the terminal."""
     head, *rows = sweep_rows(points)
     table = Table(title="against batch size", title_justify="left")
     for title in head:
@@ -171,7 +171,7 @@ def sweep_table(points: dict[str, list[dict[str, Any]]]) -> Table:
 
 
 def warmup_table(name: str, steps: list[WarmStep]) -> Table:
-    """What the first step on each size of batch took, and the same step again."""
+    """The time of the first step on each size of batch, and of the same step again."""
     table = Table(title=f"{name}: compiled", title_justify="left")
     for column in ("rows in the batch", "first step", "again"):
         table.add_column(column, justify="right")
@@ -181,7 +181,7 @@ def warmup_table(name: str, steps: list[WarmStep]) -> Table:
 
 
 def training_table(result: dict[str, Any]) -> Table:
-    """What a training run did, and where its model is."""
+    """The result of a training run."""
     table = _rows(f"{result['recipe']}: trained")
     losses = result["losses"]
     table.add_row(
@@ -198,7 +198,7 @@ def training_table(result: dict[str, Any]) -> Table:
 
 
 def _rows(title: str) -> Table:
-    """A table of names and values, which are shown whole, however narrow the terminal or the log."""
+    """A table of names and values, which are wrapped and never cut off."""
     table = Table(title=title, title_justify="left", show_header=False)
     for _ in range(2):
         table.add_column(overflow="fold")
@@ -206,7 +206,7 @@ def _rows(title: str) -> Table:
 
 
 def mining_table(result: dict[str, Any]) -> Table:
-    """What mining found, and where it is."""
+    """The result of mining."""
     table = _rows("mined")
     for name in ("queries", "documents", "rows"):
         table.add_row(name, f"{result[name]:,}")

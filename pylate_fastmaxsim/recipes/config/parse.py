@@ -1,4 +1,4 @@
-"""Plain values to the sections of a recipe: unknown keys, types, limits and paths, each checked by itself."""
+"""Plain values to the sections of a recipe. Each key is checked by itself: its name, type and limits."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def build(section: type, values: Any, path: str) -> Any:
 
 
 def _expanded(paths: str | list[str] | None, key: str) -> str | list[str] | None:
-    """``paths`` with the home directory for a leading ``~``, which no shell sees in a file."""
+    """``paths`` with the home directory for a leading ``~``."""
     if paths is None:
         return None
-    if "" in (paths if isinstance(paths, list) else [paths]):  # as of a shell's variable that is not set
+    if "" in (paths if isinstance(paths, list) else [paths]):  # for example of a shell variable that is not set
         raise RecipeError(f"{key} must not be empty.")
     return [os.path.expanduser(path) for path in paths] if isinstance(paths, list) else os.path.expanduser(paths)
 
@@ -66,7 +66,7 @@ def _unknown_key(name: Any, path: str, known: list[str]) -> str:
 
 
 def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
-    """``value`` if it is of the type that ``hint`` allows; YAML's ``1e-5``, a string, becomes a float."""
+    """``value``, if ``hint`` allows its type. A number such as 1e-5, which YAML reads as a string, becomes a float."""
     options = _alternatives(hint)
     if value is None and type(None) in options:
         return None
@@ -82,7 +82,7 @@ def _convert(value: Any, hint: Any, limits: Limits, path: str) -> Any:
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The types that a hint allows: those of a union, or itself."""
+    """The types of a union, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -121,7 +121,7 @@ def _allowed(hint: Any, limits: Limits) -> str:
 
 
 def with_defaults(values: dict[str, Any], section: type) -> dict[str, Any]:
-    """What ``asdict`` of a section gave in an earlier version, with the defaults of keys that it did not have yet.
+    """A section that an earlier version wrote, with defaults for the keys that are new since then.
 
     Examples
     --------

@@ -13,7 +13,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML would silently keep the last."""
+    """SafeLoader that refuses a key given twice. YAML would silently keep the last."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -30,7 +30,7 @@ def _parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, _UniqueKeyLoader)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
-    except Exception as error:  # PyYAML's own, and those of Python for values such as 2024-31-12
+    except Exception as error:  # PyYAML also raises errors of Python, for example for the date 2024-31-12
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', None) or error}.") from None
@@ -61,7 +61,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             values[section] = {}
         if not isinstance(values[section], dict):
             raise RecipeError(f"--set {override}: {section} is not a section.")
-        # A copy, since an alias of YAML makes two sections one object.
+        # A copy: an alias in YAML makes two sections one object.
         values[section] = dict(values[section])
         values = values[section]
     values[last] = _parse_yaml(text, f"--set {dotted}")

@@ -1,7 +1,7 @@
-"""Rows of (query id, document ids, teacher scores) whose texts are in two other tables, read as they are needed.
+"""Distillation data: rows of (query id, document ids, teacher scores), with the texts in two other tables.
 
-The corpus stays on disk: ids are turned into row numbers once, in a table that ``datasets`` keeps, and a
-batch reads just its own texts from the memory-mapped files.
+The corpus stays on disk. Ids are turned into row numbers once, in a table that ``datasets`` caches, and a batch reads
+its own texts from memory-mapped files.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ COLUMNS = {
 
 NOT_CAST = (pa.ArrowInvalid, pa.ArrowNotImplementedError)
 
-# For each batch of rows the ids of all documents are hashed once more, so batches are large.
+# Batches are large because the ids of all documents are hashed again for each.
 ROWS_PER_LOOKUP = 200_000
 
 
 class Texts:
-    """A transform of ``datasets``: row numbers of queries and documents to their texts, for one batch at a time."""
+    """A transform of ``datasets`` that replaces row numbers of queries and documents by their texts."""
 
     def __init__(self, queries: Dataset, documents: Dataset) -> None:
         self.queries = queries.select_columns(["text"])
@@ -93,7 +93,7 @@ def load_distillation(data: DataSection) -> Dataset:
             features=Features(
                 {"query": Value("int64"), "documents": Sequence(Value("int64")), "scores": Sequence(Value("float32"))}
             ),
-            # Of the tables and not of the ids in memory, which would take long to hash.
+            # Made of the tables' fingerprints: hashing the ids in memory would take long.
             new_fingerprint=Hasher.hash([train._fingerprint, queries._fingerprint, documents._fingerprint, n_ways, 4]),
             desc="Looking up document ids",
         )
@@ -101,7 +101,7 @@ def load_distillation(data: DataSection) -> Dataset:
 
 
 def _parsed(train: Dataset) -> Dataset:
-    """Lists as lists: some data sets of this layout hold them as text."""
+    """Parse lists that are written as text, as in some data sets of this layout."""
     written = [
         name for name in ("document_ids", "scores") if train.features[name] in (Value("string"), Value("large_string"))
     ]
@@ -132,7 +132,7 @@ def _parse(row: dict[str, Any], columns: list[str]) -> dict[str, list]:
 
 
 def _number_of_ways(data: DataSection, train: Dataset) -> int:
-    """How many documents of each row are used, once it is known that every row has as many."""
+    """How many documents of each row are used; raises RecipeError if a row has fewer."""
     least = None
     for table in train.with_format("arrow").iter(ROWS_PER_LOOKUP):
         lengths = [
@@ -156,7 +156,7 @@ def _number_of_ways(data: DataSection, train: Dataset) -> int:
 
 
 def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
-    """How many values each list of a column holds; none where there is no list. ``where`` begins the error."""
+    """The length of each list in a column; 0 for a missing list. The error begins with ``where``."""
     kind = table[name].type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         raise RecipeError(f"{where} must hold lists, but it holds {kind}.")
@@ -168,7 +168,7 @@ def _ids(table: Dataset, column: str, subset: str) -> pa.ChunkedArray:
 
 
 def _as_text(ids: pa.ChunkedArray, column: str, subset: str) -> pa.ChunkedArray:
-    """As text: the same id may be a number in one table and text in the other. A missing one would match another."""
+    """Ids as text, since an id may be a number in one table and text in another; missing ids are refused."""
     where = f"data.name: {column!r} of the subset {subset}"
     try:
         ids = pc.cast(ids, pa.string())
@@ -180,12 +180,12 @@ def _as_text(ids: pa.ChunkedArray, column: str, subset: str) -> pa.ChunkedArray:
 
 
 def _require_one_text_each(subset: str, ids: pa.ChunkedArray, texts: pa.ChunkedArray) -> None:
-    """Refuse an id that stands for several texts, of which one would be taken and the others left out unsaid."""
+    """Refuse an id with several texts: all but the first would be ignored silently."""
     counted = pc.value_counts(ids)
     repeated = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
     if not len(repeated):
         return
-    # Of these only: a corpus fills the memory.
+    # Only for repeated ids: the texts of a whole corpus fill the memory.
     rows = pc.is_in(ids, value_set=repeated)
     table = pa.table({"id": ids.filter(rows), "text": texts.filter(rows)})
     counts = table.group_by("id").aggregate([("text", "count_distinct")])
@@ -198,7 +198,7 @@ def _require_one_text_each(subset: str, ids: pa.ChunkedArray, texts: pa.ChunkedA
 
 
 class _Resolve:
-    """From ids to row numbers, for a batch of rows in Arrow."""
+    """Replaces ids by row numbers in a batch of rows in Arrow."""
 
     def __init__(self, ids: dict[str, pa.ChunkedArray], n_ways: int, texts: dict[str, Dataset]) -> None:
         self.ids = ids
@@ -206,7 +206,7 @@ class _Resolve:
         self.unread = texts
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        # Here, because it reads the whole corpus and what is made here is kept: not again in each run.
+        # The whole corpus is read here, so that the result is cached and later runs do not read it again.
         while self.unread:
             subset, table_of_texts = self.unread.popitem()
             texts = table_of_texts.data.column("text")
@@ -241,7 +241,7 @@ class _Resolve:
 
 
 def _rows(column: str, ids: pa.ChunkedArray, known: pa.ChunkedArray, subset: str) -> pa.ChunkedArray:
-    """Row numbers, int64, of ids in the table that has them."""
+    """The row number (int64) of each id in ``known``."""
     ids = _as_text(ids, column, "train")
     rows = pc.index_in(ids, value_set=known)
     if rows.null_count:

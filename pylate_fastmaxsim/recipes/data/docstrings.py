@@ -82,7 +82,7 @@ def docstring_pairs(packages: Sequence[str], limit: int | None, seed: int = 0) -
 
 
 def source_files(package: str) -> list[Path]:
-    """Python files of an installed package in a fixed order, without those of its tests."""
+    """The Python files of an installed package in a fixed order, without its tests."""
     root = package_directory(package)
     return [
         file for file in sorted(root.rglob("*.py")) if SKIPPED_DIRECTORIES.isdisjoint(file.relative_to(root).parts[:-1])
@@ -90,7 +90,7 @@ def source_files(package: str) -> list[Path]:
 
 
 def package_directory(package: str) -> Path:
-    """Where a top-level package is installed; it is not imported."""
+    """The folder of an installed top-level package, which is not imported."""
     spec = importlib.util.find_spec(package) if "." not in package else None
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"No package named {package!r} is installed.", name=package)
@@ -98,7 +98,7 @@ def package_directory(package: str) -> Path:
 
 
 def docstrings(file: Path) -> Iterator[str]:
-    """Docstrings of one file: of the module, its classes and its functions, in the order of the text."""
+    """The docstrings of a file: of the module, its classes and its functions."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and files for other Python versions
@@ -109,7 +109,7 @@ def docstrings(file: Path) -> Iterator[str]:
 
 
 def split_docstring(docstring: str) -> tuple[str, str] | None:
-    """First sentence and the rest of a docstring, or None if either is too short, too long or gives the other away.
+    """The first sentence and the rest of a docstring; None if one is too short or too long, or repeats the other.
 
     Examples
     --------

@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def load_rows(recipe: Recipe) -> Dataset:
-    """The rows that a recipe names, with its columns, in the order of the data."""
+    """Load the rows of a recipe, with the columns that it uses, in the order of the data."""
     return _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
 
 
@@ -37,7 +37,7 @@ def _load_checked(recipe: Recipe) -> Dataset:
 
 
 def _scores_as_floats(dataset: Dataset) -> Dataset:
-    """PyLate's loss and its evaluator take no integers."""
+    """Scores as floats: PyLate's loss and evaluator fail on integers."""
     scores = dataset.column_names[-1]
     if "int" not in dataset.features[scores].feature.dtype:
         return dataset
@@ -45,9 +45,9 @@ def _scores_as_floats(dataset: Dataset) -> Dataset:
 
 
 def load_columns(data: DataSection, section: str) -> Dataset:
-    """The columns that a section of the recipe names, of rows in files or on the Hub; all but ids if it names none."""
+    """Load the rows of a section, with its ``columns``, or with all columns but ids if it names none."""
     dataset = _load_rows(data, section)
-    # Where there is nothing but ids, what checks the columns refuses them.
+    # If all columns are ids, check_columns refuses them.
     columns = data.columns or [name for name in dataset.column_names if not is_id(name)] or dataset.column_names
     for column in columns:
         if column not in dataset.column_names:

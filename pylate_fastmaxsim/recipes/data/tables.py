@@ -28,17 +28,17 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 
-# What datasets says of a table that has columns and no rows; of a file without a line it says StopIteration.
+# What datasets says of a table without rows. For an empty file it raises StopIteration.
 NO_ROWS = "corresponds to no data"
 
-# What only save_to_disk of datasets writes into the folder of a table, and of several.
+# Files that only save_to_disk of datasets writes: for one table, and for several.
 SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
 
 FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
 
 def load_table(key: str, path: str, subset: str | None = None, split: str | None = None) -> Dataset:
-    """A table on the Hub or in a folder; without ``split`` it must have one split, which is the one returned.
+    """Load a table from the Hub or from a folder. Without ``split`` it must have exactly one split.
 
     Raises
     ------
@@ -56,11 +56,11 @@ def load_table(key: str, path: str, subset: str | None = None, split: str | None
 
 
 def load_files(key: str, kind: str, files: dict[str, list[str]], split: str | None = "train") -> Dataset:
-    """The same of files by split, whose ``kind`` is what ``datasets`` calls it."""
+    """Load a table from files, which are listed by split. ``kind`` is the name of ``datasets`` for their type."""
     names = [name for parts in files.values() for name in parts]
     patterns = {name: [glob.escape(part) for part in parts] for name, parts in files.items()}
-    # datasets keeps what it made of a file by its path and time. Size and time of change go into an option of no effect,
-    # so that a copy with its times, or an archive in which all have one time, is not taken for the file before it.
+    # The cache of datasets is keyed by path and modification time, which a copy or an unpacked archive may share with an
+    # older file. Size and change time in an option without effect make the key different.
     status = [os.stat(name) for name in names if os.path.exists(name)]
     description = str([(each.st_size, each.st_ctime_ns) for each in status])
     return _load(key, ", ".join(names), kind, split=split, data_files=patterns, description=description)
@@ -72,7 +72,7 @@ def _load(key: str, place: str, path: str, subset: str | None = None, **options:
             table = load_dataset(path, subset, **options)
     except Exception as error:  # datasets raises its own, the Hub client's and pyarrow's errors alike
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
-            error = error.__cause__  # which says what, where datasets only says that
+            error = error.__cause__  # DatasetGenerationError only says that something failed
         if isinstance(error, CastError):
             first = error.requested_column_names
             more = [column for column in error.table_column_names if column not in first]
@@ -91,7 +91,7 @@ def _load(key: str, place: str, path: str, subset: str | None = None, **options:
 
 
 def _require_readable(key: str, folder: Path) -> None:
-    """Refuse what ``datasets`` writes for itself, of which it would load files that are no table."""
+    """Refuse folders written by ``save_to_disk``, of which ``load_dataset`` would read the wrong files."""
     if any(all((folder / name).is_file() for name in names) for names in SAVED_TO_DISK):
         raise RecipeError(
             f"{key}: the folder {folder} was written by save_to_disk of datasets, which is not read here; load it with "
@@ -100,13 +100,13 @@ def _require_readable(key: str, folder: Path) -> None:
 
 
 def table_failure(key: str, error: Exception) -> RecipeError:
-    """The sentence for an error of the libraries that load what ``key`` names."""
+    """A RecipeError for an error that a library raised while it loaded the value of ``key``."""
     return RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}")
 
 
 @contextmanager
 def progress_shown() -> Iterator[None]:
-    """Let ``datasets`` show what it does, on a terminal: what takes minutes for a large corpus."""
+    """Show the progress bars of ``datasets`` on a terminal, for steps that take minutes with a large corpus."""
     hidden = are_progress_bars_disabled()
     if not hidden or not sys.stderr.isatty():
         yield
@@ -121,8 +121,8 @@ def progress_shown() -> Iterator[None]:
 def _files_of_folder(path: str, subset: str | None) -> tuple[str, dict[str, list[str]]]:
     """The kind and the files, by split, of a table in a folder.
 
-    ``datasets`` keeps what it made of a folder under the folder's last name only, and would return the rows of
-    another folder of that name, or of this one before it was written anew. Of files it looks at path and time.
+    The cache of ``datasets`` is keyed by the last name of a folder, so that another folder of that name, or an older
+    version of this one, would be returned. For files the key is path and modification time.
     """
     files = load_dataset_builder(path, subset).config.data_files
     kinds = {FOLDER_FILE_TYPES.get(Path(file).suffix) for parts in files.values() for file in parts}
@@ -132,7 +132,7 @@ def _files_of_folder(path: str, subset: str | None) -> tuple[str, dict[str, list
 
 
 def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], split: str | None = None) -> Dataset:
-    """One table of a data set that consists of several, which must have ``columns``.
+    """Load one of the tables of a data set; it must have ``columns``.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def load_subset(key: str, name: str, subset: str, columns: tuple[str, ...], spli
 
 
 def has_plain_files(name: str) -> bool:
-    """Whether a data set is a folder of files, without a README.md that names its subsets as on the Hub."""
+    """Whether a data set is a folder without a README.md that lists subsets, as data sets on the Hub have."""
     folder = Path(name)
     return folder.is_dir() and not _names_subsets(folder / "README.md")
 
@@ -170,7 +170,7 @@ def _names_subsets(card: Path) -> bool:
 
 
 def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, ...]) -> Dataset:
-    """``table``, once it is known to have ``columns``."""
+    """Return ``table`` if it has ``columns``; raise RecipeError otherwise."""
     for column in columns:
         if column not in table.column_names:
             raise RecipeError(
@@ -180,7 +180,7 @@ def require_columns(key: str, subset: str, table: Dataset, columns: tuple[str, .
 
 
 def require_texts(where: str, table: Dataset, column: str, gaps: bool = False) -> None:
-    """Refuse a column that does not hold a text in every row, or with ``gaps`` in some; ``where`` begins the error."""
+    """Refuse a column that is not text, or has missing texts unless ``gaps``. The error begins with ``where``."""
     if not is_text(table, column):
         raise RecipeError(f"{where} must hold text, but it holds {table.features[column]}.")
     if table.data.column(column).null_count and not gaps:
@@ -188,14 +188,14 @@ def require_texts(where: str, table: Dataset, column: str, gaps: bool = False) -
 
 
 def is_text(table: Dataset, column: str) -> bool:
-    """Whether a column holds texts, as far as its type says."""
+    """Whether a column has the type of text."""
     return getattr(table.features[column], "dtype", None) in ("string", "large_string")
 
 
 def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
-    """Refuse texts that Python cannot read, as of a file in Latin-1: Arrow takes any bytes for text.
+    """Refuse texts that are not UTF-8, as of a file in Latin-1: Arrow reads any bytes as text.
 
-    It reads them all, at the speed of the disk.
+    Reads the whole column from disk.
     """
     try:
         texts.validate(full=True)

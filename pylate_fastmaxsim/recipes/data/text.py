@@ -1,4 +1,4 @@
-"""Columns of texts, by whose names PyLate's collator tells queries, documents and scores apart."""
+"""Columns of texts. PyLate's collator tells queries, documents and scores apart by their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 100_000
 
-LABEL_COLUMNS = ("label", "scores")  # what PyLate's collator reads as teacher scores, whatever the loss
+LABEL_COLUMNS = ("label", "scores")  # read as teacher scores by PyLate's collator, whatever the loss
 
 
 def is_id(column: str) -> bool:
@@ -29,7 +29,7 @@ def is_query(column: str) -> bool:
 
 
 def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
-    """PyLate's collator tells queries, documents and scores apart by the names of the columns."""
+    """Refuse columns that do not fit the loss, or that PyLate's collator would use otherwise."""
     for column in filter(is_id, columns):
         raise RecipeError(
             f"data.columns: PyLate's collator leaves out {column!r}, as it does dataset_name and every column with _id "
@@ -68,7 +68,7 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
 
 
 def _require_positive_first(documents: list[str], query: str) -> None:
-    """Refuse columns in the order of the data by which a negative would be trained as the positive."""
+    """Refuse an order of columns in which a negative would be trained as the positive."""
     positives = [column for column in documents if "positive" in column]
     if positives and "negative" in documents[0]:
         ordered = [query, positives[0], *(column for column in documents if column != positives[0])]
@@ -79,7 +79,7 @@ def _require_positive_first(documents: list[str], query: str) -> None:
 
 
 def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
-    """Refuse rows that do not have equally many documents and teacher scores, in each row and from row to row.
+    """Refuse rows with different numbers of documents and teacher scores, in one row or between rows.
 
     Every document must be a text and every score a finite number.
     """
@@ -105,7 +105,7 @@ def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None
 
 
 def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable[[pa.DataType], bool]) -> None:
-    """Refuse lists of other values than ``wanted``, and those in which a value is missing, nan or infinite."""
+    """Refuse lists of values other than ``wanted``, and values that are missing, nan or infinite."""
     values = pc.list_flatten(table[column])
     if not allowed(values.type):
         raise RecipeError(f"data.columns: {column!r} must hold lists of {wanted}, but it holds lists of {values.type}.")
@@ -120,7 +120,7 @@ def _require_values(table: pa.Table, column: str, wanted: str, allowed: Callable
 
 
 def require_text(dataset: Dataset, columns: list[str], section: str) -> None:
-    """Refuse columns that do not hold text in every row."""
+    """Refuse columns that do not hold a text in every row."""
     for column in columns:
         require_texts(f"{section}.columns: {column!r}", dataset, column)
         require_utf8(f"{section}.columns: {column!r}", dataset.data.column(column))

@@ -11,7 +11,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
-    """Refuse other columns than a query, its page and, for losses that take them, equally many negatives in each row."""
+    """Refuse columns other than a query, its page and, for losses with negatives, equally many of them in each row."""
     negatives = recipe.loss.name in LOSSES_WITH_NEGATIVES
     if len(columns) != 2 + negatives:
         wanted = "[query, image, negatives]" if negatives else "[query, image]"

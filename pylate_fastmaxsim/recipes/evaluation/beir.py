@@ -76,10 +76,10 @@ def load_collection(section: EvaluationSection) -> Collection:
     for subset, table in (("corpus", corpus), ("queries", texts)):
         _require_ids(f"the subset {subset}", table, "_id")
         _require_distinct_ids(subset, table)
-    # Anything else would be encoded as Python writes it, brackets and all.
+    # Lists and numbers would be encoded as Python prints them.
     require_texts(f"{KEY}: 'text' of the subset queries", texts, "text")
     require_texts(f"{KEY}: 'text' of the subset corpus", corpus, "text", gaps=True)
-    if "title" in corpus.column_names and corpus.features["title"] != Value("null"):  # where no document has one
+    if "title" in corpus.column_names and corpus.features["title"] != Value("null"):  # null in all rows
         require_texts(f"{KEY}: 'title' of the subset corpus", corpus, "title", gaps=True)
     for subset, table in (("queries", texts), ("corpus", corpus)):
         for column in table.column_names:
@@ -103,7 +103,7 @@ def _by_query(rows: Dataset) -> dict[str, dict[str, int]]:
     for query, document, grade in zip(*(rows[:][column] for column in JUDGEMENT_COLUMNS), strict=True):
         try:
             whole = _integer(grade)
-        except (TypeError, ValueError, OverflowError):  # no number, not a whole one or nan, infinite
+        except (TypeError, ValueError, OverflowError):  # not a number, not a whole one, nan or infinite
             raise RecipeError(
                 f"{KEY}: the grade of query {query} and document {document} must be an integer, got {grade!r}."
             ) from None
@@ -117,14 +117,14 @@ def _by_query(rows: Dataset) -> dict[str, dict[str, int]]:
 
 
 def _integer(grade: Any) -> int:
-    """A grade as an integer, also one that was stored as a float, as pandas does in columns that once had gaps."""
+    """A grade as an integer. pandas stores integers as floats in columns that had missing values."""
     if float(grade) != int(float(grade)):
         raise ValueError
     return int(float(grade))
 
 
 def _require_judged_documents(name: str, corpus: Dataset, judgements: dict[str, dict[str, int]]) -> None:
-    """Refuse a corpus without any judged document, and say how many it lacks of them otherwise."""
+    """Refuse a corpus without any judged document; log how many judged documents it lacks."""
     judged = {document for grades in judgements.values() for document in grades}
     missing = set(judged)
     for rows in corpus.select_columns("_id").iter(IDS_AT_ONCE):
@@ -134,7 +134,7 @@ def _require_judged_documents(name: str, corpus: Dataset, judgements: dict[str, 
             f"{KEY}: {name} does not fit together: no judged document is in the corpus, whose first id is "
             f"{str(corpus[0]['_id'])!r} where a judged one is {next(iter(next(iter(judgements.values()))))!r}."
         )
-    # Of several processes one speaks.
+    # Logged once per run, not by every process.
     if missing and int(os.environ.get("RANK", "0")) == 0:
         log_once(
             "%s",
@@ -144,14 +144,14 @@ def _require_judged_documents(name: str, corpus: Dataset, judgements: dict[str, 
 
 
 def _require_ids(where: str, table: Dataset, column: str) -> None:
-    """Refuse rows without an id, which would all have the id None."""
+    """Refuse rows without an id."""
     row = pc.index(pc.is_null(table.data.column(column)), True).as_py()
     if row >= 0:
         raise RecipeError(f"{KEY}: {column!r} of {where} must hold an id in every row, but row {row} has none.")
 
 
 def _require_distinct_ids(subset: str, table: Dataset) -> None:
-    """Refuse passages that have the id of their document: one of their scores, and one text, would stand for all."""
+    """Refuse repeated ids, as of passages with the id of their document: only one of them would count."""
     counted = pc.value_counts(table.data.column("_id"))
     repeated = pc.index(pc.greater(counted.field("counts"), 1), True).as_py()
     if repeated >= 0:
@@ -177,7 +177,7 @@ def _load_judgements(section: EvaluationSection) -> Dataset:
 
 
 def _read_judgements(file: Path) -> Dataset:
-    """Not with datasets, which would read ids as numbers: 007 would become 7."""
+    """Judgements from a .tsv file, with ids as text; ``datasets`` would read 007 as 7."""
     try:
         with open(file, encoding="utf-8-sig", newline="") as lines:
             rows = list(csv.DictReader(lines, delimiter="\t"))
@@ -201,7 +201,7 @@ def _subsets(name: str) -> list[str]:
 
 def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, float]:
     """nDCG@10, MRR@10 and Recall@100 of exact MaxSim search, averaged over the judged queries."""
-    # Imported where it is used: ranx compiles for seconds when it is imported.
+    # ranx compiles for seconds when it is imported.
     from ranx import Qrels, Run, evaluate
 
     run = Run(retrieve(model, collection, batch_size))
@@ -235,8 +235,8 @@ def _results(collection: Collection, query: str, positions: list[int], scores: l
 def _is_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
     """Whether the document that has the id of a query is that query.
 
-    BEIR's evaluator goes by the id alone, which loses documents where queries and documents are numbered independently
-    of each other, as in Cranfield. ArguAna's documents have a title that the queries lack, SciDocs' queries are titles.
+    BEIR's evaluator compares ids only, and drops documents wrongly where queries and documents are numbered
+    independently, as in Cranfield. ArguAna's queries are documents without title; SciDocs' queries are titles.
     """
     if collection.judgements[query].get(query, 0) > 0:
         return False

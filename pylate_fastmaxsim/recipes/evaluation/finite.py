@@ -1,4 +1,4 @@
-"""Embeddings that are NaN or infinite, of which evaluators make metrics like any: a sort takes them in some order."""
+"""Detect embeddings that are NaN or infinite. Evaluators would sort their scores and report metrics as usual."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from pylate.models import ColBERT
 from torch import Tensor
 
-TEXTS_AT_ONCE = 64  # looked at together, so that there is neither a call for each nor a copy of all
+TEXTS_AT_ONCE = 64  # checked in one call
 
 
 class NotFiniteError(Exception):
@@ -20,7 +20,7 @@ class NotFiniteError(Exception):
 def require_finite(embeddings: Sequence[Tensor]) -> None:
     """Raise :class:`NotFiniteError` where an embedding of these texts or pages is NaN or infinite."""
     parts = (embeddings[first : first + TEXTS_AT_ONCE] for first in range(0, len(embeddings), TEXTS_AT_ONCE))
-    # One answer, since a GPU is waited for at each.
+    # One result, because each waits for the GPU.
     finite = [torch.cat([embedding.flatten() for embedding in part]).isfinite().all() for part in parts]
     if finite and not torch.stack(finite).all():
         raise NotFiniteError
@@ -28,7 +28,7 @@ def require_finite(embeddings: Sequence[Tensor]) -> None:
 
 @contextmanager
 def only_finite(model: ColBERT) -> Iterator[None]:
-    """Have ``model.encode`` look at what it gives, whoever calls it: PyLate's evaluators keep it to themselves."""
+    """Check what ``model.encode`` returns, also inside PyLate's evaluators."""
     encode = model.encode
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -40,4 +40,4 @@ def only_finite(model: ColBERT) -> Iterator[None]:
     try:
         yield
     finally:
-        del model.encode  # which is the method of its class again
+        del model.encode  # back to the method of the class

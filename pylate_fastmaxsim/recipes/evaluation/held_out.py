@@ -17,13 +17,13 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 
 NAME = "held-out"
 
-# Stock MaxSim holds the similarity of every query token and document token that it scores; evaluators are
-# given so many documents or rows at once that this stays below 2**27 fp32 values (512 MiB).
+# PyLate's evaluators hold the similarity of every query token and document token. They are given so many documents or
+# rows at once that this stays below 2**27 fp32 values (512 MiB).
 EVALUATION_SIMILARITIES = 2**27
 
 
 def evaluate_held_out(recipe: Recipe, model: ColBERT, held_out: Dataset) -> dict[str, float]:
-    """nDCG@10 and, of rows that have what it takes, ``kl_divergence`` from the teacher or ``accuracy`` of triplets."""
+    """nDCG@10, and ``kl_divergence`` for rows with teacher scores or ``accuracy`` for rows with negatives."""
     retrieval = retrieval_evaluator(recipe, held_out, model)
     metrics = {"ndcg@10": retrieval(model)[retrieval.primary_metric]}
     names = names_of_metrics(recipe, held_out)
@@ -35,7 +35,7 @@ def evaluate_held_out(recipe: Recipe, model: ColBERT, held_out: Dataset) -> dict
 
 
 def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
-    """What :func:`evaluate_held_out` finds out about a model."""
+    """The names of the metrics of :func:`evaluate_held_out`."""
     if recipe.loss.name == "distillation":
         return ["ndcg@10", "kl_divergence"]
     return ["ndcg@10", "accuracy"] if len(held_out.column_names) > 2 else ["ndcg@10"]
@@ -81,9 +81,9 @@ def kl_divergence(recipe: Recipe, held_out: Dataset, model: ColBERT) -> float:
     query_column, document_column, score_column = held_out.column_names
     options = {} if recipe.loss.normalize_scores is None else {"normalize_scores": recipe.loss.normalize_scores}
     evaluator = ColBERTDistillationEvaluator([], [], [], **_options(recipe), **options)
-    # PyLate says of no metric that it is the primary one, and then fails where the evaluator has a name.
+    # PyLate leaves it unset, and then fails for an evaluator with a name.
     evaluator.primary_metric = "kl_divergence"
-    # PyLate pads and scores all of its rows at once, so that it is given some at a time.
+    # PyLate pads and scores all rows at once, which would not fit into memory.
     rows_at_once, total = at_once(len(held_out[0][document_column]), model), 0.0
     for begin in range(0, len(held_out), rows_at_once):
         rows = held_out[begin : begin + rows_at_once]
@@ -98,7 +98,7 @@ def kl_divergence(recipe: Recipe, held_out: Dataset, model: ColBERT) -> float:
 
 
 def at_once(others: int, model: ColBERT) -> int:
-    """How many texts to score at a time, each with ``others`` of the other kind."""
+    """How many texts to score at a time, each against ``others`` texts."""
     return max(1, EVALUATION_SIMILARITIES // (others * model.query_length * model.document_length))
 
 

@@ -1,4 +1,4 @@
-"""Retrieval on sets of NanoBEIR, small parts of BEIR's, with PyLate's own evaluator."""
+"""Retrieval on NanoBEIR with PyLate's own evaluator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEY = "evaluation.nano_beir"
 
 
 def check_names(names: list[str]) -> None:
-    """Refuse names that PyLate does not know, which it takes in any case, and sets that would count twice."""
+    """Refuse unknown names and repeated sets. Upper and lower case are the same, as for PyLate."""
     for name in names:
         if name.lower() not in MAPPING_DATASET_NAME_TO_ID:
             raise RecipeError(f"{KEY} must name sets out of {', '.join(MAPPING_DATASET_NAME_TO_ID)}, got {name!r}.")
@@ -25,7 +25,7 @@ def check_names(names: list[str]) -> None:
 
 
 def load_nano_beir(section: EvaluationSection) -> NanoBEIREvaluator:
-    """PyLate's evaluator with all that ``evaluation.nano_beir`` names, loaded.
+    """PyLate's evaluator for the sets of ``evaluation.nano_beir``, which are loaded.
 
     Raises
     ------

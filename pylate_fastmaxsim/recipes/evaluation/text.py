@@ -13,7 +13,7 @@ from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 
 
 def evaluate(recipe: Recipe, model: ColBERT, data: RecipeData) -> dict[str, float]:
-    """Metrics by name, of whichever of the three there is."""
+    """Metrics by name, of the one of the three that the recipe has."""
     with only_finite(model):
         if data.collection is not None:
             return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)

@@ -34,10 +34,9 @@ def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
 def evaluate_pages(retriever: VisualRetriever, held_out: Dataset, batch_size: int) -> dict[str, float]:
     """nDCG@10 of the held-out queries over all held-out pages, scored by the processor of the model.
 
-    The relevant page of a query is its own, which others may have as well: pages are told apart by their pixels. A
-    query that stands in several rows has the pages of all of them.
+    Equal images are one page, and equal texts are one query, for which the pages of all its rows are relevant.
     """
-    # Imported where it is used: ranx compiles for seconds when it is imported.
+    # ranx compiles for seconds when it is imported.
     import ranx
 
     query_column, page_column, *_ = held_out.column_names
@@ -71,7 +70,7 @@ def _name(page: Image.Image) -> str:
 def _encode(
     model: nn.Module, items: Sequence[Any], process: Callable, batch_size: int, description: str
 ) -> list[Tensor]:
-    """Token vectors of each item, with rows of zeros where its batch was padded."""
+    """The token vectors of each item; rows of padding are zero."""
     model.eval()
     embeddings: list[Tensor] = []
     for batch in _batches(items, batch_size, description):

@@ -8,14 +8,14 @@ from pylate.models import ColBERT
 
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Of batches that are encoded and then scored together: PyLate sorts texts by length, so many pad little.
+# Batches encoded in one call: PyLate sorts the texts of a call by length, so more of them need less padding.
 BATCHES_AT_ONCE = 64
 
 
 def encode(
     model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False
 ) -> TokenBatch:
-    """Unit token embeddings as ``model.encode`` gives them: without padding and without skipped tokens."""
+    """The normalized token embeddings of ``model.encode``, without padding and skipped tokens."""
     embeddings = model.encode(
         list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=show_progress
     )

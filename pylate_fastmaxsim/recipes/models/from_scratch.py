@@ -25,7 +25,7 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-# What a size or an option that a model cannot have is met with, up to no memory for it.
+# What libraries raise for a size or an option that a model cannot have.
 BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
@@ -100,6 +100,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=8192,
-        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token types, which ModernBERT refuses
+        model_input_names=["input_ids", "attention_mask"],  # without token types, which ModernBERT refuses
         **SPECIAL_TOKENS,
     )

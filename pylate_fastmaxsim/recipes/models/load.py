@@ -30,7 +30,7 @@ def load_model(
 
 
 def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> Retriever:
-    """The model of a section with the weights of a checkpoint of its training."""
+    """The model of a section, with the weights of a checkpoint of its training."""
     return _load(section, device, 0, "output_dir", checkpoint)
 
 
@@ -42,7 +42,7 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
         model = kind.load(section, device, key, checkpoint)
     except RecipeError:
         raise
-    except Exception as error:  # weights, tokenizer and configuration are read by libraries with errors of their own
+    except Exception as error:  # each library that reads the files has its own errors
         raise model_failure(key, loaded, error) from error
     if is_empty(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
@@ -50,25 +50,25 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
 
 
 def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
-    """The sentence for an error of the libraries that load the model that ``key`` names."""
+    """A RecipeError for an error that a library raised while it loaded the model of ``key``."""
     name = section.name_or_path
-    # Of a file that may not be read they say that it is not there, or that there is no tokenizer.
+    # The libraries call an unreadable file missing, or say that there is no tokenizer.
     files = [path for depth in ("*", "*/*") for path in Path(name).glob(depth) if path.suffix in MODEL_FILES]
     if file := next((path for path in files if not os.access(path, os.R_OK)), None):
         return RecipeError(f"{key} {name} cannot be loaded: {file} cannot be read.")
-    if file := next(filter(_is_cut, files), None):  # of which safetensors does not say the name
+    if file := next(filter(_is_cut, files), None):  # safetensors does not name the file
         return RecipeError(
             f"{key} {name} cannot be loaded: {file} is not whole, as after a download that was cut short or a clone "
             "without Git LFS."
         )
     if lacks_tokenizer(section):
         return RecipeError(NO_TOKENIZER.format(key, name))
-    reason = repr(error) if isinstance(error, KeyError) else first_line(error)  # it says no more than the key
+    reason = repr(error) if isinstance(error, KeyError) else first_line(error)  # its text is only the key
     return RecipeError(f"{key} {name} cannot be loaded: {reason}")
 
 
 def _is_cut(file: Path) -> bool:
-    """Whether a file of weights has another size than it begins with, or does not begin as one."""
+    """Whether a safetensors file is incomplete or not one at all."""
     if file.suffix != ".safetensors":
         return False
     try:
@@ -79,7 +79,7 @@ def _is_cut(file: Path) -> bool:
 
 
 def lacks_tokenizer(section: ModelSection) -> bool:
-    """Whether the model is there and its tokenizer is not: transformers says so in many ways, none of them plain."""
+    """Whether the configuration can be loaded and the tokenizer cannot; transformers has no clear error for that."""
     options = {"trust_remote_code": section.trust_remote_code}
     try:
         AutoConfig.from_pretrained(section.name_or_path, **options)
@@ -93,5 +93,5 @@ def lacks_tokenizer(section: ModelSection) -> bool:
 
 
 def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it knows nothing but special tokens: transformers 5 makes such a one up where a model has none."""
+    """Whether a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}

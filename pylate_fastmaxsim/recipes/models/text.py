@@ -34,7 +34,7 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
     _check_embedding_size(section, model, key)
     check_lengths(section, model)
     config = model[0].auto_model.config
-    # transformers drops them without a word.
+    # transformers ignores them silently.
     if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
         log_once(
             "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
@@ -48,7 +48,7 @@ def tokenizer_of(model: models.ColBERT) -> PreTrainedTokenizerBase:
 
 
 def new_colbert(section: ModelSection, device: torch.device | str) -> models.ColBERT:
-    """PyLate's model with the arguments of a section, as it is loaded."""
+    """``pylate.models.ColBERT`` with the arguments of a section."""
     return models.ColBERT(
         model_name_or_path=section.name_or_path,
         device=str(device),
@@ -63,13 +63,13 @@ def new_colbert(section: ModelSection, device: torch.device | str) -> models.Col
 
 
 def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str) -> None:
-    """Refuse a size to which PyLate has added a projection with random weights behind a trained one of another size.
+    """Refuse a size for which PyLate has added a random projection after a trained one of another size.
 
-    It warns of that, which the commands do not show.
+    PyLate only warns, and the commands do not show that warning.
     """
     if section.embedding_size is None or len(model) <= 2:
-        return  # an encoder with one projection, which is the checkpoint's or was added because it has none
-    own = new_colbert(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several itself
+        return  # one projection, of the checkpoint or added because it has none
+    own = new_colbert(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several of its own
     if len(own) < len(model):
         size = own[-1].out_features
         raise RecipeError(
@@ -79,13 +79,13 @@ def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str
 
 
 def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
-    """Refuse lengths that the encoder has no positions for: PyLate pads to them, whatever the texts are.
+    """Refuse lengths beyond the encoder's positions.
 
-    A table of positions ends. Rotary positions do not, and documents longer than the encoder was made for are in use;
-    queries are not, and PyLate pads every query.
+    Learned positions limit queries and documents. Rotary positions limit only queries, which PyLate pads to their
+    length: documents longer than the encoder was trained for are common.
     """
     encoder = model[0].auto_model
-    # Of RoBERTa and its kin the positions of a text begin behind that of padding.
+    # In RoBERTa the positions of a text begin after that of padding.
     learned = [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         for name, table in encoder.named_modules()

@@ -76,22 +76,21 @@ def _lora(section: LoraSection) -> LoraConfig:
 
 
 def work_around_transformers(model: PreTrainedModel) -> None:
-    """Let a model of colpali-engine 0.3.18 be trained and saved under transformers 5.3, stock and fast alike."""
-    # The renaming of old checkpoints is applied backwards on saving, and what is written then cannot be read back.
+    """Work around bugs of colpali-engine 0.3.18 with transformers 5.3, stock and fast alike."""
+    # Saved under the original names, weights could not be loaded again.
     model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     if isinstance(model, models.ColPali):
-        # colpali-engine ties the weights of the text model only; the head of words, which it does not use, is left
-        # without any, and cannot be moved to a GPU.
+        # colpali-engine leaves the unused language model head untied, without weights that could move to a GPU.
         model.model.tie_weights()
-    # Not a hook: adapters call forward itself.
+    # Not a hook: adapters call forward directly.
     model.forward = partial(_forward, model)
 
 
 def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(model, models.ColQwen2):
-        # Texts are shifted by the offsets of the last batch of images, which fails if that had another size.
+        # Otherwise positions of texts use the offsets of the last batch of images, and fail if its size differs.
         model.rope_deltas = None
     else:
-        # In training the type of every token must be given; 0, the prompt, is what a query has in evaluation.
+        # Required in training; 0 (prompt) is also what queries have in evaluation.
         kwargs.setdefault("token_type_ids", torch.zeros_like(kwargs["input_ids"]))
     return type(model).forward(model, *args, **kwargs)
