@@ -6,6 +6,8 @@ import errno
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ pytest.importorskip("pylate")
 
 import torch
 from recipe_runs import command, interrupt, same_model
-from tiny_recipe import text, tiny, write
+from tiny_recipe import fell_back, text, tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -33,6 +35,19 @@ def ending_with(error: BaseException):
         raise error
 
     return function
+
+
+@pytest.mark.e2e
+@pytest.mark.smoke
+def test_the_command_trains_saves_and_evaluates(tmp_path):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 4}, fast={"enabled": True}))
+    arguments = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file), "--set", "name=first"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not fell_back(done.stdout + done.stderr), done.stderr[-2000:]
+    assert "first: trained" in done.stdout
+    result = json.loads((tmp_path / "out" / "train.json").read_text())
+    assert result["fast"]["enabled"] and len(result["losses"]) == result["steps"] == 4 and result["ndcg@10"] > 0
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
