@@ -20,7 +20,7 @@ from pylate_fastmaxsim.recipes.mining import resumable, teacher
 RANK = int(os.environ["RANK"])
 folder, failing = Path(sys.argv[1]), sys.argv[2]
 written = []
-write = resumable.write_whole
+write = resumable.write_atomically
 
 
 def noting(file: Path, writer) -> None:
@@ -36,7 +36,7 @@ def load_late(file: Path) -> np.ndarray:
     return np.load(file)
 
 
-resumable.write_whole = noting
+resumable.write_atomically = noting
 if RANK == 1 and failing == "late":
     teacher.np = SimpleNamespace(**vars(np) | {"load": load_late})
 apart = ["--set", f"data.name={folder / 'apart'}"] if RANK == 1 and failing == "apart" else []

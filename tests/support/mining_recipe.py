@@ -62,7 +62,7 @@ def written_to(folder: Path, recipe: Recipe) -> Path:
 
 def mine_but_stop(recipe: Recipe, stage: str, after: int, monkeypatch, resume: bool = True) -> list[str]:
     """Mine until so many parts of a stage are written; their names."""
-    write, seen = resumable.write_whole, []
+    write, seen = resumable.write_atomically, []
 
     def interrupting(file, writer):
         if file.name.startswith(stage):
@@ -72,7 +72,7 @@ def mine_but_stop(recipe: Recipe, stage: str, after: int, monkeypatch, resume: b
         write(file, writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resumable, "write_whole", interrupting)
+        patch.setattr(resumable, "write_atomically", interrupting)
         with pytest.raises(KeyboardInterrupt):
             mining_mine.mine(recipe, resume)
     return seen
@@ -80,9 +80,11 @@ def mine_but_stop(recipe: Recipe, stage: str, after: int, monkeypatch, resume: b
 
 def parts_written(recipe: Recipe, monkeypatch) -> list[str]:
     """Mine; the stages of the parts that are computed."""
-    write, written = resumable.write_whole, []
+    write, written = resumable.write_atomically, []
     with monkeypatch.context() as patch:
-        patch.setattr(resumable, "write_whole", lambda file, writer: (written.append(file.name), write(file, writer)))
+        patch.setattr(
+            resumable, "write_atomically", lambda file, writer: (written.append(file.name), write(file, writer))
+        )
         mining_mine.mine(recipe)
     return [name.partition("-")[0] for name in written if not name.startswith("settings")]
 

@@ -25,7 +25,7 @@ from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
@@ -97,7 +97,7 @@ def compare(
     _require_trainable(recipe)
     directory = Path(recipe.output_dir)
     taken = f"output_dir: another command compares in {directory}; wait until it ends, or choose another folder."
-    with only_command("output_dir", directory, LOCK_FILE, taken):
+    with hold_lock("output_dir", directory, LOCK_FILE, taken):
         return _compare(recipe, directory, on_progress, batch_sizes, begun)
 
 

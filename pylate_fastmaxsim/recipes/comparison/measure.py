@@ -26,7 +26,7 @@ from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.files.write import write_whole_text
+from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.models.load import load_model
@@ -216,4 +216,4 @@ def main() -> None:
     except RecipeError as error:
         sys.exit(str(error))  # the last line of the log, which the parent quotes
     # Atomic: the parent would read a partial result of a run that was killed.
-    write_whole_text(arguments.result, json.dumps(result))
+    write_text_atomically(arguments.result, json.dumps(result))

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pylate_fastmaxsim.recipes.files.write import write_whole_text
+from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 
 
 def without_nan(value: Any) -> Any:
@@ -28,4 +28,4 @@ def without_nan(value: Any) -> Any:
 
 def write_json(file: Path, value: Any) -> None:
     """Write a value without NaN and infinity; the file appears when it is complete."""
-    write_whole_text(file, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text_atomically(file, json.dumps(value, indent=2, allow_nan=False) + "\n")

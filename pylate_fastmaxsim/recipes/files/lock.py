@@ -20,7 +20,7 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextmanager
-def only_command(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
+def hold_lock(key: str, directory: Path, name: str, sentence: str) -> Iterator[None]:
     """Hold the lock file ``name`` in ``directory``, which is made if need be.
 
     The end removes the lock file, and those folders made for it that are still empty.

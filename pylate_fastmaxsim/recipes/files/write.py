@@ -27,19 +27,19 @@ def make_directory(key: str, directory: Path) -> list[Path]:
     return missing
 
 
-def write_whole(file: Path, write: Callable[[str], Any]) -> None:
+def write_atomically(file: Path, write: Callable[[str], Any]) -> None:
     """Write a file: ``write`` gets a scratch name, which becomes ``file`` when it returns."""
     scratch = file.with_name(f"writing-{file.name}")
     write(str(scratch))
     os.replace(scratch, file)
 
 
-def write_whole_text(file: Path, text: str) -> None:
+def write_text_atomically(file: Path, text: str) -> None:
     """The same for a text."""
-    write_whole(file, lambda scratch: Path(scratch).write_text(text, encoding="utf-8"))
+    write_atomically(file, lambda scratch: Path(scratch).write_text(text, encoding="utf-8"))
 
 
-def write_whole_folder(folder: Path, write: Callable[[Path], Any]) -> None:
+def replace_folder(folder: Path, write: Callable[[Path], Any]) -> None:
     """Replace a folder by the one that ``write`` makes under a scratch name; if ``write`` fails, nothing changes."""
     scratch = folder.with_name(f"writing-{folder.name}")
     shutil.rmtree(scratch, ignore_errors=True)

@@ -18,7 +18,7 @@ from pylate_fastmaxsim.recipes.config.parse import with_defaults
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.negatives import hard_negatives, lowest_positive_scores, search_documents
@@ -74,8 +74,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
         output = output.resolve()
     unfinished = output.with_name(output.name + ".unfinished")
     mined = f"data.name: {output} is being mined by another command; wait until it ends, or choose another folder."
-    only = only_command("data.name", unfinished, LOCK_FILE, mined)
-    with only if processes.is_main_process else nullcontext():
+    lock = hold_lock("data.name", unfinished, LOCK_FILE, mined)
+    with lock if processes.is_main_process else nullcontext():
         try:
             return _mine(recipe, resume, device, processes, output, unfinished)
         except (RuntimeError, MemoryError) as error:

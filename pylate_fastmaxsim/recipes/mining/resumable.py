@@ -14,7 +14,7 @@ import numpy as np
 from accelerate import PartialState
 from tqdm import tqdm
 
-from pylate_fastmaxsim.recipes.files.write import write_whole, write_whole_text
+from pylate_fastmaxsim.recipes.files.write import write_atomically, write_text_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Work:
         with bar:
             for number in own:
                 result = compute(parts[number], bar)
-                write_whole(files[number], functools.partial(_save, result))
+                write_atomically(files[number], functools.partial(_save, result))
         self.processes.wait_for_everyone()
         return files
 
@@ -88,7 +88,7 @@ class Work:
                 stage,
                 ", ".join(changed),
             )
-        write_whole_text(record, json.dumps(settings))
+        write_text_atomically(record, json.dumps(settings))
 
 
 def _without_digests(settings: dict[str, Any]) -> dict[str, Any]:

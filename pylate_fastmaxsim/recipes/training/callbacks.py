@@ -64,7 +64,7 @@ class ShuffleByEpoch(TrainerCallback):
             train_dataloader.set_epoch(int(state.epoch))
 
 
-class StepsAsAsked(TrainerCallback):
+class IntervalsOfRecipe(TrainerCallback):
     """Saves and logs at the intervals of the recipe; the trainer would take those of the checkpoint."""
 
     def on_train_begin(

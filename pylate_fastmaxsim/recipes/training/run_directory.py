@@ -12,7 +12,7 @@ from pylate_fastmaxsim.recipes.config.parse import build, with_defaults
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.config.yaml_text import read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.write import make_directory, write_whole_text
+from pylate_fastmaxsim.recipes.files.write import make_directory, write_text_atomically
 from pylate_fastmaxsim.recipes.training.checkpoints import (
     checkpoints_in,
     last_checkpoint,
@@ -53,7 +53,7 @@ FREE_TO_CHANGE = {
 }
 
 
-def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> tuple[Path | None, Recipe]:
+def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: int) -> tuple[Path | None, Recipe]:
     """Find the checkpoint to go on from, and record the recipe of this run of ``processes`` processes.
 
     Returns
@@ -92,7 +92,7 @@ def open_output(recipe: Recipe, resume: bool, writes: bool, processes: int) -> t
         make_directory("output_dir", directory)
         if not resume:
             remove_checkpoints(directory)
-        write_whole_text(record, dump_recipe(trained_with))
+        write_text_atomically(record, dump_recipe(trained_with))
     return checkpoint, trained_with
 
 

@@ -21,7 +21,7 @@ from pylate_fastmaxsim.recipes.training.epochs import batches_done
 
 
 @contextmanager
-def loaded_whole(arguments: TrainingArguments) -> Iterator[None]:
+def unsharded_loading(arguments: TrainingArguments) -> Iterator[None]:
     """Load models whole within this block. DeepSpeed would shard them while reading; the trainer shards them later."""
     plugin = arguments.deepspeed_plugin
     if plugin is None:
@@ -50,7 +50,7 @@ def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
         )
 
 
-class Undivided:
+class WholeModelMixin:
     """Gives a trainer ``_whole``: a copy of the model from before sharding, into which gathered weights are loaded.
 
     Only the main process has it, and only where the model is sharded.
@@ -71,7 +71,7 @@ class Undivided:
             zero["stage3_gather_16bit_weights_on_model_save"] = True
 
     @property
-    def divided(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the trainer's model cannot be saved as it is: weights are shards, or lie in DeepSpeed's buffers."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
@@ -95,7 +95,7 @@ class Undivided:
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
-class RecipeTrainer(Undivided, SentenceTransformerTrainer):
+class RecipeTrainer(WholeModelMixin, SentenceTransformerTrainer):
     """Saves, resumes and returns whole models, also under FSDP and DeepSpeed, and goes on with the next batch.
 
     The trainer of Sentence Transformers saves the model as the process sees it. Under FSDP and ZeRO 3 that is a shard;
@@ -104,7 +104,7 @@ class RecipeTrainer(Undivided, SentenceTransformerTrainer):
 
     def whole_model(self) -> ColBERT | None:
         """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
-        if not self.divided:
+        if not self.is_sharded:
             return self.model
         weights = self._gathered()
         return self._filled(weights).to(self.args.device) if self.args.should_save else None
@@ -115,7 +115,7 @@ class RecipeTrainer(Undivided, SentenceTransformerTrainer):
         return self._whole
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self.divided:
+        if not self.is_sharded:
             super()._save(output_dir, state_dict)
             return
         own = self.model

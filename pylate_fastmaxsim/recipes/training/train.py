@@ -17,21 +17,21 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
-from pylate_fastmaxsim.recipes.files.lock import only_command
-from pylate_fastmaxsim.recipes.files.write import write_whole_folder
+from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files.write import replace_folder
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
-from pylate_fastmaxsim.recipes.training.callbacks import ShuffleByEpoch, StepsAsAsked, StopOnInterrupt
+from pylate_fastmaxsim.recipes.training.callbacks import IntervalsOfRecipe, ShuffleByEpoch, StopOnInterrupt
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint, trained_state
 from pylate_fastmaxsim.recipes.training.epochs import FinishByEpochs, RefuseUnevenEpochs
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recipe, restore_card_metadata
 from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY, open_output
-from pylate_fastmaxsim.recipes.training.sharded import loaded_whole, require_reduced_once
+from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY, open_run_directory
+from pylate_fastmaxsim.recipes.training.sharded import require_reduced_once, unsharded_loading
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
 logger = logging.getLogger(__name__)
@@ -77,22 +77,22 @@ def train(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     taken = (
         f"output_dir: {directory} is being trained in by another command; wait until it ends, or choose another folder."
     )
-    only = only_command("output_dir", directory, LOCK_FILE, taken)
-    with only if arguments.should_save else nullcontext():
+    lock = hold_lock("output_dir", directory, LOCK_FILE, taken)
+    with lock if arguments.should_save else nullcontext():
         return _train(recipe, resume, arguments, why_off)
 
 
 def _train(
     recipe: Recipe, resume: bool, arguments: SentenceTransformerTrainingArguments, why_off: str | None
 ) -> dict[str, Any]:
-    with arguments.main_process_first(local=False), loaded_whole(arguments):
+    with arguments.main_process_first(local=False), unsharded_loading(arguments):
         goes_on = resume and last_checkpoint(recipe) is not None
         prepared = prepare(recipe, anew=not goes_on and arguments.should_save)
         data = load_data(prepared)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
         # As in force: the environment may switch the plugin off.
         in_force = replace(recipe, fast=replace(recipe.fast, enabled=why_off is None))
-        checkpoint, trained_with = open_output(in_force, resume, arguments.should_save, arguments.world_size)
+        checkpoint, trained_with = open_run_directory(in_force, resume, arguments.should_save, arguments.world_size)
     with switched(recipe.fast):
         state = trained_state(checkpoint)
         if state is None:
@@ -100,7 +100,7 @@ def _train(
             state = _run_trainer(trained_with, trainer, checkpoint)
             model = trainer.whole_model()
         else:
-            with loaded_whole(arguments):
+            with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
             if backend(recipe.model, __package__).CARD_HAS_TRAINING:
                 trainer = build_trainer(trained_with, model, data.train, arguments, SentenceTransformerTrainer)
@@ -146,7 +146,7 @@ def _evaluate_saved(recipe: Recipe, prepared: Recipe, model: Retriever, data: Re
 
 def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> TrainerState:
     interrupt = StopOnInterrupt()
-    own = (StepsAsAsked(), RefuseUnevenEpochs(), ShuffleByEpoch(), FinishByEpochs(), NameRecipe(recipe))
+    own = (IntervalsOfRecipe(), RefuseUnevenEpochs(), ShuffleByEpoch(), FinishByEpochs(), NameRecipe(recipe))
     for callback in (interrupt, *own):
         trainer.add_callback(callback)
     try:
@@ -176,7 +176,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
         # Its metrics are those of the earlier model.
         (directory / RESULT_FILE).unlink(missing_ok=True)
 
-    write_whole_folder(directory / MODEL_DIRECTORY, write)
+    replace_folder(directory / MODEL_DIRECTORY, write)
     _write_result(recipe, result)
 
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection
 from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
-from pylate_fastmaxsim.recipes.training.sharded import Undivided
+from pylate_fastmaxsim.recipes.training.sharded import WholeModelMixin
 
 HOST = "colpali-engine"
 # The collator needs the images; with adapters the inputs of a layer have no gradient.
@@ -53,7 +53,7 @@ def build_trainer(
     )
 
 
-class PageTrainer(Undivided, ContrastiveTrainer):
+class PageTrainer(WholeModelMixin, ContrastiveTrainer):
     """colpali-engine's trainer, which hands back whole models, also under FSDP and DeepSpeed."""
 
     def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
@@ -62,7 +62,7 @@ class PageTrainer(Undivided, ContrastiveTrainer):
 
     def whole_model(self) -> VisualRetriever | None:
         """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
-        if not self.divided:
+        if not self.is_sharded:
             return self._retriever
         weights = self._gathered()
         if not self.args.should_save:

@@ -22,7 +22,7 @@ from sentence_transformers import CrossEncoder
 from tiny_recipe import hub_dataset, text
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining import dataset as mining_dataset
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
@@ -186,7 +186,7 @@ def test_the_command_says_what_is_mined_and_what_is_kept(encoder, teacher, tmp_p
             patch.setattr(mining_mine, "lowest_positive_scores", failing)
             done = command("mine", file)
         assert (done.exit_code, done.stderr.strip().splitlines()[-1]) == expected
-    with only_command("data.name", tmp_path / "mined.unfinished", mining_mine.LOCK_FILE, ""):
+    with hold_lock("data.name", tmp_path / "mined.unfinished", mining_mine.LOCK_FILE, ""):
         done = command("mine", file)
     assert (done.exit_code, done.stderr) == (
         2,

@@ -19,12 +19,12 @@ from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files import write as files_write
-from pylate_fastmaxsim.recipes.files.lock import only_command
+from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import checkpoints
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
-from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, open_output
+from pylate_fastmaxsim.recipes.training.run_directory import RECIPE_FILE, open_run_directory
 
 # The record that 0.1.0 wrote of the tiny recipe.
 RECIPE_OF_0_1_0 = """\
@@ -121,7 +121,7 @@ def test_machines_without_a_common_disk_are_refused(trained, tmp_path):
     checkpoint = tmp_path / "out" / "checkpoint-4"
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     with pytest.raises(RecipeError, match="has the random states of 1 processes, and this run has 2; start as many"):
-        open_output(load_recipe(trained), True, writes=True, processes=2)
+        open_run_directory(load_recipe(trained), True, writes=True, processes=2)
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -142,7 +142,7 @@ def test_a_process_of_another_machine_does_not_judge_what_is_on_its_disk(tmp_pat
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
     (tmp_path / "out" / "checkpoint-4").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-4" / "rng_state_1.pth").touch()
-    assert open_output(recipe, True, writes=False, processes=2)[0] is None
+    assert open_run_directory(recipe, True, writes=False, processes=2)[0] is None
 
 
 def test_copies_of_checkpoints_are_neither_continued_nor_removed(trained, tmp_path):
@@ -194,13 +194,13 @@ def test_the_record_is_replaced_when_the_new_one_is_complete(trained, tmp_path, 
     before = (tmp_path / "out" / RECIPE_FILE).read_text()
     monkeypatch.setattr(files_write.os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        open_output(load_recipe(trained, ["name=other"]), True, writes=True, processes=1)
+        open_run_directory(load_recipe(trained, ["name=other"]), True, writes=True, processes=1)
     assert (tmp_path / "out" / RECIPE_FILE).read_text() == before
 
 
 def test_a_second_command_is_refused_while_the_first_trains(tmp_path):
     file, out = write(tmp_path, tiny(tmp_path)), tmp_path / "out"
-    with only_command("output_dir", out, training.LOCK_FILE, ""):
+    with hold_lock("output_dir", out, training.LOCK_FILE, ""):
         done = command("train", file)
         assert [path.name for path in out.iterdir()] == [training.LOCK_FILE]
     assert (done.exit_code, done.stderr) == (
@@ -217,7 +217,7 @@ def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeyp
             raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("pylate_fastmaxsim.recipes.files.lock.FileLock", Unsupported)
-    with only_command("output_dir", tmp_path / "out", "lock", ""):
+    with hold_lock("output_dir", tmp_path / "out", "lock", ""):
         pass
     assert caplog.messages == [
         f"{tmp_path}/out is on a file system without locks: do not start a second command that writes it."
