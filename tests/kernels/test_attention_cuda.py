@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import case, definition, distances, gradient_of
+from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
 from on_gpu import no_waiting
 from pylate import losses
-from test_encode_cuda import _assert_as_exact, _batch, _losses, stock  # noqa: F401
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
@@ -145,7 +145,7 @@ def test_in_the_place_of_flash_attention(chosen):
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_losses_and_gradients(encoder, chosen, stock, compiled, checkpointing, loss_class, options):  # noqa: F811
+def test_losses_and_gradients(encoder, chosen, compiled, checkpointing, loss_class, options):  # noqa: F811
     from models import load_model
 
     model = load_model(
@@ -153,10 +153,10 @@ def test_losses_and_gradients(encoder, chosen, stock, compiled, checkpointing, l
         document_length=48,
         device="cuda",
     )
-    batches = [_batch(model, seed, count) for seed, count in ((0, 16), (5, 9))]
-    expected = stock(model, batches, loss_class, **options)
+    batches = [batch_of(model, seed, count) for seed, count in ((0, 16), (5, 9))]
+    expected = stock_losses(model, batches, loss_class, **options)
     if checkpointing:
         model[0].auto_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     pylate_fastmaxsim.enable(compile=compiled)
-    _assert_as_exact(_losses(model, batches, loss_class, **options), expected)
+    assert_as_exact(losses_of(model, batches, loss_class, **options), expected)
     assert chosen

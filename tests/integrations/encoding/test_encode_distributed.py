@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import equivalence, mask_changes, modes
-from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
 pytestmark = pytest.mark.process
 
@@ -170,26 +170,6 @@ def _without_the_others(folder: str) -> None:
         dist.barrier()
 
 
-def _apart(folder: str) -> None:
-    """Each rank trains a model in a group of its own, though DistributedDataParallel has buffers to broadcast."""
-    groups = [dist.new_group([rank]) for rank in range(RANKS)]
-    group = groups[dist.get_rank()]
-    core = load_model(f"{folder}/modernbert").double()
-    both = dist.new_group(list(range(RANKS)))
-    assert group_in_step(DistributedDataParallel(core, process_group=both), backwards=True) is both
-    model = DistributedDataParallel(core, process_group=group, broadcast_buffers=True)
-    batch = batch_of(core, dist.get_rank())
-    stock = losses.Contrastive(model)([dict(column) for column in batch]).item()
-    pylate_fastmaxsim.enable(stock_masking=True)
-    for turn in range(RANKS):
-        if dist.get_rank() == turn:
-            for loss in (losses.Contrastive(model), losses.CachedContrastive(model, mini_batch_size=2)):
-                found = loss([dict(column) for column in batch])
-                found.backward()
-                assert found.item() == pytest.approx(stock, rel=1e-8)
-        dist.barrier()
-
-
 class _Scale(torch.nn.Module):
     """Of queries only: a weight that the last call of the encoder, which is of documents, does without."""
 
@@ -295,7 +275,6 @@ CASES = {
         _unbuffered, score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)
     ),
     "one validates": _without_the_others,
-    "groups of their own": _apart,
     "static graph": _static_graph,
     "too few documents": _too_few_to_divide((2, 9), packed=False),
     # Queries so long that each is a mini-batch of its own, as documents are not.

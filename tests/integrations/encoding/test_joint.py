@@ -57,15 +57,19 @@ def assert_as_stock(model, batch, *args):
     torch.testing.assert_close(step(model, batch, *args), expected, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("queries", [EXPANDED, ATTENDED, PLAIN], ids=["expanded", "attended", "plain"])
 @pytest.mark.parametrize(
-    ("family", "collate"),
-    [("modernbert", collated), ("modernbert", features), ("bert", collated), ("xlm-roberta", collated)],
+    ("family", "queries", "collate"),
+    [
+        ("modernbert", EXPANDED, features),
+        *(("modernbert", queries, collated) for queries in (EXPANDED, ATTENDED, PLAIN)),
+        ("bert", EXPANDED, collated),
+        ("xlm-roberta", EXPANDED, collated),
+    ],
 )
 def test_losses_and_gradients_are_those_of_stock_in_one_call(encoder, packed, family, queries, collate):
     model = load(encoder, family, **queries)
     pylate_fastmaxsim.enable()
-    for seed, count in ((0, 6), (10, 1), (20, 9)):
+    for seed, count in ((0, 6), (10, 1)):
         batch = batch_of(model, seed, count, collate)
         assert_as_stock(model, batch)
         assert calls_of(model, partial(step, model, batch)) == 1

@@ -24,15 +24,6 @@ class Cutting(Behind):
         return features
 
 
-class Renaming(Behind):
-    """Leaves tokens that PyLate's skiplist knows in the place of others."""
-
-    def change(self, features):
-        ids = features["input_ids"]
-        features["input_ids"] = torch.where(ids % 3 == 0, self.skipped, ids)
-        return features
-
-
 class PruningInPlace(Behind):
     def change(self, features):
         features["attention_mask"][:, 3::4] = 0
@@ -64,7 +55,6 @@ class Cloning(Behind):
 def behind(kind):
     def change(model):
         model[1] = kind(model[1])
-        model[1].skipped = model.skiplist[0]
 
     return change
 
@@ -80,7 +70,6 @@ def before(model):
 CHANGES = {
     "pruned": behind(Pruning),
     "cut": behind(Cutting),
-    "renamed": behind(Renaming),
     "masked before": before,
     "pruned in place": behind(PruningInPlace),
 }

@@ -82,18 +82,6 @@ def test_what_is_decided_in_the_first_pass_holds_in_the_second(model, packed, em
     assert_passes_alike(embedded)
 
 
-def test_switched_off_between_the_passes(encoder, packed):
-    model = load(encoder("bert"))
-    loss = CACHED(model, mini_batch_size=3)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable()
-    model.zero_grad(set_to_none=True)
-    value = loss(batch_of(model))
-    pylate_fastmaxsim.disable()
-    value.backward()
-    assert_equal(found(model, value), stock)
-
-
 def test_options_that_change_between_the_passes(encoder, packed):
     """Which puts encoders back that were prepared for packed texts."""
     model = load(encoder("bert"))

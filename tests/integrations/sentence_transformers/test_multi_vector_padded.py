@@ -138,33 +138,6 @@ def test_texts_without_a_token_that_is_attended_to(model, mode):
     assert not ours["attention_mask"].any()
 
 
-def said(model: MultiVectorEncoder, features: dict) -> str:
-    try:
-        model(dict(features), task="document")
-    except Exception as error:
-        return repr(error)
-    return "nothing"
-
-
-def test_no_texts_are_left_to_sentence_transformers(model, mode):
-    features = model.preprocess(POSITIVES, task="document")
-    features |= {key: features[key][:0] for key in ("input_ids", "token_type_ids", "attention_mask")}
-    stock = said(model, features)
-    pylate_fastmaxsim.enable()
-    assert said(model, features) == stock
-
-
-def test_keywords_stand_in_for_features(model, mode):
-    model.module_kwargs = {"0": ["attention_mask"]}
-    features = model.preprocess(POSITIVES, task="document")
-    attended = features["attention_mask"].bool()
-    shorter = attended & (torch.arange(attended.shape[1]) < 5)
-    stock = model(dict(features), task="document", attention_mask=shorter)["token_embeddings"]
-    pylate_fastmaxsim.enable()
-    ours = model(dict(features), task="document", attention_mask=shorter)["token_embeddings"]
-    torch.testing.assert_close(ours[attended], stock[attended])
-
-
 def copied(module: nn.Module) -> nn.Module:
     """What DataParallel makes for one step."""
     copy = module._replicate_for_data_parallel()

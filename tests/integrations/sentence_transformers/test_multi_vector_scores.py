@@ -36,29 +36,23 @@ MASKS = {"a_mask": QUERIES_MASK, "b_mask": DOCUMENTS_MASK}
 GROUP_MASKS = {"queries_mask": QUERIES_MASK, "documents_mask": GROUPS_MASK}
 
 FAST = [
-    (util.maxsim, (QUERIES, DOCUMENTS), {}),
     (util.maxsim, (QUERIES, DOCUMENTS), MASKS),
     (util.maxsim, (QUERIES, DOCUMENTS), {**MASKS, "length_normalize": True, "chunk_elements": 9}),
     (util.maxsim, (QUERIES, DOCUMENTS), {**MASKS, "b_mask": DOCUMENTS_MASK.float()}),
     (util.maxsim, (QUERIES, DOCUMENTS), {"b_mask": DOCUMENTS_MASK[:1].long()}),
     (util.maxsim, (PADDED, -PADDED), {"length_normalize": True}),
     (util.maxsim, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {}),
-    (util.maxsim, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {"length_normalize": True}),
     (util.maxsim, (RAGGED_QUERIES[1], RAGGED_DOCUMENTS), {"length_normalize": True}),
     (util.maxsim, (QUERIES[0], DOCUMENTS), {"a_mask": QUERIES_MASK[1], "length_normalize": True}),
     (util.maxsim, ([query.numpy() for query in QUERIES], DOCUMENTS.numpy()), {}),
     (util.maxsim, (QUERIES.double(), DOCUMENTS.double()), MASKS),
-    (util.maxsim, (QUERIES, DOCUMENTS), {"device": "cpu"}),
     (util.mean_maxsim, (QUERIES, DOCUMENTS), MASKS),
-    (util.maxsim_pairwise, (QUERIES, DOCUMENTS[:3]), {}),
     (util.maxsim_pairwise, (QUERIES, DOCUMENTS[:3]), {"a_mask": QUERIES_MASK, "b_mask": DOCUMENTS_MASK[:3]}),
     (util.maxsim_pairwise, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {"length_normalize": True}),
     (util.mean_maxsim_pairwise, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {}),
-    (scoring.colbert_scores, (QUERIES, GROUPS), {}),
     (scoring.colbert_scores, (QUERIES, GROUPS), GROUP_MASKS),
     (scoring.colbert_scores, (QUERIES[:2], GROUPS), {**GROUP_MASKS, "queries_mask": QUERIES_MASK[:2]}),
     (scoring.mean_colbert_scores, (QUERIES, GROUPS), GROUP_MASKS),
-    (scoring.colbert_kd_scores, (QUERIES, GROUPS), {}),
     (scoring.colbert_kd_scores, (QUERIES, GROUPS), GROUP_MASKS),
     (scoring.mean_colbert_kd_scores, (QUERIES, GROUPS), GROUP_MASKS),
     (scoring.colbert_kd_scores, (QUERIES.tolist(), GROUPS.tolist()), {}),
@@ -67,11 +61,10 @@ FAST = [
         (function, (QUERIES, GROUPS), {**masks, "top_k": top_k})
         for function in (scoring.xtr_scores, scoring.xtr_kd_scores)
         for masks in ({}, GROUP_MASKS)
-        for top_k in (1, 5, 40, 1000)
+        for top_k in (5, 1000)
     ),
     (scoring.xtr_scores, (PADDED, -PADDED[:, None]), {"top_k": 9, "chunk_elements": 50}),
     (scoring.xtr_scores, (QUERIES[:2], GROUPS), {**GROUP_MASKS, "queries_mask": QUERIES_MASK[:2]}),
-    (scoring.xtr_scores, (QUERIES.tolist(), GROUPS.tolist()), {"top_k": 5}),
     (scoring.xtr_scores, (QUERIES.double(), GROUPS.double()), {**GROUP_MASKS, "top_k": 5}),
     (scoring.xtr_scores_pairwise, (QUERIES, GROUPS[:, 0]), {"top_k": 5}),
     (scoring.XTRScores(5), (QUERIES, GROUPS), GROUP_MASKS),
@@ -82,11 +75,8 @@ LEFT_TO_STOCK = [
     (util.maxsim, (QUERIES, DOCUMENTS), {"a_mask": torch.rand(3, 5)}),
     (util.maxsim, (RAGGED_QUERIES, DOCUMENTS), {"a_mask": [torch.ones(len(query)) for query in RAGGED_QUERIES]}),
     (util.maxsim, ((QUERIES * 9).to(torch.int8), (DOCUMENTS * 9).to(torch.int8)), {}),
-    (util.maxsim, ([(query * 9).to(torch.int8) for query in QUERIES], DOCUMENTS), {}),
-    (util.maxsim, ([], DOCUMENTS), {}),
     (util.maxsim, (QUERIES, []), {}),
     (util.maxsim, ([query.tolist() for query in QUERIES], DOCUMENTS), {"b_mask": DOCUMENTS_MASK.numpy()}),
-    (scoring.xtr_scores, (QUERIES, GROUPS), {"queries_mask": torch.rand(3, 5)}),
     (scoring.xtr_scores, (QUERIES, GROUPS), {"documents_mask": GROUPS_MASK.flatten(0, 1)}),
     (scoring.xtr_kd_scores, (QUERIES, GROUPS), {"top_k": np.int64(5)}),
 ]
@@ -174,14 +164,11 @@ def test_edited_code_runs(owner, name, old, new, function, while_enabled, monkey
     "function, arguments",
     [
         (util.maxsim, (QUERIES, DOCUMENTS[..., :8])),
-        (util.maxsim_pairwise, (QUERIES, DOCUMENTS)),
         (scoring.colbert_scores, (QUERIES, DOCUMENTS)),
         (scoring.colbert_kd_scores, (QUERIES[:2], GROUPS)),
-        (scoring.xtr_scores, (QUERIES[0], GROUPS)),
         (scoring.xtr_scores, (QUERIES, DOCUMENTS)),
         (scoring.xtr_kd_scores, (QUERIES[:2], GROUPS)),
         (scoring.XTRScores(0), (QUERIES, GROUPS)),
-        (scoring.XTRKDScores(True), (QUERIES, GROUPS)),
     ],
 )
 def test_errors_are_those_of_stock(function, arguments):
@@ -237,6 +224,7 @@ def test_documents_of_others_compete_with_a_query_s_own():
     torch.testing.assert_close(scoring.xtr_kd_scores(QUERIES, GROUPS, top_k=9), every.gather(1, own))
 
 
+@pytest.mark.compile
 def test_xtr_scores_are_compiled_as_its_documentation_says():
     compiled = torch.compile(scoring.xtr_scores, backend="aot_eager")
     pylate_fastmaxsim.enable()
