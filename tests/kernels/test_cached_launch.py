@@ -1,4 +1,4 @@
-"""A launcher starts the program that Triton would have started."""
+"""A Launcher starts the program that Triton would start."""
 
 from __future__ import annotations
 

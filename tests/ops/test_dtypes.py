@@ -1,4 +1,4 @@
-"""How precisely float32 is multiplied follows every way to say it in PyTorch, and none of them stops an operator."""
+"""float32_precision follows every switch of PyTorch, and no switch breaks an operator."""
 
 from __future__ import annotations
 

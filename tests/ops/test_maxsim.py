@@ -1,4 +1,4 @@
-"""What the operator promises beyond its numbers: errors, autocast, compile, memory, repeatability, stock's rule."""
+"""MaxSim beyond its numbers: errors, autocast, memory, dispatch, and PyLate's rule for masked tokens."""
 
 import logging
 import sys

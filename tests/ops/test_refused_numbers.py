@@ -1,4 +1,4 @@
-"""What operators refuse for what tensors hold, rather than for their shapes, dtypes and devices."""
+"""Errors for the numbers in tensors: shared rows, and candidates out of range."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Documents that go round the ranks, in 2 and 4 real processes: the scores and gradients of gathering, and of stock."""
+"""The ring in 2 and 4 processes has the scores and gradients of gathering, and its losses those of PyLate."""
 
 from __future__ import annotations
 

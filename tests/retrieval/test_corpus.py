@@ -1,4 +1,4 @@
-"""A corpus on disk is what was written, and searching it is searching the same documents in memory."""
+"""A corpus on disk holds what was written, and search finds the same as in memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How a path of the operator is held to the float64 definition, shared by the tests on a GPU and the random shapes.
+"""Compares MaxSim's kernels or CPU path with the float64 definition.
 
-A path is a module with ``forward`` and ``backward``: ``kernels.maxsim`` or ``cpu.maxsim``. Near ties may fall to
-another token than in float64, so gradients are compared with those of the winners that the path itself chose, and these
-winners with the definition by the scores that they give.
+A path is a module with ``forward`` and ``backward``: ``kernels.maxsim.launch`` or ``cpu.maxsim``. In a near tie another
+token may win than in float64. So gradients are compared with those of the path's own winners, and winners by their
+scores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(
 
 @contextmanager
 def uninitialized_memory_as_nan() -> Iterator[None]:
-    """What is left unwritten shows: PyTorch fills new memory with NaN, or of integers with 1, a possible winner."""
+    """Unwritten memory shows: new memory holds NaN, or for integers 1, a possible winner."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
     def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -141,7 +141,7 @@ def relative_error(ours: Tensor, exact: Tensor, spread: Tensor | None = None) ->
 
 
 def _spread(queries: TokenBatch, documents: TokenBatch, candidates, winners: Tensor, grad: Tensor) -> list[Tensor]:
-    """Root of the sum of squares of each score's and gradient's terms: what rounding is relative to where they cancel."""
+    """Root of the sum of squares of the terms of each score and gradient: the scale of rounding where terms cancel."""
     squared = [batch.with_values(batch.values.double().square()) for batch in (queries, documents)]
     return [total.sqrt() for total in from_winners(*squared, candidates, winners, grad.double().square())]
 
@@ -156,7 +156,7 @@ def check(
     tolerance: float | None = None,
     **options,
 ) -> None:
-    """Hold scores, winners and both gradients of ``path`` to the definition; AssertionError where they leave it."""
+    """AssertionError unless scores, winners and both gradients of ``path`` are those of the definition."""
     tolerance = tolerance or TOLERANCE[queries.values.dtype, precision]
     exact = exact_scores(queries, documents, candidates, zero_floor)
     generator = torch.Generator(queries.device).manual_seed(3)

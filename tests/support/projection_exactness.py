@@ -1,4 +1,7 @@
-"""How a path of the projection is held to the float64 definition; a path is ``kernels.head`` or ``cpu.head``."""
+"""Compares the projection's kernels or CPU path with the float64 definition.
+
+A path is ``kernels.projection.launch`` or ``cpu.projection``.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def check(
     tolerance: float | None = None,
     **options,
 ) -> None:
-    """Hold embeddings and all gradients of ``path`` to the definition; AssertionError where they leave it."""
+    """AssertionError unless embeddings and all gradients of ``path`` are those of the definition."""
     tolerance = tolerance or TOLERANCE[hidden.dtype, precision]
     live = (grad != 0).any(dim=1)
     # Rows without a gradient may hold anything.
