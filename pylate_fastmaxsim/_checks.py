@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,8 +31,6 @@ def require_integer(name: str, value: object, allowed: str = "") -> int:
     if isinstance(value, (int, torch.SymInt)):
         return value
     try:
-        if isinstance(value, np.bool_):  # an index in NumPy before 2.3
-            raise TypeError
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer{allowed}, got {value!r}.") from None
