@@ -149,17 +149,6 @@ def test_attention_dropout_is_packed_too(small, caplog):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_a_small_batch_of_what_is_grouped_is_one_call(small):
-    """With several the GPU would wait for the host, for longer than padding takes."""
-    model = small("mpnet")  # with attention of its own
-    pylate_fastmaxsim.enable()
-    batch = batch_of(model)
-    with torch.autocast("cuda", torch.bfloat16):
-        plan = encoding_encode.plan_documents(model, batch[1:], model.skiplist)
-    assert set(modes.chosen[model].values()) == {"grouped"}
-    assert len(plan.calls) == 1
-
-
 def test_float32_is_grouped_and_said(small, caplog):
     model = small()
     pylate_fastmaxsim.enable()

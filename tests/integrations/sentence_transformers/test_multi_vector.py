@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import string
 
 import pytest
 import torch
@@ -62,20 +61,6 @@ def test_query_expansion(encoder, mode, strategy, attend, caplog):
     assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
     # That they are padded is the rule.
     assert "with padding" not in caplog.text
-
-
-def test_skipped_words_are_not_scored(encoder, mode):
-    model = load(encoder("bert"))
-    masks = next(module for module in model if hasattr(module, "skiplist_words"))
-    masks.skiplist_words = list(string.punctuation)
-    masks.resolve_with_tokenizer(model.tokenizer)
-    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    with_words = run(model, loss)
-    pylate_fastmaxsim.enable()
-    assert_equal(run(model, loss), with_words)
-    masks.skiplist_words = []
-    masks.resolve_with_tokenizer(model.tokenizer)
-    assert run(model, loss)[0] != with_words[0]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
