@@ -10,7 +10,6 @@ import ast
 import importlib.util
 import inspect
 import re
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,11 +116,9 @@ NAMES = [
     (own(Transformer), "auto_model model_forward_params", "packing"),
     (PeftModel, "get_base_model", "the model inside adapters"),
     (nn.Linear(1, 1)._replicate_for_data_parallel(), "_is_replica", "a MultiVectorEncoder in DataParallel"),
-    (torch.__spec__, "_initializing", "scripts that are not edited"),
     (XTRScores, "_score", "XTR scores"),
     (ColbertModule, "_aggregate _apply_normalization _smooth_max", "losses of colpali-engine"),
     (Dataset.from_dict({}), "_fingerprint", "the cache of distillation data"),
-    (runpy, "_run_module_as_main", "fastmaxsim run -m"),
 ]
 
 if (
