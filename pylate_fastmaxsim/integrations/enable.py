@@ -303,5 +303,5 @@ def _switch_to(new: Options | None) -> None:
         elif new.compile:
             from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
 
-            compilation_checkpointing.prepare()
+            compilation_checkpointing.patch_checkpointing()
         set_options(new)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
+from pylate_fastmaxsim.integrations.compilation import checkpointing
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
@@ -23,23 +23,23 @@ try:
 except ImportError:  # an older transformers, whose encoders collect outputs in code of their own
     maybe_install_capturing_hooks = None
 
-# All layers share one code object, and with it one budget of compiled variants: first, local and global layers,
-# times queries and documents, times training and evaluation, times autocast on and off.
+# Compiled variants of a layer. All layers share one limit: first, local and global layers, times queries and documents,
+# times training and evaluation, times autocast on and off.
 _RECOMPILE_LIMIT = 64
 
 _compiled: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
 
 _patches = PatchSet()
 
-# Of torch._dynamo.config, while layers are compiled: the value that this package set, and the one before.
+# Of torch._dynamo.config while layers are compiled: the value set here, and the one before.
 _settings: dict[str, tuple[object, object]] = {}
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the layers of a model's encoder, if that has not been done.
+    """Compile the layers of a model's encoder, unless they are compiled.
 
-    Layers are alike, so that the compiler's work for the first serves the others: seconds, not the
-    minutes of a whole model. A model that the user compiled is left as it is.
+    All layers share what is compiled for the first. That takes seconds; a whole model takes minutes. A model that the
+    user compiled is left as it is.
 
     Parameters
     ----------
@@ -48,54 +48,57 @@ def compile_layers(model: nn.Module) -> None:
     """
     core = unwrap(model)
     if any(isinstance(layer, DataParallel) for layer in layers_of_wrapping(model)):
-        log_once("compile=True does nothing: copies that DataParallel makes would run the layers copied.", about=core)
+        log_once(
+            "compile=True does nothing: DataParallel copies the layers in every step; start the script with accelerate "
+            "launch or torchrun.",
+            about=core,
+        )
         _uncompile(_compiled.pop(core, []))
         return
     if divided_by_deepspeed(core):
-        # Between any two modules of a layer a hook would end what is compiled.
+        # Its hooks on every module of a layer would break the graph.
         log_once("compile=True does nothing: DeepSpeed divides the weights of the model (ZeRO 3).", about=core)
         return
     if core in _compiled:
         # An adapter may have come since.
-        compilation_checkpointing.include(_compiled[core])
+        checkpointing.compile_checkpointing(_compiled[core])
         return
     if is_compiled(model):
-        log_once("The model is compiled already; compile=True does nothing to it.", about=core)
+        log_once("compile=True does nothing: the model is compiled already.", about=core)
         return
     layers = [layer for layer in encoder_layers(core) if layer._compiled_call_impl is None]
     if not layers:
-        log_once("compile=True does nothing: %s has no layers that are not compiled.", type(core).__name__, about=core)
+        log_once("compile=True does nothing: %s has no layers left to compile.", type(core).__name__, about=core)
     elif layers_share_keys(transformer_of(core)):
         log_once(
-            "compile=True compiles each layer of %s for itself, which takes long: layers find keys and values of others "
-            "in a key-value cache.",
+            "compile=True compiles each layer of %s separately, which takes long: its layers share keys and values "
+            "through a key-value cache.",
             type(encoder_of(core)).__name__,
             about=core,
         )
     for layer in layers:
         layer.compile(dynamic=True)
-    compilation_checkpointing.include(layers)
+    checkpointing.compile_checkpointing(layers)
     _compiled[core] = layers
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
-        # What is compiled for a layer without hooks would otherwise serve one that has some.
+        # Otherwise a layer with hooks would run what was compiled for one without.
         _set("skip_nnmodule_hook_guards", False)
-        # What is compiled for a layer with frozen weights would otherwise serve it when they are trained, without
-        # gradients.
+        # Otherwise weights that are unfrozen would get no gradients: the layer would run what was compiled before.
         _set("skip_tensor_guards_with_matching_dict_tags", False)
         if torch._dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
-            # It divides what is compiled, for gradients to be sent before the backward has ended: they are, layer by
-            # layer. Each layer would be two programs, of its own, and layers that are alike would share none.
+            # It splits graphs at DDP's buckets, so that gradients are sent during the backward. Layers are separate
+            # graphs as it is, and split ones could not be shared.
             _set("optimize_ddp", False)
         if maybe_install_capturing_hooks is not None:
-            install = _uncompiling(maybe_install_capturing_hooks)
+            install = _uncompiling_first(maybe_install_capturing_hooks)
             _patches.apply([Patch(output_capturing, install.__name__, install)])
 
 
-def _uncompiling(stock: Callable) -> Callable:
-    """What transformers calls where a model is to return outputs of its layers, for models with compiled layers.
+def _uncompiling_first(stock: Callable) -> Callable:
+    """What transformers calls if a model has to return outputs of its layers.
 
-    It collects them by hooks that look into a context variable, which compiled code does not see.
+    It collects them by hooks that read a context variable, which compiled code does not see.
     """
     stock = detached(stock)
 
@@ -104,8 +107,8 @@ def _uncompiling(stock: Callable) -> Callable:
         modules = set(model.modules())
         for layers in list(_compiled.values()):
             if not modules.isdisjoint(layers) and any(layer._compiled_call_impl is not None for layer in layers):
-                log_once("Layers are not compiled any more: %s is to return their outputs.", type(model).__name__)
-                # For good: a checkpoint has to do in the backward what it did in the forward.
+                log_once("Layers are not compiled any more: %s has to return their outputs.", type(model).__name__)
+                # For good: a checkpoint must do in the backward what it did in the forward.
                 _uncompile(layers)
         stock(model)
 
@@ -113,16 +116,16 @@ def _uncompiling(stock: Callable) -> Callable:
 
 
 def mark_varying(features: dict[str, Tensor]) -> None:
-    """Tell ``torch.compile`` that the sizes of these inputs vary, before it learns so by compiling twice."""
+    """Tell ``torch.compile`` that the sizes of these inputs vary, so that it does not compile twice to find out."""
     for tensor in features.values():
-        # Of texts that are dictionaries PyLate's tokenizer leaves the keys as well.
+        # PyLate's tokenizer also returns the keys of texts that are dictionaries.
         for dim, size in enumerate(getattr(tensor, "shape", ())):
             if size > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def encoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of an encoder: its list of modules with the most parameters, of lists of lists what these hold.
+    """The layers of an encoder: its ``ModuleList`` with the most parameters, flattened.
 
     Examples
     --------
@@ -134,17 +137,17 @@ def encoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _flat(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    # Nothing calls a list, so that to compile one would do nothing. Funnel has one for each block.
+    # Funnel has a list of layers for each block. Nothing calls a list, so that compiling one would do nothing.
     return [each for module in modules for each in (_flat(module) if isinstance(module, nn.ModuleList) else [module])]
 
 
 def release() -> None:
-    """Run the layers uncompiled again that :func:`compile_layers` compiled."""
+    """Undo :func:`compile_layers`."""
     for layers in _compiled.values():
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
-    compilation_checkpointing.release()
+    checkpointing.release()
     for name, (ours, before) in _settings.items():
         if getattr(torch._dynamo.config, name) == ours:
             setattr(torch._dynamo.config, name, before)

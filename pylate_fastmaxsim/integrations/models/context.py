@@ -1,4 +1,4 @@
-"""Values that hold for the calls inside of a call."""
+"""Context variables."""
 
 from __future__ import annotations
 

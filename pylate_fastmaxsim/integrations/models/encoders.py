@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-# Of each encoder, the position of its padding token where positions are counted from behind that (RoBERTa), and whether
-# it has token types.
+# Of each encoder, the position of its padding token if positions are counted from there (RoBERTa), and whether it has
+# token types.
 _counting: WeakKeyDictionary[nn.Module, tuple[int | None, bool]] = WeakKeyDictionary()
 
 
@@ -22,26 +22,26 @@ def transformer_of(core: nn.Module) -> nn.Module:
 
 
 def with_adapters(core: nn.Module) -> nn.Module:
-    """The encoder with what PEFT has wrapped around it."""
+    """The encoder, with PEFT's wrapper if there is one."""
     return transformer_of(core).auto_model
 
 
 def encoder_of(core: nn.Module) -> nn.Module:
-    """The model of transformers, inside PEFT where that is used."""
+    """The model of transformers, without PEFT's wrapper."""
     encoder = with_adapters(core)
     return encoder.get_base_model() if hasattr(encoder, "get_base_model") else encoder
 
 
 def inputs_of(core: nn.Module) -> set[str]:
-    """The features that Sentence Transformers hands on to the encoder."""
+    """The features that Sentence Transformers passes to the encoder."""
     transformer = transformer_of(core)
-    # Since release 6, None is all but what is its own, where the encoder takes any keywords.
+    # None since release 6: the encoder takes any keyword, and is given all but Sentence Transformers' own.
     named = transformer.model_forward_params
     return transformer._declared_forward_params if named is None else named
 
 
 def layers_share_keys(transformer: nn.Module) -> bool:
-    """Whether layers of a Transformer find keys and values of others in the cache, as those of Gemma 3n do."""
+    """Whether layers of a Transformer read keys and values of other layers from the cache (Gemma 3n)."""
     config = getattr(getattr(transformer, "auto_model", None), "config", None)
     if hasattr(config, "get_text_config"):  # not in transformers before 4.46, nor such layers
         config = config.get_text_config()
@@ -49,7 +49,8 @@ def layers_share_keys(transformer: nn.Module) -> bool:
 
 
 def checkpoints_layers(core: nn.Module) -> bool:
-    """Whether gradient checkpointing is on, in whatever transformers calls its property for that."""
+    """Whether gradient checkpointing is on."""
+    # transformers' own property has changed its name.
     return any(getattr(module, "gradient_checkpointing", False) for module in encoder_of(core).modules())
 
 
@@ -59,17 +60,17 @@ def takes_token_types(core: nn.Module) -> bool:
 
 
 def positions(core: nn.Module, input_ids: Tensor) -> Tensor:
-    """Position of each token of padded texts in the encoder's own counting, ``[N, L]``."""
+    """The encoder's position of each token of padded texts, ``[N, L]``."""
     padding, _ = _counting_of(core)
     if padding is None:
         return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    # RoBERTa counts from behind the position of its padding token, and only what is not that token.
+    # RoBERTa counts from the position after its padding token, and skips padding tokens.
     counted = input_ids != padding
     return counted.cumsum(dim=1) * counted + padding
 
 
 def position_table(core: nn.Module) -> nn.Embedding | None:
-    """Learned positions that are counted from behind that of the padding token, as RoBERTa's are."""
+    """Learned positions that are counted from the one after the padding token's (RoBERTa)."""
     for module in encoder_of(core).modules():
         table = getattr(module, "position_embeddings", None)
         if isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -78,7 +79,7 @@ def position_table(core: nn.Module) -> nn.Embedding | None:
 
 
 def _has_token_types(encoder: nn.Module) -> bool:
-    """Whether it has embeddings of token types: GPT-2 takes them as well, as words."""
+    """Whether it has embeddings of token types. GPT-2 also takes token types, but embeds them as words."""
     return any("token_type" in name.rpartition(".")[2] for name, _ in encoder.named_modules())
 
 

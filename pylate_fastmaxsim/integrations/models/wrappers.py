@@ -1,4 +1,4 @@
-"""The PyLate model inside what a trainer wraps around it."""
+"""Wrappers of a trainer around a model, and the model inside."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
-    """A model and what is wrapped around it, outermost first.
+    """The wrappers around a model, outermost first, and the model.
 
-    That is DistributedDataParallel, DataParallel, DeepSpeed, PEFT and ``torch.compile``. FullyShardedDataParallel
-    counts as innermost: what it wraps has no whole parameters to run with.
+    Wrappers are DistributedDataParallel, DataParallel, DeepSpeed, PEFT and ``torch.compile``.
+    FullyShardedDataParallel counts as the model: what it wraps has no whole parameters to run with.
 
     Examples
     --------
@@ -43,7 +43,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def wrapper_attribute(model: nn.Module, name: str) -> object:
-    """An attribute of a PyLate model: of the outermost of :func:`layers_of_wrapping` that has it, as in its losses.
+    """An attribute of a PyLate model, from the outermost wrapper that has it, as PyLate's losses read it.
 
     Examples
     --------
@@ -60,44 +60,43 @@ def wrapper_attribute(model: nn.Module, name: str) -> object:
 
 
 def unsharded(module: nn.Module) -> nn.Module:
-    """What FullyShardedDataParallel wrapped, or the module itself."""
+    """The module inside FullyShardedDataParallel, or the module itself."""
     return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
 def divided_by_deepspeed(module: nn.Module) -> bool:
-    """Whether each rank has a part of its weights only (ZeRO 3), which hooks make whole while the module runs."""
+    """Whether each rank holds a part of its weights (ZeRO 3), which hooks gather while the module runs."""
     return any(hasattr(weight, "ds_id") for weight in module.parameters())
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile(model)`` or ``model.compile()`` is in force for a model as a whole."""
+    """Whether ``torch.compile(model)`` or ``model.compile()`` was called for the whole model."""
     return any(
         hasattr(layer, "_orig_mod") or layer._compiled_call_impl is not None for layer in layers_of_wrapping(model)
     )
 
 
 def group_in_step(model: nn.Module, backwards: bool = False) -> dist.ProcessGroup | None:
-    """The ranks of a distributed run that must call a model equally often, because each call waits for all of them.
+    """The ranks that must call a model equally often, because each call waits for all of them; else ``None``.
 
-    With ``backwards`` also because the backward does that each call is to have. ``None`` where each rank may go its
-    way.
+    ``backwards``: each call has a backward of its own, which may wait as well.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
     *around, core = layers_of_wrapping(model)
     waiting = (layer for layer in around if _waits(layer, backwards))
     group = next((getattr(layer, "process_group", dist.group.WORLD) for layer in waiting), None)
-    # Also where no more of a model is sharded than its encoder. Of what is sharded other groups may hold copies.
+    # Perhaps only the encoder is sharded, and with copies in other groups.
     if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()):
         group = dist.group.WORLD
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
 def no_grad_sync(model: nn.Module) -> AbstractContextManager:
-    """Wherein gradients of weights stay on this rank where they can, to be sent with those of a backward outside.
+    """Within this, a backward does not exchange gradients; the next one outside sends them too.
 
-    They cannot where somebody else sends them or needs each exchange: FSDP would hold whole gradients, a static graph
-    counts on its first backward being sent, and what is compiled as a whole would be compiled twice.
+    Only under DistributedDataParallel. FSDP would have to hold whole gradients, a static graph needs the exchange of
+    its first backward, and a compiled model would be compiled twice.
     """
     if isinstance(model, DistributedDataParallel) and not model.static_graph:
         return model.no_sync()
@@ -106,8 +105,8 @@ def no_grad_sync(model: nn.Module) -> AbstractContextManager:
 
 def _waits(layer: nn.Module, backwards: bool) -> bool:
     if isinstance(layer, DistributedDataParallel):
-        # One backward of many calls exchanges gradients once. The Sentence Transformers trainer broadcasts no buffers,
-        # and where no gradients are exchanged they are broadcast in the first of any number of calls.
+        # One backward of many calls exchanges gradients once. Buffers are broadcast in every call that will exchange
+        # gradients; the Sentence Transformers trainer switches that off.
         broadcasts = layer.require_backward_grad_sync and layer.broadcast_buffers and len(layer.modules_buffers) > 0
         return torch.is_grad_enabled() and (backwards or broadcasts)
     return defined_in(type(layer).forward, ("deepspeed",))

@@ -62,7 +62,7 @@ def test_layers_that_share_keys_find_them(encoder, kept, caplog):
         assert kept
     with pylate_fastmaxsim.enabled(compile=True):
         compilation_layers.compile_layers(model)
-    assert "compiles each layer of Gemma3nTextModel for itself" in caplog.text
+    assert "compiles each layer of Gemma3nTextModel separately" in caplog.text
 
 
 def test_configurations_of_older_transformers_have_no_text_of_their_own():
