@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.compilation import checkpointing as compilation_checkpointing
+from pylate_fastmaxsim.integrations.compilation import checkpointing
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
+
+pytestmark = pytest.mark.compile
 
 STOCK = GradientCheckpointingLayer.__call__
 
@@ -124,25 +126,6 @@ def test_the_backward_runs_layers_that_were_compiled_in_between_as_the_forward_d
     assert any(checkpoints)
 
 
-@pytest.mark.parametrize("checkpoints", ["aot_eager"], indirect=True)
-def test_the_backward_runs_layers_that_are_not_compiled_any_more_as_the_forward_did(encoder, checkpoints, monkeypatch):
-    model = load_model(encoder("bert"))
-    checkpointed(model)
-    hook(model, monkeypatch)
-    batch = batch_of(model)
-    expected, _ = step(model, batch)
-    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        model.zero_grad()
-        loss = losses.Contrastive(model)(batch)
-        assert checkpoints and not any(checkpoints)
-        query = {name: batch[0][name] for name in ("input_ids", "attention_mask")}
-        model[0].auto_model(**query, output_hidden_states=True)
-        assert all(layer._compiled_call_impl is None for layer in encoder_layers(model))
-        loss.backward()
-    gradients = [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
-    torch.testing.assert_close(torch.cat(gradients), expected, atol=1e-5, rtol=1e-4)
-
-
 def hidden_dropout(model, patched) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -160,20 +143,10 @@ def hook(model, patched) -> None:
         patched.setitem(layer._forward_hooks, 0, lambda *_: None)
 
 
-def backward_hook(model, patched) -> None:
-    for layer in encoder_layers(model):
-        patched.setitem(layer._backward_pre_hooks, 0, lambda *_: None)
-
-
-def somebodys_own(model, patched) -> None:
+def another_function(model, patched) -> None:
     own = partial(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
     for layer in encoder_layers(model):
         patched.setattr(layer, "_gradient_checkpointing_func", own)
-
-
-def evaluation(model, patched) -> None:
-    for module in model.modules():
-        patched.setattr(module, "training", False)
 
 
 def test_left_to_transformers(encoder, checkpoints, monkeypatch):
@@ -181,7 +154,7 @@ def test_left_to_transformers(encoder, checkpoints, monkeypatch):
     batch = batch_of(model)
     checkpointed(model)
     layer = encoder_layers(model)[0]
-    for change in (hidden_dropout, attention_dropout, hook, backward_hook, somebodys_own, evaluation):
+    for change in (hidden_dropout, attention_dropout, hook, another_function):
         by_themselves = []
         with pylate_fastmaxsim.enabled(compile=True), monkeypatch.context() as patched:
             step(model, batch)
@@ -212,11 +185,11 @@ class WithDropout(GradientCheckpointingLayer):
 def test_a_layer_that_is_dropped_is_freed():
     layer = WithDropout()
     try:
-        compilation_checkpointing.include([layer])
+        checkpointing.compile_checkpointing([layer])
         alive = ref(layer)
         del layer
         gc.collect()
         assert alive() is None
     finally:
-        compilation_checkpointing.release()
+        checkpointing.release()
     assert GradientCheckpointingLayer.__call__ is STOCK

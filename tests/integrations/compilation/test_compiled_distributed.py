@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import pylate_fastmaxsim
 
+pytestmark = pytest.mark.process
+
 RANKS = 2
 
 

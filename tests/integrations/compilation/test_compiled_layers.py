@@ -14,6 +14,8 @@ from torch import nn
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
 
+pytestmark = pytest.mark.compile
+
 
 @pytest.fixture(autouse=True)
 def backend(request, monkeypatch):
@@ -31,10 +33,9 @@ def last_linear(layer):
     return [module for module in layer.modules() if isinstance(module, nn.Linear)][-1]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize(
+    ("family", "place", "before", "checkpointed"), [("bert", 0, False, False), ("modernbert", -1, True, True)]
+)
 def test_hooks_inside_of_one_layer(encoder, family, place, before, checkpointed):
     model = load_model(encoder(family, num_hidden_layers=4)).double()
     loss_function, batch = losses.Contrastive(model), batch_of(model)
@@ -58,8 +59,7 @@ def test_hooks_inside_of_one_layer(encoder, family, place, before, checkpointed)
 
 # Which weights a backward is for is fixed where a graph is divided into forward and backward.
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize(("frozen_first", "checkpointed"), [(True, False), (False, True)])
 def test_weights_that_are_frozen_for_a_time(encoder, frozen_first, checkpointed):
     model = load_model(encoder("modernbert")).double()
     if checkpointed:
@@ -78,8 +78,7 @@ def test_weights_that_are_frozen_for_a_time(encoder, frozen_first, checkpointed)
                 assert_equal(run(loss_function, batch), expected[frozen != frozen_first])
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+@pytest.mark.parametrize(("family", "checkpointed"), [("modernbert", True), ("qwen3", False)])
 def test_outputs_of_layers_are_collected(encoder, caplog, family, checkpointed):
     model = load_model(encoder(family)).double().train()
     if checkpointed:
@@ -110,7 +109,7 @@ def test_copies_of_data_parallel_are_not_compiled(model, caplog):
     assert all(layer._compiled_call_impl is not None for layer in layers)
     run(losses.Contrastive(nn.DataParallel(model)), batch_of(model))
     assert all(layer._compiled_call_impl is None for layer in layers)
-    assert "compile=True does nothing: copies that DataParallel makes" in caplog.text
+    assert "compile=True does nothing: DataParallel copies the layers" in caplog.text
 
 
 def test_settings_of_the_compiler_that_a_user_changes_stay(model):

@@ -32,6 +32,8 @@ from pylate_fastmaxsim.integrations.encoding import attention as encoding_attent
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.pylate import fused_head
 
+pytestmark = pytest.mark.process
+
 RANKS = 2
 RATE = 0.05
 

@@ -19,7 +19,7 @@ import torch
 from pylate import models
 from tiny_recipe import fell_back, tiny, write
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.e2e]
 
 FSDP = ["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
 FSDP += ["--fsdp_transformer_layer_cls_to_wrap", "ModernBertEncoderLayer", "--num_machines", "1"]
