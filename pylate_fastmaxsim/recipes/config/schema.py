@@ -12,7 +12,7 @@ LARGEST_SEED = 2**32 - 1
 def key(
     default: Any = MISSING, *, minimum: float | None = None, maximum: float | None = None, path: bool = False
 ) -> Any:
-    """A recipe key with a default, the smallest and the largest value that make sense, and whether ``~`` is a home."""
+    """A key with its default, its limits, and whether it is a path, in which ``~`` is the home directory."""
     return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "path": path})
 
 
@@ -49,14 +49,14 @@ class ModelSection:
     """The model: ``name_or_path`` on the Hub or on disk, or ``build`` for one made from scratch.
 
     ``kind: colbert`` is a text encoder trained with PyLate. ``config_kwargs`` goes to its configuration (for
-    example its dropouts), the other keys are arguments of ``pylate.models.ColBERT``; null keeps what the
-    checkpoint says. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
+    example its dropouts). The other keys are arguments of ``pylate.models.ColBERT``; null keeps the value of the
+    checkpoint. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
     only if ``trust_remote_code`` is true.
 
     ``kind: colpali`` and ``colqwen2`` retrieve images of pages and are trained with colpali-engine (the extra
-    [colpali]). Of them ``lora`` trains adapters and nothing else, null trains all weights; ``dtype`` is that of the
-    weights, where auto is bfloat16 for adapters on a GPU that has it and else float32; ``attn_implementation`` is
-    that of transformers; ``max_visual_tokens`` is the most that a page may have (colqwen2 only).
+    [colpali]). ``lora`` trains adapters only; null trains all weights. ``dtype`` is that of the weights: auto is
+    bfloat16 for adapters on a GPU that has it, and float32 otherwise. ``attn_implementation`` is that of transformers.
+    ``max_visual_tokens`` is the largest number of tokens of a page (colqwen2 only).
     """
 
     kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
@@ -76,11 +76,11 @@ class ModelSection:
 
     @property
     def visual(self) -> bool:
-        """Whether its documents are images."""
+        """Whether the documents are images."""
         return self.kind != "colbert"
 
 
-# The first of each must be given.
+# The keys of each source; the first one is required.
 SOURCE_KEYS = {
     "docstrings": ("packages",),
     "hub": ("name", "config", "split"),
@@ -88,7 +88,7 @@ SOURCE_KEYS = {
     "distillation": ("name", "split", "n_ways"),
 }
 
-# Of files, with what ``datasets`` calls them.
+# Types of files and their names in ``datasets``.
 FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -100,9 +100,9 @@ class DataSection:
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
     .parquet ``files``.
 
-    ``columns`` says which columns are used and in which order, the query first. Without it all are used, except those
-    that PyLate's collator leaves out: ``dataset_name`` and those with ``_id`` in their name. No column but the query
-    may have query or anchor in its name, because the collator knows queries by it. For distillation the columns are the
+    ``columns`` lists the columns to use in order, the query first. Without it all are used except ``dataset_name`` and
+    those with ``_id`` in their name, which PyLate's collator leaves out. Only the query column may have query or anchor
+    in its name, by which the collator recognises queries. For distillation the columns are the
     query, a list of documents and a list of teacher scores. For retrieval of pages they are the query, the image of its
     page and, for losses with negatives, a list of images of other pages.
 
@@ -169,10 +169,10 @@ VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WI
 
 @dataclass(frozen=True)
 class LossSection:
-    """A loss and its options: of colpali-engine if its name begins with ``colbert``, else of PyLate. null: its default.
+    """A loss of colpali-engine, if its name begins with ``colbert``, or of PyLate. null keeps the default of an option.
 
     ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``use_smooth_max`` needs every
-    similarity, so that it runs as colpali-engine has it.
+    similarity and is not accelerated.
     """
 
     name: Literal[
@@ -202,7 +202,7 @@ class LossSection:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the loss that are given."""
+        """The arguments of the loss that are not null."""
         return {name: value for name, value in asdict(self).items() if name != "name" and value is not None}
 
 

@@ -46,14 +46,9 @@ def as_a_user(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.process
 def test_paths_without_permission(tmp_path):
     file, locked = write(tmp_path, tiny(tmp_path)), tmp_path / "locked"
-    secret = shutil.copy(tmp_path / "pairs.jsonl", tmp_path / "secret.jsonl")
     locked.mkdir()
-    sentences = {
-        f"data.files=[{secret}]": f"data.files: {secret} cannot be read: Permission denied.",
-        f"output_dir={locked}/new": f"output_dir: {locked}/new cannot be reached: Permission denied.",
-        f"evaluation.beir={locked}": f"evaluation.beir: {locked} cannot be reached: Permission denied.",
-    }
-    os.chmod(secret, 0)
+    sentence = f"{file}: {locked}/new cannot be reached: Permission denied."
+    sentences = {f"output_dir={locked}/new": sentence, f"evaluation={{beir: {locked}/new}}": sentence}
     locked.chmod(0)
     try:
         done = as_a_user("-c", LOAD, str(file), *sentences)

@@ -142,28 +142,6 @@ def test_scores_as_text_that_are_no_list_of_numbers_get_one_sentence(written, tm
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({0: 0}, "every row must have 2 documents and a score for each, but row 0 has 0 and 3 scores."),
-        ({0: 4}, "every row must have 4 documents and a score for each, but row 0 has 4 and 3 scores."),
-        (
-            {1: 2},
-            "every row must have 3 documents, as the first has, and a score for each, but row 1 has 2 and 3 scores.",
-        ),
-    ],
-)
-def test_the_first_row_is_not_held_up_as_an_example_where_it_is_wrong(wrong, sentence, tmp_path):
-    rows = [
-        {"query": f"query {row}", "documents": ["a"] * wrong.get(row, 3), "scores": [0.3, 0.2, 0.1]} for row in range(8)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = tiny(tmp_path, data={"files": [str(tmp_path / "rows.jsonl")]}, loss={"name": "distillation"})
-    with pytest.raises(RecipeError) as error:
-        load_data(load_recipe(write(tmp_path, values)))
-    assert str(error.value) == f"data.columns: {sentence}"
-
-
 def test_lists_of_a_fixed_size_are_lists_and_scores_may_be_integers(tmp_path):
     subsets = kd_subsets()
     for row in subsets["train"]:

@@ -66,19 +66,6 @@ def test_a_file_without_rows(tmp_path):
     assert str(error.value) == f"data.files: there are no rows in {tmp_path}/rows.jsonl."
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
-    file = str(tmp_path / "rows.parquet")
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", file)
-
-    monkeypatch.setattr(tables, "load_dataset", refuse)
-    monkeypatch.setattr(os, "access", lambda *args: False)
-    with pytest.raises(RecipeError, match=f"^data.files: {file} cannot be read: Permission denied.$"):
-        load_files("data.files", "parquet", {"train": [file]})
-
-
 def test_what_is_not_on_the_hub(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(RecipeError, match="^data.name cannot be loaded: "):

@@ -267,6 +267,7 @@ def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeyp
         train(loaded)
 
 
+@pytest.mark.e2e  # ranx compiles for seconds
 @pytest.mark.parametrize(
     ("queries", "images"),
     [([text(1, 3), text(2, 4), text(3, 5)], [page(1)] * 3), ([text(1, 3)] * 3, [page(1), page(2), page(3)])],
