@@ -65,6 +65,7 @@ def test_everything_is_replaced_and_put_back():
     pylate_fastmaxsim.disable()
 
 
+@pytest.mark.process
 def test_a_library_that_cannot_be_imported_is_tried_once(tmp_path):
     (tmp_path / "colpali_engine").mkdir()
     (tmp_path / "colpali_engine" / "__init__.py").write_text("print('tried')\nraise RuntimeError('broken')\n")
@@ -149,6 +150,7 @@ assert not any(name.startswith("pylate_fastmaxsim") for name in sys.modules)
 """
 
 
+@pytest.mark.process
 def test_models_and_losses_pickle_built_before_and_while_enabled(encoder, tmp_path):
     def build():
         model = load_model(encoder("bert"))
@@ -241,7 +243,7 @@ def test_enable_says_what_it_switched_on_in_one_line(caplog):
     assert "padding_free on, compile off, stock_masking on, grad_filter off, ring off, fused_head on" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["0", "false", "OFF", "no"])
+@pytest.mark.parametrize("value", ["0", "OFF"])
 def test_the_environment_forbids_it(value, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
@@ -252,9 +254,8 @@ def test_the_environment_forbids_it(value, monkeypatch, caplog):
     assert f"PYLATE_FASTMAXSIM={value}" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["1", "true", "On", "yes", ""])
-def test_the_environment_allows_it(value, monkeypatch):
-    monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
+def test_the_environment_allows_it(monkeypatch):
+    monkeypatch.setenv("PYLATE_FASTMAXSIM", "On")
     with pylate_fastmaxsim.enabled():
         assert current_options() is not None
 
@@ -265,8 +266,7 @@ def test_nonsense_in_the_environment_is_an_error(monkeypatch):
         pylate_fastmaxsim.enable()
 
 
-@pytest.mark.parametrize("name", ["padding_free", "compile", "stock_masking", "ring", "fused_head"])
-@pytest.mark.parametrize("value", ["no", None, 1])
+@pytest.mark.parametrize("name, value", [("padding_free", "no"), ("compile", None), ("ring", 1)])
 def test_an_option_that_is_not_a_bool_is_an_error(name, value):
     allowed = "True, False or 'always'" if name == "padding_free" else "True or False"
     with pytest.raises(TypeError, match=f"{name} must be {allowed}, got {value!r}"):
@@ -292,6 +292,7 @@ def test_another_version_of_pylate_is_refused(version, monkeypatch):
     assert current_options() is None
 
 
+@pytest.mark.process
 def test_importing_the_package_imports_no_host_library():
     code = (
         "import sys, pylate_fastmaxsim; pylate_fastmaxsim.enable; "
@@ -301,7 +302,7 @@ def test_importing_the_package_imports_no_host_library():
 
 
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
-def test_a_loss_outlives_the_end_of_another_threads_block(model, mode, loss_class):
+def test_a_loss_outlives_the_end_of_another_threads_block(model, loss_class):
     loss_function = loss_class(model)
     batch, labels = batch_of(model, columns=1), torch.rand(6, 1, dtype=torch.float64)
     if loss_class is losses.Distillation:

@@ -132,13 +132,6 @@ def test_a_plain_function_stays_and_all_that_hold_it_follow(plain_host, fast):
         assert not vars(score)
 
 
-def test_a_plain_function_stays_where_another_name_is_missing(plain_host, fast):
-    patches = PatchSet()
-    with pytest.raises(AttributeError, match="plain_host.absent"):
-        patches.apply([Patch(plain_host, "score", fast), Patch(plain_host, "absent", fast)])
-    assert plain_host.score() == "stock"
-
-
 def test_somebody_elses_later_wrapper_of_a_plain_function_goes_on(plain_host, fast, caplog):
     found = plain_host.score
     patches = PatchSet()

@@ -25,6 +25,7 @@ def fast(*args, **kwargs):
 def test_arguments_and_defaults_arrive():
     score = make()
     redirection = Redirection(score, fast)
+    ours = score.__code__
     everything = {"d": 4, "e": 5}
     assert score(1, 2, d=4) == ("fast", (1, 2, 3), everything)
     assert score(1, b=2, d=4) == ("fast", (1, 2, 3), everything)
@@ -33,6 +34,9 @@ def test_arguments_and_defaults_arrive():
         score(1, 2)
     assert redirection.undo()
     assert score(1, 2, d=4) == ("stock", 1, 2, 3, (), 4, 5, {})
+    # Again with the same code, which torch.compile may have compiled.
+    Redirection(score, fast)
+    assert score.__code__ is ours and score(1, 2, d=4)[0] == "fast"
 
 
 def test_it_looks_as_before():
@@ -75,33 +79,9 @@ def test_what_is_not_a_plain_function_is_not_redirected():
     assert all(detached(other) is other for other in others if other is not make)
 
 
-def test_code_that_somebody_else_gave_it_stays():
-    score, other = make(), make()
-    redirection = Redirection(score, fast)
-    ours = score.__code__
-    score.__code__ = other.__code__.replace(co_name="theirs")
-    theirs = score.__code__
-    assert not redirection.undo()
-    assert score.__code__ is theirs
-    # They put back what they found.
-    score.__code__ = ours
-    assert score(1, 2, d=4)[0] == "fast"
-
-
 def test_a_call_that_began_before_the_undo_arrives():
     score = make()
     redirection = Redirection(score, fast)
     entered = FunctionType(score.__code__, score.__globals__)
     redirection.undo()
     assert entered(1, 2, 3, d=4, e=5) == ("fast", (1, 2, 3), {"d": 4, "e": 5})
-
-
-def test_functions_are_redirected_apart_and_again():
-    first, second = make(), make()
-    redirections = [Redirection(first, lambda *args, **kwargs: 1), Redirection(second, lambda *args, **kwargs: 2)]
-    assert (first(0, 0, d=0), second(0, 0, d=0)) == (1, 2)
-    code = first.__code__
-    assert all(redirection.undo() for redirection in redirections)
-    again = Redirection(first, fast)
-    assert first(1, 2, d=4)[0] == "fast" and first.__code__ is code
-    assert again.undo() and first(1, 2, d=4)[0] == "stock"

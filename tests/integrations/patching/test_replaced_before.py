@@ -9,13 +9,12 @@ import sys
 import pytest
 import torch
 from compared import assert_equal, batch_of, run
-from models import collated, features, sentences
+from models import collated
 from paths import SUPPORT
 from pylate import losses, rank
 from pylate.models import ColBERT, Dense
 from pylate.scores import ColBERTScores
 from pylate.utils import ColBERTCollator
-from sentence_transformers import SentenceTransformer
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.enable import available_patches
@@ -51,25 +50,11 @@ def model_forward(patch):
     wrap(patch, ColBERT, "forward", lambda stock: lambda self, *args, **kwargs: weigh(stock(self, *args, **kwargs)))
 
 
-def inherited_forward(patch):
-    def wrapper(stock):
-        return lambda self, *args, **kwargs: weigh(stock(self, *args, **kwargs))
-
-    wrap(patch, SentenceTransformer, "forward", wrapper)
-
-
 def score_groups(patch):
     def wrapper(stock):
         return lambda self, queries, *args, **kwargs: stock(self, queries, *args, **kwargs) / queries.shape[1]
 
     wrap(patch, ColBERTScores, "__call__", wrapper)
-
-
-def mean_scores(patch):
-    def wrapper(stock):
-        return lambda queries, *args, **kwargs: stock(queries, *args, **kwargs) / queries.shape[1]
-
-    wrap(patch, scores_module, "colbert_scores", wrapper)
 
 
 def collator(patch):
@@ -91,22 +76,22 @@ def loss_forward(patch):
         wrap(patch, loss_class, "forward", times(3))
 
 
-def embed_minibatch(patch):
-    def wrapper(stock):
-        def scaled(self, *args, **kwargs):
-            embeddings, *more = stock(self, *args, **kwargs)
-            return embeddings + 0.1, *more
-
-        return scaled
-
-    wrap(patch, losses.CachedContrastive, "embed_minibatch", wrapper)
-
-
 def assert_said_once(caplog, pattern: str) -> None:
     assert len([message for message in caplog.messages if re.search(pattern, message)]) == 1
 
 
-def assert_as_replaced(model, monkeypatch, caplog, replace, said, loss_class) -> None:
+@pytest.mark.parametrize("loss_class", LOSSES)
+@pytest.mark.parametrize(
+    "replace, said",
+    [
+        (dense, "pylate.models.Dense.Dense.forward is not accelerated"),
+        (model_forward, "The head is not fused, .*: the forward of ColBERT is not PyLate's own"),
+        (score_groups, "ColBERTScores.__call__ is not accelerated"),
+        (collator, "ColBERTCollator.__call__ is not accelerated"),
+        (loss_forward, r"\.Contrastive.forward is not accelerated"),
+    ],
+)
+def test_losses_with_what_was_replaced_before(model, monkeypatch, caplog, replace, said, loss_class):
     loss_function = loss_class(model)
     plain = run(loss_function, batch_of(model, collate=collated))[0]
     with monkeypatch.context() as patch:
@@ -119,61 +104,6 @@ def assert_as_replaced(model, monkeypatch, caplog, replace, said, loss_class) ->
         assert run(loss_function, batch_of(model, collate=collated))[0] == stock[0]
     assert_said_once(caplog, said)
     assert run(loss_function, batch_of(model, collate=collated))[0] == plain
-
-
-@pytest.mark.parametrize("loss_class", LOSSES)
-@pytest.mark.parametrize(
-    "replace, said",
-    [
-        (dense, "pylate.models.Dense.Dense.forward is not accelerated"),
-        (model_forward, "The head is not fused, .*: the forward of ColBERT is not PyLate's own"),
-        (inherited_forward, "The head is not fused, .*: the forward of ColBERT is not PyLate's own"),
-        (score_groups, "ColBERTScores.__call__ is not accelerated"),
-        (mean_scores, "padded implementation.: .*colbert_scores is not the code"),
-        (collator, "ColBERTCollator.__call__ is not accelerated"),
-        (loss_forward, r"\.Contrastive.forward is not accelerated"),
-    ],
-)
-def test_losses_with_what_was_replaced_before(model, mode, monkeypatch, caplog, replace, said, loss_class):
-    assert_as_replaced(model, monkeypatch, caplog, replace, said, loss_class)
-
-
-def test_a_step_of_gradcache_replaced_before(model, mode, monkeypatch, caplog):
-    said = "CachedContrastive.forward is not accelerated .*: .*embed_minibatch is not the code"
-    assert_as_replaced(model, monkeypatch, caplog, embed_minibatch, said, losses.CachedContrastive)
-
-
-@pytest.mark.parametrize("loss_class", LOSSES)
-@pytest.mark.parametrize(
-    "replace, said",
-    [
-        (score_groups, "padded implementation.: .* is not the code"),
-        (mean_scores, "padded implementation.: .*colbert_scores is not the code"),
-    ],
-)
-def test_scores_replaced_while_enabled(model, monkeypatch, caplog, replace, said, loss_class):
-    loss_function, batch = loss_class(model), batch_of(model)
-    with monkeypatch.context() as patch:
-        replace(patch)
-        stock = run(loss_function, batch)
-    with pylate_fastmaxsim.enabled(stock_masking=True), monkeypatch.context() as patch:
-        replace(patch)
-        for _ in range(2):
-            assert_equal(run(loss_function, batch), stock)
-    assert_said_once(caplog, said)
-
-
-def test_scores_for_distillation_that_stand_in_pylates_place(model, monkeypatch, caplog):
-    batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
-    labels = torch.rand(4, 3, dtype=torch.float64)
-    plain = run(losses.Distillation(model, normalize_scores=False), batch, labels)[0]
-    wrap(monkeypatch, scores_module, "colbert_kd_scores", times(3))
-    loss_function = losses.Distillation(model, scores_module.colbert_kd_scores, normalize_scores=False)
-    stock = run(loss_function, batch, labels)
-    assert stock[0] != plain
-    with pylate_fastmaxsim.enabled(stock_masking=True):
-        assert_equal(run(loss_function, batch, labels), stock)
-    assert_said_once(caplog, "colbert_kd_scores is not accelerated")
 
 
 EMBEDDINGS = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -209,13 +139,14 @@ def test_reranking(monkeypatch, caplog):
     assert_said_once(caplog, "rank.rerank is not accelerated")
 
 
-def test_nothing_is_said_where_nothing_was_replaced(model, mode, caplog):
+def test_nothing_is_said_where_nothing_was_replaced(model, caplog):
     pylate_fastmaxsim.enable()
     run(losses.Contrastive(model), batch_of(model))
     results()
     assert not [message for message in caplog.messages if "is not accelerated" in message]
 
 
+@pytest.mark.process
 def test_what_was_replaced_at_first_is_not_run_after_it_was_put_back():
     code = """
 from pylate.models import Dense
@@ -231,6 +162,7 @@ assert Dense.forward is stock
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.process
 def test_a_loss_class_replaced_before_the_import_is_accelerated_as_what_it_derives_from(encoder):
     code = f"""
 import logging

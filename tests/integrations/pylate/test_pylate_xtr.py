@@ -139,7 +139,7 @@ def compare(loss_function, batch, labels=None, mode=None, **options):
     assert_equal(ours, stock, 1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[:1])
 @pytest.mark.parametrize("k", [4, 60])
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
 def test_losses(encoder, mode, family, k, loss_class, calls, caplog):
