@@ -91,9 +91,20 @@ def open_run_directory(recipe: Recipe, resume: bool, writes: bool, processes: in
     if writes:
         make_directory("output_dir", directory)
         if not resume:
+            _require_model_elsewhere(recipe, directory)
             remove_checkpoints(directory)
         write_text_atomically(record, dump_recipe(trained_with))
     return checkpoint, trained_with
+
+
+def _require_model_elsewhere(recipe: Recipe, directory: Path) -> None:
+    """Keep the checkpoint that somebody trains on from: starting over would remove it."""
+    model = recipe.model.name_or_path
+    if model is not None and directory.resolve() in Path(model).resolve().parents:
+        raise RecipeError(
+            f"model.name_or_path: {model} lies in output_dir, whose checkpoints --no-resume removes; choose another "
+            "output_dir."
+        )
 
 
 def _require_same_recipe(recipe: Recipe, earlier: dict[str, Any]) -> None:

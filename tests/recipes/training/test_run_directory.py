@@ -145,6 +145,14 @@ def test_a_process_of_another_machine_does_not_judge_what_is_on_its_disk(tmp_pat
     assert open_run_directory(recipe, True, writes=False, processes=2)[0] is None
 
 
+def test_starting_over_keeps_the_checkpoint_that_it_starts_from(trained, tmp_path):
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    recipe = load_recipe(trained, ["model.build=null", f"model.name_or_path={checkpoint}"])
+    with pytest.raises(RecipeError, match="lies in output_dir"):
+        open_run_directory(recipe, resume=False, writes=True, processes=1)
+    assert checkpoint.exists()
+
+
 def test_copies_of_checkpoints_are_neither_continued_nor_removed(trained, tmp_path):
     out = tmp_path / "out"
     copies = [shutil.copytree(out / "checkpoint-4", out / name) for name in ("checkpoint-8-backup", "checkpoint-x")]
