@@ -60,6 +60,7 @@ def _process(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.process
 def test_gathered_pages_get_the_gradients_of_all_ranks(tmp_path):
     mp.spawn(_process, (str(tmp_path),), nprocs=RANKS)
     assert sorted(path.name for path in tmp_path.glob("passed-*")) == ["passed-0", "passed-1"]

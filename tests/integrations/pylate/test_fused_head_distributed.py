@@ -150,6 +150,7 @@ for _ring in (False, True):
 CASES["fsdp2 packed cached"] = _compare(fully_sharded, losses.CachedContrastive, packed=True, mini_batch_size=2)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes(outcomes, case):
     for rank, outcome in enumerate(outcomes(case)):
