@@ -4,11 +4,12 @@ from functools import partial
 
 import exactness
 import pytest
+import random_shapes
 import torch
-from exactness import from_winners, relative_error, winner_index
+from exactness import exact_scores, from_winners, relative_error, winner_index
 from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
 
-from pylate_fastmaxsim import TokenBatch, reference
+from pylate_fastmaxsim import TokenBatch
 
 pytest.importorskip("triton")
 
@@ -21,49 +22,33 @@ run = partial(exactness.run, maxsim_launch)
 check = partial(exactness.check, maxsim_launch)
 
 
+def problem(layout, queries, documents, dim=128, dtype=torch.bfloat16, slots=4, keep=None, gap=0):
+    """Queries and documents, of each their number and the longest, and for the layout "candidates" some for each query."""
+    generator = torch.Generator().manual_seed(dim)
+    batches = [ragged(generator, *sizes, dim, dtype, keep=keep, gap=gap) for sizes in (queries, documents)]
+    if layout == "all":
+        return *batches, None
+    return *batches, torch.randint(documents[0], (queries[0], slots), generator=generator).to(DEVICE)
+
+
 @pytest.mark.parametrize("dim", [1, 7, 48, 64, 96, 128, 200, 256, 768, 1024])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["all", "candidates"])
 def test_dimensions(dim, dtype, layout):
-    generator = torch.Generator().manual_seed(dim)
-    queries = ragged(generator, 19, 32, dim, dtype)
-    documents = ragged(generator, 37, 300, dim, dtype, keep=0.8)
-    candidates = torch.randint(37, (19, 11), generator=generator).to(DEVICE) if layout == "candidates" else None
-    check(queries, documents, candidates)
+    check(*problem(layout, (19, 32), (37, 300), dim, dtype, slots=11, keep=0.8))
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.parametrize("dim", [48, 128, 768])
 @pytest.mark.parametrize("layout", ["all", "candidates"])
 def test_lower_float32_precision(precision, dim, layout):
-    generator = torch.Generator().manual_seed(dim)
-    queries = ragged(generator, 9, 40, dim, torch.float32)
-    documents = ragged(generator, 23, 200, dim, torch.float32)
-    candidates = torch.randint(23, (9, 5), generator=generator).to(DEVICE) if layout == "candidates" else None
-    check(queries, documents, candidates, precision=precision)
+    check(*problem(layout, (9, 40), (23, 200), dim, torch.float32), precision=precision)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_shapes(seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(*options):
-        return options[int(torch.randint(len(options), (1,), generator=generator))]
-
-    dtype, dim = pick(*DTYPES), pick(32, 96, 128)
-    masked = pick(None, 0.7, 0.05)
-    queries = ragged(
-        generator, pick(1, 3, 50), pick(1, 5, 32, 33, 128, 129, 300), dim, dtype, pick(None, 0.8), pick(0, 1), 2
+def test_random_shapes(capsys):
+    assert random_shapes.main(["--count", "200", "--families", "16"], maxsim_launch, DEVICE) == 0, (
+        capsys.readouterr().out
     )
-    documents = ragged(
-        generator, pick(1, 2, 65), pick(1, 63, 64, 65, 255, 256, 2000), dim, dtype, masked, pick(0, 1), 3
-    )
-    candidates = None
-    if pick(True, False):
-        shape = (len(queries), pick(1, 7, 40))
-        candidates = torch.randint(len(documents), shape, generator=generator).to(DEVICE)
-    zero_floor = pick(None, (torch.rand(len(documents), generator=generator) < 0.5).to(DEVICE))
-    check(queries, documents, candidates, zero_floor)
 
 
 @pytest.mark.parametrize("gap", [0, 1])
@@ -126,22 +111,16 @@ def test_runs_repeat_bit_by_bit(layout, dtype):
 
 @pytest.mark.parametrize("layout", ["all", "candidates"])
 def test_nothing_waits_for_the_device(layout):
-    generator = torch.Generator().manual_seed(0)
-    queries = ragged(generator, 16, 32, 128, torch.bfloat16, keep=0.9)
-    documents = ragged(generator, 32, 100, 128, torch.bfloat16, keep=0.9)
-    candidates = torch.randint(32, (16, 4), generator=generator).to(DEVICE) if layout == "candidates" else None
-    run(queries, documents, candidates)
+    inputs = problem(layout, (16, 32), (32, 100), keep=0.9)
+    run(*inputs)
     with no_waiting():
-        run(queries, documents, candidates)
+        run(*inputs)
 
 
 @pytest.mark.parametrize("layout", ["all", "candidates"])
 def test_a_cuda_graph_captures_forward_and_backward(layout):
-    generator = torch.Generator().manual_seed(0)
-    queries = ragged(generator, 16, 32, 128, torch.bfloat16)
     # With gaps, because documents become shorter below.
-    documents = ragged(generator, 32, 100, 128, torch.bfloat16, gap=1)
-    candidates = torch.randint(32, (16, 4), generator=generator).to(DEVICE) if layout == "candidates" else None
+    queries, documents, candidates = problem(layout, (16, 32), (32, 100), gap=1)
     graph, results = captured(lambda: run(queries, documents, candidates))
     for tensor in (queries.values, documents.values):
         tensor.copy_(torch.randn(tensor.shape, device=DEVICE))
@@ -152,12 +131,19 @@ def test_a_cuda_graph_captures_forward_and_backward(layout):
     assert all(map(torch.equal, results, run(queries, documents, candidates)))
 
 
-def free_bytes():
-    return torch.cuda.mem_get_info()[0]
+def check_last(count, queries, documents, scores, winners, grad_d):
+    """The scores of the last ``count`` documents, and the gradients of their tokens, which are the last as well."""
+    tail = documents.select(torch.arange(len(documents) - count, len(documents), device=DEVICE))
+    exact = exact_scores(queries, tail)
+    assert relative_error(scores[:, -count:], exact) < 2e-3
+    _, _, exact_d = from_winners(queries, tail, None, winners[-count:], torch.ones_like(exact))
+    rows = int(tail.lengths.sum())
+    assert relative_error(grad_d[-rows:], exact_d[-rows:]) < 2e-3
+    return exact, exact_d[-rows:]
 
 
 def test_values_beyond_two_to_the_31_elements():
-    if free_bytes() < 40e9:
+    if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB of free GPU memory")
     length, count, dim = 300, 58500, 128
     values = torch.empty(count * length, dim, device=DEVICE, dtype=torch.bfloat16).normal_()
@@ -165,16 +151,14 @@ def test_values_beyond_two_to_the_31_elements():
     documents = TokenBatch.from_padded(values.view(count, length, dim))
     queries = ragged(torch.Generator().manual_seed(0), 3, 8, dim, torch.bfloat16)
     scores, winners, grad_q, grad_d = run(queries, documents)
-    tail = torch.arange(count - 4, count, device=DEVICE)
+    # Their last documents as a batch of their own: in float64 all would not fit.
     last = TokenBatch.from_padded(values.view(count, length, dim)[-4:])
-    exact = reference.maxsim(queries.with_values(queries.values.double()), last.with_values(last.values.double()))
-    assert relative_error(scores[:, tail], exact) < 2e-3
-    _, _, exact_d = from_winners(queries, last, None, winners[tail], torch.ones_like(exact))
-    assert relative_error(grad_d[-4 * length :], exact_d) < 2e-3
+    exact, exact_d = check_last(4, queries, last, scores[:, -4:], winners[-4:], grad_d)
     grad_q64 = torch.zeros(queries.values.shape, dtype=torch.float64, device=DEVICE)
     for row in range(len(grad_q64)):
         grad_q64[row] = values[documents.starts + winner_index(winners[:, row].contiguous())].double().sum(dim=0)
     assert relative_error(grad_q, grad_q64) < 2e-3
+    tail = torch.arange(count - 4, count, device=DEVICE)
     candidates = torch.stack([tail.flip(0), tail, tail])
     scores, _, _, grad_d = run(queries, documents, candidates)
     assert relative_error(scores, exact.gather(1, candidates - (count - 4))) < 2e-3
@@ -182,15 +166,11 @@ def test_values_beyond_two_to_the_31_elements():
 
 
 def test_winners_beyond_two_to_the_31_elements():
-    if free_bytes() < 40e9:
+    if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB of free GPU memory")
     dim, count = 16, 60000
     documents = TokenBatch.from_padded(torch.randn(count, 2, dim, device=DEVICE).bfloat16())
     queries = TokenBatch.from_padded(torch.randn(1250, 32, dim, device=DEVICE).bfloat16())
     scores, winners, _, grad_d = run(queries, documents)
     assert winners.numel() > 2**31
-    last = documents.select(torch.arange(count - 4, count, device=DEVICE))
-    exact = reference.maxsim(queries.with_values(queries.values.double()), last.with_values(last.values.double()))
-    assert relative_error(scores[:, -4:], exact) < 2e-3
-    _, _, exact_d = from_winners(queries, last, None, winners[-4:], torch.ones_like(exact))
-    assert relative_error(grad_d[-8:], exact_d[-8:]) < 2e-3
+    check_last(4, queries, documents, scores, winners, grad_d)

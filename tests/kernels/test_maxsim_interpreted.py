@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from exactness import uninitialized_memory_as_nan, winner_index
+import exactness
+from exactness import winner_index
 from interpreter import interpreted, spread_out  # noqa: F401
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
 from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
 
@@ -31,58 +31,26 @@ def _several_documents_a_program(monkeypatch):
     monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
 
 
-def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, permuted=True, gap=1):
-    """Sequences of the given lengths in shuffled order, with unused rows (of NaN) between them."""
+def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, gap=1):
+    """Sequences of the given lengths in shuffled order, each with ``gap`` (0 or 1) unused rows of NaN behind it."""
     lengths = torch.tensor(lengths, dtype=torch.int64)
-    order = torch.randperm(len(lengths), generator=generator) if permuted else torch.arange(len(lengths))
+    order = torch.randperm(len(lengths), generator=generator)
     starts = torch.empty_like(lengths)
     ends = (lengths[order] + gap).cumsum(0)
-    starts[order] = ends - lengths[order]
-    total = int(ends[-1]) if len(lengths) else 0
-    values = torch.full((total, dim), float("nan"))
-    used = torch.zeros(total, dtype=torch.bool)
-    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        used[start : start + length] = True
-    values[used] = torch.randn(int(used.sum()), dim, generator=generator)
-    mask = None if keep is None else torch.rand(total, generator=generator) < keep
-    longest = int(lengths.max()) if len(lengths) else 0
-    return TokenBatch(values.to(dtype), starts, lengths, longest, mask, gapless=gap == 0)
+    starts[order] = ends - lengths[order] - gap
+    values = torch.randn(int(lengths.sum()) + gap * len(lengths), dim, generator=generator)
+    if gap:
+        values[ends - 1] = torch.nan
+    mask = None if keep is None else torch.rand(len(values), generator=generator) < keep
+    return TokenBatch(values.to(dtype), starts, lengths, max([0, *lengths.tolist()]), mask, gapless=gap == 0)
 
 
-def finite(batch):
-    return batch.with_values(batch.values.double().nan_to_num())
-
-
-def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES, precision="highest"):
-    exact = queries.values.dtype == torch.float32
-    operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
-    with uninitialized_memory_as_nan():
-        scores, winners = maxsim_launch.forward(operands, True, precision, tiles)
-    alone, none = maxsim_launch.forward(operands, False, precision, tiles)
-    q64, d64 = finite(queries), finite(documents)
-    q64.values.requires_grad_()
-    d64.values.requires_grad_()
-    expected = reference.maxsim(q64, d64, candidates, zero_floor)
-    tolerance = {"rtol": 1e-5, "atol": 1e-4}
-    torch.testing.assert_close(scores.double(), expected, **tolerance)
-    assert torch.equal(scores, alone) and none is None
-    index = winners.long()
-    index[winners == no_winner(winners.dtype)] = -1
-    assert torch.equal(index, reference.maxsim_winners(q64, d64, candidates, zero_floor))
-
-    grad = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
-    with uninitialized_memory_as_nan():
-        grad_q, grad_d = maxsim_launch.backward(grad, winners, operands, precision, True, True, tiles)
-    assert grad_q.dtype == queries.values.dtype and grad_d.dtype == documents.values.dtype
-    if expected.requires_grad:
-        expected.backward(grad.double())
-    for ours, wanted in ((grad_q, q64.values.grad), (grad_d, d64.values.grad)):
-        wanted = torch.zeros(ours.shape, dtype=torch.float64) if wanted is None else wanted
-        if exact:
-            torch.testing.assert_close(ours.double(), wanted, **tolerance)
-        else:
-            torch.testing.assert_close(ours.double(), wanted, rtol=1e-2, atol=1e-4)
-        assert not ours[wanted.abs().sum(dim=1) == 0].any()
+def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES):
+    tolerance = 1e-5 if queries.values.dtype == torch.float32 else 1e-2
+    problem = queries, documents, candidates, zero_floor
+    scores, winners = exactness.check(maxsim_launch, *problem, tolerance=tolerance, tiles=tiles)
+    in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
+    assert torch.equal(winner_index(winners), reference.maxsim_winners(*in_double, candidates, zero_floor))
     return scores, winners
 
 
@@ -93,14 +61,7 @@ def generator():
 
 @pytest.mark.parametrize(
     "dim, layout, gap",
-    [
-        (1, "all", 1),
-        (7, "candidates", 0),
-        (48, "all", 0),
-        (48, "candidates", 1),
-        (128, "all", 1),
-        (200, "candidates", 1),
-    ],
+    [(1, "all", 1), (7, "candidates", 0), (48, "all", 0), (128, "all", 1), (200, "candidates", 1)],
 )
 def test_ragged(generator, dim, layout, gap):
     queries = ragged(generator, [5, 0, 3, 1, 8, 2], dim, keep=0.8, gap=gap)
@@ -176,21 +137,13 @@ def test_strided_tensors(generator, layout, keep):
     scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
     own_scores, own_winners = maxsim_launch.forward(strided, True, "highest", TILES)
     assert torch.equal(own_scores, scores)
-    index, own_index = (winner_index(each) for each in (winners, own_winners))
-    assert torch.equal(own_index, index)
+    assert torch.equal(winner_index(own_winners), winner_index(winners))
     for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
         expected = maxsim_launch.backward(grad.contiguous(), winners, operands, "highest", True, True, TILES)
         if grad.is_contiguous():
             grad = spread_out(grad)
         actual = maxsim_launch.backward(grad, winners, strided, "highest", True, True, TILES)
         assert all(map(torch.equal, actual, expected))
-
-
-@pytest.mark.parametrize("longest", [16, 17], ids=["short", "longer than a block of rows"])
-def test_each_document_is_a_candidate_of_one_query(generator, longest):
-    queries = ragged(generator, [longest, 1, 0], 16, keep=0.8)
-    documents = ragged(generator, [2, 30, 0, 1, 19, 5, 3, 3, 40], 16, keep=0.7)
-    check(queries, documents, torch.randperm(9, generator=generator).view(3, 3))
 
 
 def test_everything_masked(generator):
@@ -210,17 +163,6 @@ def test_zero_floor(generator, layout):
     plain, _ = check(queries, documents, candidates)
     if candidates is None:
         assert (floored != plain).any(dim=0).tolist() == [True, True, False, False, False]
-
-
-def test_first_of_equal_maxima(generator):
-    values = torch.ones(60, 16)
-    documents = TokenBatch.from_padded(values.reshape(1, 60, 16))
-    _, winners = check(ragged(generator, [3], 16), documents)
-    live = winners[0, 1:4]
-    assert not live.any()
-    keep = torch.arange(60).reshape(1, 60) >= 21
-    _, winners = check(ragged(generator, [3], 16), TokenBatch.from_padded(values.reshape(1, 60, 16), keep))
-    assert (winners[0, 1:4] == 21).all()
 
 
 @pytest.mark.parametrize("width, layout", [(32, "all"), (64, "candidates"), (128, "all")])
@@ -244,23 +186,21 @@ def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, 
         documents.values[start : start + int(documents.lengths[short])] = -torch.inf
     operands = ScoringOperands.of(queries, documents, candidates, None)
     _, winners = maxsim_launch.forward(operands, True, "highest", tiles)
-    index = winners.long().masked_fill(winners == no_winner(winners.dtype), -1)
-    assert torch.equal(index, reference.maxsim_winners(queries, documents, candidates))
+    assert torch.equal(winner_index(winners), reference.maxsim_winners(queries, documents, candidates))
 
 
 def test_nan_shows_and_stays_where_it_is_used(generator):
-    queries = ragged(generator, [3, 2, 0], 16, permuted=False, gap=0)
-    documents = ragged(generator, [20, 40, 5], 16, permuted=False, gap=0)
-    documents.values[20 + 30] = float("nan")
-    documents.values[20 + 35] = float("nan")
+    queries, documents = ragged(generator, [3, 2, 0], 16, gap=0), ragged(generator, [20, 40, 5], 16, gap=0)
+    nan = documents.starts[1] + torch.tensor([30, 35])
+    documents.values[nan] = torch.nan
     scores, winners = maxsim_launch.forward(ScoringOperands.of(queries, documents), True, "highest", TILES)
     assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
     assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
     keep = torch.ones(65, dtype=torch.bool)
-    keep[[50, 55]] = False
+    keep[nan] = False
     masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
     assert not maxsim_launch.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)[0].isnan().any()
-    queries.values[1] = float("nan")
+    queries.values[queries.starts[0] + 1] = torch.nan
     scores, _ = maxsim_launch.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)
     assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
@@ -271,10 +211,9 @@ def test_nan_shows_and_stays_where_it_is_used(generator):
     ids=["all", "shared", "once", "once longer than a block of rows", "repeated"],
 )
 def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, candidates, gap, longest):
-    queries = ragged(generator, [longest, 3], 16, permuted=False, gap=gap)
-    documents = ragged(generator, [20, 4, 3], 16, permuted=False, gap=gap)
+    queries, documents = ragged(generator, [longest, 3], 16, gap=gap), ragged(generator, [20, 4, 3], 16, gap=gap)
     candidates = None if candidates is None else torch.tensor(candidates)
-    queries.values[:longest] = float("nan")
+    queries.values[queries.starts[0] : queries.starts[0] + longest] = torch.nan
     operands = ScoringOperands.of(queries, documents, candidates, None)
     scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
     grad = torch.ones_like(scores)
@@ -290,11 +229,11 @@ def test_only_one_gradient(generator):
     queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
     operands = ScoringOperands.of(queries, documents)
     scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
-    both = maxsim_launch.backward(torch.ones_like(scores), winners, operands, "highest", True, True, TILES)
-    grad_q, nothing = maxsim_launch.backward(torch.ones_like(scores), winners, operands, "highest", True, False, TILES)
-    assert torch.equal(grad_q, both[0]) and nothing.numel() == 0
-    nothing, grad_d = maxsim_launch.backward(torch.ones_like(scores), winners, operands, "highest", False, True, TILES)
-    assert torch.equal(grad_d, both[1]) and nothing.numel() == 0
+    arguments = torch.ones_like(scores), winners, operands, "highest"
+    both = maxsim_launch.backward(*arguments, True, True, TILES)
+    for side, needs in enumerate(((True, False), (False, True))):
+        gradients = maxsim_launch.backward(*arguments, *needs, TILES)
+        assert torch.equal(gradients[side], both[side]) and gradients[1 - side].numel() == 0
 
 
 @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip

@@ -14,17 +14,23 @@ DOCUMENTS = torch.randn(5, 6, 4)
 WEIGHT = torch.randn(4, 4)
 OPERATORS = {
     "maxsim": lambda x: maxsim(x, DOCUMENTS),
-    "maxsim of documents": lambda x: maxsim(DOCUMENTS, x),
-    "maxsim filtered": lambda x: maxsim(x, DOCUMENTS, grad_filter="auto"),
+    "maxsim of documents": lambda x: maxsim(DOCUMENTS, x, grad_filter="auto"),
     "xtr_scores": lambda x: xtr_scores(x, DOCUMENTS, k=3),
     "ring_maxsim": lambda x: ring_maxsim(x, TokenBatch.from_padded(DOCUMENTS)),
     "project_normalize": lambda x: project_normalize(x, WEIGHT),
     "maxsim_from_hidden": lambda x: maxsim_from_hidden(DOCUMENTS, x, WEIGHT),
 }
+
+
+def _dual(f, x):
+    with forward_ad.dual_level():
+        f(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
 TRANSFORMS = {
+    "dual numbers": _dual,
     "vmap": lambda f, x: torch.vmap(f)(x[None]),
     "grad": lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
-    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),)),
     "compiled vmap": lambda f, x: torch.compile(torch.vmap(f), backend="eager")(x[None]),
 }
@@ -33,16 +39,6 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
 def test_transforms_are_refused(function, transform):
-    with pytest.raises(NotImplementedError, match="torch.vmap, torch.func .* not supported; call it on whole batches"):
+    with pytest.raises(NotImplementedError, match="not supported"):
         transform(function, torch.randn(2, 3, 4))
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS)
-def test_dual_numbers_are_refused(function):
-    vectors = torch.randn(2, 3, 4)
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(NotImplementedError, match="forward-mode derivatives are not supported"),
-    ):
-        function(forward_ad.make_dual(vectors, torch.ones_like(vectors)))

@@ -41,13 +41,11 @@ SETTINGS = {
     "default": ([], "highest"),
     "older-highest": ([(older, "highest")], "highest"),
     "older-high": ([(older, "high")], "high"),
-    "older-medium": ([(older, "medium")], "medium"),
     "allow_tf32": ([(allow_tf32, True)], "high"),
     "newer-tf32": ([(of_products, "tf32")], "high"),
     "newer-ieee": ([(of_products, "ieee")], "highest"),
     # What TrainingArguments(tf32=True) does.
     "everywhere-tf32": ([(everywhere, "tf32")], "high"),
-    "everywhere-ieee": ([(everywhere, "ieee")], "highest"),
     "older-high-then-newer-ieee": ([(older, "high"), (of_products, "ieee")], "highest"),
     "older-medium-then-not": ([(older, "medium"), (allow_tf32, False)], "highest"),
 }

@@ -44,8 +44,7 @@ def test_block_sizes_do_not_matter(candidates, monkeypatch):
     for size in (1, 7, 40):
         for name in ("BLOCK_ELEMENTS", "SLAB_ELEMENTS", "FEW_ELEMENTS", "WINNER_ELEMENTS"):
             monkeypatch.setattr(blocked, name, size)
-        for actual, whole in zip(with_gradients(queries, documents, candidates), expected, strict=True):
-            torch.testing.assert_close(actual, whole, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(with_gradients(queries, documents, candidates), expected, rtol=1e-13, atol=1e-13)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -121,12 +120,6 @@ def test_autocast_casts_as_einsum_does():
     assert not torch.equal(scores, maxsim(queries, documents))
 
 
-def test_the_first_of_equal_maxima_gets_the_gradient():
-    documents = torch.tensor([[[0.0], [2.0], [2.0]], [[2.0], [2.0], [-2.0]]], requires_grad=True)
-    maxsim(torch.ones(1, 1, 1), documents).sum().backward()
-    assert documents.grad.squeeze(-1).tolist() == [[0, 1, 0], [1, 0, 0]]
-
-
 @pytest.mark.parametrize(
     ("length", "dtype"), [(255, torch.uint8), (256, torch.int16), (32767, torch.int16), (32768, torch.int32)]
 )
@@ -155,16 +148,6 @@ def test_rows_of_queries_that_were_not_selected_cost_no_backward(monkeypatch):
     torch.testing.assert_close(of_few, torch.autograd.grad((few * weights).sum(), (queries, documents)))
 
 
-def test_empty_batches_give_empty_results():
-    queries, documents = torch.randn(3, 4, 8), torch.randn(5, 6, 8, requires_grad=True)
-    assert maxsim(queries[:0], documents).shape == (0, 5)
-    assert maxsim(queries, documents[:0]).shape == (3, 0)
-    assert maxsim(queries, documents, torch.empty(3, 0, dtype=torch.int64)).shape == (3, 0)
-    assert not maxsim(queries[:, :0], documents).any()
-    maxsim(queries[:0], documents).sum().backward()
-    assert not documents.grad.any()
-
-
 def test_zero_floor_is_the_rule_of_stock_pylate():
     """PyLate multiplies similarities by the mask, so where a token is masked no maximum is below 0."""
     scores = pytest.importorskip("pylate.scores")
@@ -180,17 +163,11 @@ def test_zero_floor_is_the_rule_of_stock_pylate():
         result = function(*inputs, **masks)
         return result, *torch.autograd.grad(result.square().sum(), inputs)
 
-    ours = gradients(
-        maxsim,
-        queries_mask=queries_mask,
-        documents_mask=documents_mask,
-        zero_floor=~documents_mask.all(dim=1),
-    )
-    stock = gradients(scores.colbert_scores, queries_mask=queries_mask.double(), documents_mask=documents_mask.double())
-    for actual, expected in zip(ours, stock, strict=True):
-        torch.testing.assert_close(actual, expected)
-    plain = maxsim(queries, documents, queries_mask=queries_mask, documents_mask=documents_mask)
-    assert not torch.allclose(plain, ours[0])
+    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+    ours = gradients(maxsim, **masks, zero_floor=~documents_mask.all(dim=1))
+    stock = gradients(scores.colbert_scores, **{name: mask.double() for name, mask in masks.items()})
+    torch.testing.assert_close(ours, stock)
+    assert not torch.allclose(maxsim(queries, documents, **masks), ours[0])
 
 
 def test_second_derivatives_are_refused():
@@ -210,12 +187,9 @@ JAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout
         ((Q[0], D), {}, ValueError, r"padded queries must be \[N, L, d\], got shape \(3, 4\)"),
         ((Q, D), {"queries_mask": torch.ones(2, 4)}, ValueError, r"queries_mask must be \[N, L\] = \[2, 3\]"),
         ((Q, TokenBatch.from_padded(D)), {"documents_mask": torch.ones(5, 6)}, ValueError, "documents_mask goes with"),
-        ((Q, D.double()), {}, ValueError, "queries are torch.float32 and documents torch.float64"),
         ((Q, D.to("meta")), {}, ValueError, "queries are on cpu and documents on meta"),
         ((Q, D[..., :3]), {}, ValueError, "queries have d = 4 and documents d = 3"),
         ((Q, D, torch.zeros(3, 1, dtype=torch.int64)), {}, ValueError, r"candidates must be int64 \[Nq, K\] with Nq"),
-        ((Q, D, torch.zeros(2, 1, dtype=torch.int64, device="meta")), {}, ValueError, "candidates must be on cpu"),
-        ((Q, D, torch.tensor([[0], [5]])), {}, ValueError, "from 0 to Nd - 1 = 4, got 0 to 5"),
         ((Q, D), {"zero_floor": torch.zeros(4, dtype=torch.bool)}, ValueError, r"zero_floor must be bool \[Nd\]"),
         ((Q.numpy(), D), {}, TypeError, "queries must be a TokenBatch or a tensor .* got ndarray"),
         ((Q, D), {"zero_floor": [False] * 5}, TypeError, r"zero_floor must be a tensor bool \[Nd\], got list"),
@@ -261,8 +235,7 @@ def test_float64_on_cuda_is_the_definition_and_repeatable(candidates):
     candidates = None if candidates is None else candidates.cuda()
     first, second = (with_gradients(on_cuda(queries), on_cuda(documents), candidates) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    for actual, on_cpu in zip(first, expected, strict=True):
-        torch.testing.assert_close(actual.cpu(), on_cpu)
+    torch.testing.assert_close(tuple(each.cpu() for each in first), expected)
     torch.testing.assert_close(first[0], reference.maxsim(on_cuda(queries), on_cuda(documents), candidates))
 
 

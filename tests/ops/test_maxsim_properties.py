@@ -3,12 +3,13 @@
 from unittest import mock
 
 import torch
+from exactness import winner_index
 from hypothesis import HealthCheck, given, settings
 from strategies import Problem, problems
 
 from pylate_fastmaxsim import maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim._winners import no_winner, winner_dtype
+from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import maxsim as blocked
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -16,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 sweep = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
-def scores_and_gradients(function, problem: Problem, dtype: torch.dtype, weights: torch.Tensor | None = None):
+def scores_and_gradients(function, problem: Problem, dtype: torch.dtype):
     q_values, d_values = problem.values(dtype)
     scores = function(
         problem.queries.with_values(q_values),
@@ -24,8 +25,7 @@ def scores_and_gradients(function, problem: Problem, dtype: torch.dtype, weights
         problem.candidates,
         zero_floor=problem.zero_floor,
     )
-    if weights is None:
-        weights = torch.randint(-2, 3, scores.shape, generator=torch.Generator().manual_seed(0))
+    weights = torch.randint(-2, 3, scores.shape, generator=torch.Generator().manual_seed(0))
     # The sums keep the graph connected where nothing is live.
     loss = (scores * weights.to(scores.dtype)).sum() + 0 * (q_values.nan_to_num().sum() + d_values.nan_to_num().sum())
     return scores.detach(), *torch.autograd.grad(loss, (q_values, d_values))
@@ -44,19 +44,13 @@ def test_exact_arithmetic_gives_exactly_the_definition(problem):
         assert gradient.dtype == dtype
         assert torch.equal(gradient, definition.to(dtype))
 
-
-@given(problem=problems(DTYPES, integers=True))
-@settings(sweep, max_examples=60)
-def test_winners_are_those_of_the_definition(problem):
-    queries, documents = problem.queries, problem.documents
-    operands = ScoringOperands.of(queries, documents, problem.candidates, problem.zero_floor)
-    in_double = (queries.with_values(queries.values.double()), documents.with_values(documents.values.double()))
-    expected = reference.maxsim_winners(*in_double, problem.candidates, problem.zero_floor)
+    queries, documents, *options = vars(problem).values()
+    in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
     for few in (0, blocked.FEW_ELEMENTS):
         with mock.patch.object(blocked, "FEW_ELEMENTS", few):
-            _, winners = blocked.forward(operands, True, "highest")
+            _, winners = blocked.forward(ScoringOperands.of(queries, documents, *options), True, "highest")
         assert winners.dtype == winner_dtype(documents.max_length)
-        assert torch.equal(winners.long().masked_fill(winners == no_winner(winners.dtype), -1), expected)
+        assert torch.equal(winner_index(winners), reference.maxsim_winners(*in_double, *options))
 
 
 def smallest_margin(problem: Problem) -> float:
@@ -97,15 +91,8 @@ def test_scores_and_gradients_are_within_rounding(problem):
 def test_layout_does_not_matter(problem):
     """Packed with gaps and padded hold the same tokens, so they give the same bits."""
     queries, documents = problem.queries, problem.documents
-    q_padded, q_mask = queries.to_padded()
-    d_padded, d_mask = documents.to_padded()
+    (q_padded, q_mask), (d_padded, d_mask) = queries.to_padded(), documents.to_padded()
+    masks = {"queries_mask": q_mask, "documents_mask": d_mask.to(torch.int64)}
     packed = maxsim(queries, documents, problem.candidates, zero_floor=problem.zero_floor)
-    padded = maxsim(
-        q_padded,
-        d_padded,
-        problem.candidates,
-        queries_mask=q_mask,
-        documents_mask=d_mask.to(torch.int64),
-        zero_floor=problem.zero_floor,
-    )
+    padded = maxsim(q_padded, d_padded, problem.candidates, zero_floor=problem.zero_floor, **masks)
     assert torch.equal(packed, padded)

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from ragged_batches import CANDIDATES, batches
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pylate_fastmaxsim import TokenBatch, maxsim, xtr_scores
 from pylate_fastmaxsim._operands import ScoringOperands
@@ -54,13 +53,10 @@ def test_torch_compile_takes_any_shape_without_a_graph_break_or_a_second_compila
             torch.testing.assert_close(torch.autograd.grad(actual, arguments[:2]), expected_gradients)
 
 
-class _Scores(torch.nn.Module):
-    def __init__(self, operator):
+class Module(torch.nn.Module):
+    def __init__(self, function):
         super().__init__()
-        self.operator = operator
-
-    def forward(self, queries, documents, mask):
-        return self.operator(queries, documents, documents_mask=mask)
+        self.forward = function
 
 
 # Winners of documents of up to 255 tokens have another dtype than those of longer ones; without gradients there are
@@ -77,7 +73,7 @@ def test_exported_with_any_number_of_queries_documents_and_tokens(strict, operat
     some, others = torch.export.Dim("some"), torch.export.Dim("others")
     tokens = torch.export.Dim("tokens", min=2, max=512)
     sizes = {0: some}, {0: others, 1: tokens}, {0: others, 1: tokens}
-    scores = _Scores(operator)
+    scores = Module(lambda queries, documents, mask: operator(queries, documents, documents_mask=mask))
     program = torch.export.export(scores, inputs(2, 5, length), dynamic_shapes=sizes, strict=strict).module()
     for other_length in (4, 400):
         arguments = inputs(4, 7, other_length)
@@ -97,14 +93,10 @@ def test_numbers_that_do_not_fit_are_refused_where_the_graph_is_run(operator, bo
     def score(queries, values, bounds):
         return operator(queries, TokenBatch.from_packed(values, bounds, max_length=200))
 
-    class Module(torch.nn.Module):
-        def forward(self, *arguments):
-            return score(*arguments)
-
     arguments = torch.ones(1, 1, 1), torch.rand(300, 1, requires_grad=True)
     compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
     fitting = torch.arange(0, 60 * len(bounds), 60)
-    exported = torch.export.export(Module(), (*arguments, fitting)).module()
+    exported = torch.export.export(Module(score), (*arguments, fitting)).module()
     for run in (compiled, exported):
         torch.testing.assert_close(run(*arguments, fitting), score(*arguments, fitting))
         with pytest.raises(ValueError, match=f"TokenBatch: {sentence}"):
@@ -123,17 +115,6 @@ def test_queries_that_share_rows_are_refused_where_the_graph_is_run(operator):
         compiled(*arguments, torch.tensor([0, 0]))
 
 
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_traced_as_one_operator(mode):
-    def function(queries, documents, bounds):
-        return maxsim(queries, TokenBatch.from_packed(documents, bounds, max_length=3)) + maxsim(queries, queries)
-
-    inputs = torch.randn(2, 3, 4), torch.randn(5, 4), torch.tensor([0, 2, 5])
-    traced = make_fx(function, tracing_mode=mode)(*inputs)
-    assert [str(node.target) for node in traced.graph.nodes].count("pylate_fastmaxsim.maxsim_forward.default") == 2
-    torch.testing.assert_close(traced(*inputs), function(*inputs))
-
-
 def test_compiled_autograd_takes_the_backward_whole():
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 6, 4, requires_grad=True)
     expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
@@ -147,23 +128,19 @@ def test_compiled_autograd_takes_the_backward_whole():
     "function", [maxsim, partial(xtr_scores, k=4, grad_filter="auto")], ids=["maxsim", "xtr_scores"]
 )
 def test_an_exported_program_has_gradients_or_says_that_it_has_none(function):
-    class Module(torch.nn.Module):
-        def forward(self, queries, documents):
-            return function(queries, documents)
-
     def vectors(*shape):
         return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
     queries, documents = vectors(3, 4, 5), vectors(4, 6, 5)
-    plain = torch.export.export(Module(), (queries.detach(), documents.detach()), strict=False).module()
+    plain = torch.export.export(Module(function), (queries.detach(), documents.detach()), strict=False).module()
     scores = plain(queries, documents)
-    torch.testing.assert_close(scores, Module()(queries, documents))
+    torch.testing.assert_close(scores, function(queries, documents))
     with pytest.raises(RuntimeError, match="these scores pass no gradient, .* require a gradient.$"):
         scores.sum().backward()
-    learning = torch.export.export(Module(), (vectors(3, 4, 5), vectors(4, 6, 5)), strict=False).module()
+    learning = torch.export.export(Module(function), (vectors(3, 4, 5), vectors(4, 6, 5)), strict=False).module()
     gradients = [
         torch.autograd.grad(each(queries, documents).square().sum(), (queries, documents))
-        for each in (learning, Module())
+        for each in (learning, function)
     ]
     torch.testing.assert_close(*gradients)
 

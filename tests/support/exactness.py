@@ -155,8 +155,8 @@ def check(
     precision: str = "highest",
     tolerance: float | None = None,
     **options,
-) -> None:
-    """AssertionError unless scores, winners and both gradients of ``path`` are those of the definition."""
+) -> tuple[Tensor, Tensor]:
+    """Scores and winners; AssertionError unless they and both gradients of ``path`` are those of the definition."""
     tolerance = tolerance or TOLERANCE[queries.values.dtype, precision]
     exact = exact_scores(queries, documents, candidates, zero_floor)
     generator = torch.Generator(queries.device).manual_seed(3)
@@ -174,3 +174,4 @@ def check(
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     alone = path.forward(operands, False, precision, **options)[0]
     assert torch.equal(alone, scores), "scores without winners"
+    return scores, winners
