@@ -1,7 +1,6 @@
 """The command line: what it prints, what it returns, and that it works without its extra where it can."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -54,28 +53,24 @@ def test_a_bad_recipe_is_one_line_with_exit_code_2_and_no_output_directory(comma
     assert not (tmp_path / "out").exists()
 
 
-def test_train_prints_a_summary(tmp_path):
-    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2}))
-    done = CliRunner().invoke(app, ["train", str(file), "--set", "name=my-run", "--no-resume"])
-    assert done.exit_code == 0, done.output
-    assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
-    assert "off (fast.enabled is false)" in done.stdout
-
-
 def test_train_says_what_was_in_force_and_why(tmp_path):
     recipe = tiny(tmp_path, training={"max_steps": 1}, fast={"enabled": True})
+    file = write(tmp_path, recipe)
     for value, enabled, why_off, shown in (
         ("0", False, "PYLATE_FASTMAXSIM=0", "off (PYLATE_FASTMAXSIM=0)"),
         ("1", True, None, "on"),
     ):
-        done = CliRunner().invoke(
-            app, ["train", str(write(tmp_path, recipe)), "--no-resume"], env={"PYLATE_FASTMAXSIM": value}
-        )
+        command = ["train", str(file), "--set", "name=my-run", "--no-resume"]
+        done = CliRunner().invoke(app, command, env={"PYLATE_FASTMAXSIM": value})
         assert done.exit_code == 0, done.output
+        assert "my-run: trained" in done.stdout and "nDCG@10" in done.stdout
         (row,) = [line for line in done.stdout.splitlines() if "pylate-fastmaxsim" in line]
         assert row.strip("│ ").split("│")[1].strip() == shown
         fast = json.loads((tmp_path / "out" / "train.json").read_text())["fast"]
         assert (fast["enabled"], fast["why_off"]) == (enabled, why_off)
+    done = CliRunner().invoke(app, ["train", str(file)], env={"PYLATE_FASTMAXSIM": "maybe"})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, ") and done.stderr.count("\n") == 1
 
 
 def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypatch):
@@ -94,19 +89,8 @@ def test_brackets_and_colons_in_names_and_paths_mean_nothing(tmp_path, monkeypat
     assert "no column ':x:'" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["train", "warmup"])
-def test_a_nonsense_switch_is_one_sentence_before_anything_is_written(command, tmp_path):
-    file = write(tmp_path, tiny(tmp_path, fast={"enabled": True}))
-    done = CliRunner().invoke(app, [command, str(file)], env={"PYLATE_FASTMAXSIM": "maybe"})
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == (
-        "fastmaxsim: PYLATE_FASTMAXSIM must be 1, true, on, yes, 0, false, off or no, got 'maybe'.\n"
-    )
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.process
-def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
+def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path, monkeypatch):
     file = write(tmp_path, tiny(tmp_path, training={"max_steps": 100_000, "save_steps": 20}))
     command = [sys.executable, "-m", "pylate_fastmaxsim.cli", "train", str(file)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -119,21 +103,10 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(tmp_path):
     last = errors.strip().splitlines()[-1]
     assert last.startswith(f"Interrupted: {tmp_path}/out/checkpoint-") and "goes on from there" in last
     assert "Traceback" not in errors
-
-
-def test_an_interrupt_with_no_resume_does_not_name_the_command_that_removes_what_is_kept(tmp_path, monkeypatch):
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    file, checkpoint = write(tmp_path, tiny(tmp_path)), tmp_path / "out" / "checkpoint-4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}")
-    monkeypatch.setattr(training, "train", interrupted)
+    # The same command with --no-resume would remove the checkpoint.
+    monkeypatch.setattr(training, "train", lambda *arguments: signal.raise_signal(signal.SIGINT))
     done = CliRunner().invoke(app, ["train", str(file), "--no-resume"])
-    assert done.exit_code == 130
-    assert done.stderr.strip() == (
-        f"Interrupted: {checkpoint} is kept, and the same command without --no-resume goes on from there."
-    )
+    assert done.exit_code == 130 and "the same command without --no-resume goes on from there" in done.stderr
 
 
 @pytest.mark.process
@@ -152,25 +125,12 @@ builtins.__import__ = interrupted
 
 
 @pytest.mark.process
-def test_run_hands_all_arguments_to_the_script(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name != "PYLATE_FASTMAXSIM"}
-    done = fastmaxsim("run", script, "--help", "--set", "a=b", "-v", "--", "--version", env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "['--help', '--set', 'a=b', '-v', '--', '--version'] True"
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("missing", ["typer", "pylate"])
 def test_without_the_recipes_extra_it_says_what_to_install(missing):
     code = f"sys.modules['{missing}'] = None"
     done = fastmaxsim("train", RECIPES / "quickstart.yaml", code=code)
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"fastmaxsim: {missing} is missing, which every command but run and doctor needs: "
-        'pip install "pylate-fastmaxsim[recipes]".\n'
-    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"fastmaxsim: {missing} is missing" in done.stderr and "pylate-fastmaxsim[recipes]" in done.stderr
 
 
 @pytest.mark.process
@@ -178,7 +138,8 @@ def test_run_and_doctor_work_without_the_recipes_extra(tmp_path):
     code = "for name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = fastmaxsim("run", script, "--help", code=code)
-    assert done.stdout.strip() == "['--help'] True", done.stderr
+    arguments = ["--help", "--set", "a=b", "-v", "--", "--version"]
+    done = fastmaxsim("run", script, *arguments, code=code)
+    assert done.stdout.strip() == f"{arguments} True", done.stderr
     done = fastmaxsim("doctor", code=code)
     assert done.returncode == 0 and pylate_fastmaxsim.__version__ in done.stdout, done.stderr

@@ -2,10 +2,6 @@
 
 from dataclasses import asdict
 
-import pytest
-
-pytest.importorskip("pylate")
-
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.recipes.config.schema import FastSection
 from pylate_fastmaxsim.recipes.plugin import switched

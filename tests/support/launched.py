@@ -48,7 +48,7 @@ serialize = safetensors.torch.serialize_file
 
 
 def serialize_file(tensors, path, *args, **kwargs):
-    written.add(os.path.abspath(path))  # native code, of which the hook knows nothing
+    written.add(os.path.abspath(path))  # written by native code, which raises no audit event
     return serialize(tensors, path, *args, **kwargs)
 
 
@@ -71,14 +71,11 @@ if FSDP:
 
 
 save_rng_state, save_to_json = Trainer._save_rng_state, TrainerState.save_to_json
-late: list[str] = []
 
 
 def save_rng_state_late(self, folder: str) -> None:
-    """The first time in the second process: what it writes of a checkpoint comes last."""
-    if RANK == 1 and not late:
-        late.append(folder)
-        time.sleep(1)
+    """What the second process writes of a checkpoint comes last."""
+    time.sleep(RANK / 2)
     save_rng_state(self, folder)
 
 

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 TEXT = "fused late interaction scores every query token against all tokens and writes no similarity tensor"
 WORDS = TEXT.split()
+ONE_LAYER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 def text(number: int, length: int) -> str:
@@ -29,14 +30,7 @@ def tiny(directory: Path, output: str = "out", **sections) -> dict:
     recipe = {
         "output_dir": str(directory / output),
         "model": {
-            "build": {
-                "vocab_size": 600,
-                "hidden_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-                "intermediate_size": 16,
-                "dropout": 0.1,
-            },
+            "build": {"vocab_size": 600, "dropout": 0.1, **ONE_LAYER},
             "embedding_size": 8,
             "query_length": 8,
             "document_length": 24,
@@ -72,8 +66,7 @@ def hub_dataset(folder: Path, **subsets: list[dict]) -> Path:
     for name, rows in subsets.items():
         (folder / name).mkdir(parents=True)
         Dataset.from_list(rows).to_parquet(folder / name / "train-00000-of-00001.parquet")
-        files = [{"split": "train", "path": f"{name}/train-*"}]
-        configs.append({"config_name": name, "data_files": files})
+        configs.append({"config_name": name, "data_files": [{"split": "train", "path": f"{name}/train-*"}]})
     card = yaml.safe_dump({"configs": configs})
     (folder / "README.md").write_text(f"---\n{card}---\n")
     return folder

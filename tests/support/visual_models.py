@@ -73,26 +73,26 @@ def _colqwen2_processor() -> ColQwen2Processor:
     )
 
 
+def _decoder(tokenizer: PreTrainedTokenizerFast, **values: object) -> dict:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    return {"vocab_size": len(tokenizer), **sizes, **heads, **tokens, **values}
+
+
 def _colqwen2(processor: ColQwen2Processor) -> ColQwen2:
     token = processor.tokenizer.convert_tokens_to_ids
-    text = {
-        "vocab_size": len(processor.tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        "attention_dropout": 0.0,
-        "pad_token_id": processor.tokenizer.pad_token_id,
-        "bos_token_id": None,
-        "eos_token_id": processor.tokenizer.eos_token_id,
-    }
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     config = Qwen2VLConfig(
-        text_config=text,
-        vision_config=vision,
+        text_config=_decoder(processor.tokenizer, rope_parameters=rope, attention_dropout=0.0),
+        vision_config={
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+        },
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
@@ -110,32 +110,15 @@ def _colpali_processor() -> ColPaliProcessor:
 
 
 def _colpali(processor: ColPaliProcessor) -> ColPali:
-    text = {
-        "model_type": "gemma",
-        "vocab_size": len(processor.tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 512,
-        "pad_token_id": processor.tokenizer.pad_token_id,
-        "bos_token_id": processor.tokenizer.bos_token_id,
-        "eos_token_id": processor.tokenizer.eos_token_id,
-    }
-    vision = {
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {
         "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
         "image_size": IMAGE_SIZE,
         "patch_size": 14,
         "vision_use_head": False,
     }
     config = PaliGemmaConfig(
-        text_config=text,
+        text_config=_decoder(processor.tokenizer, model_type="gemma", head_dim=16),
         vision_config=vision,
         image_token_index=processor.tokenizer.convert_tokens_to_ids("<image>"),
         projection_dim=32,

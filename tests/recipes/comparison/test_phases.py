@@ -5,10 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import torch
 from tiny_recipe import tiny, write
 

@@ -6,10 +6,6 @@ import os
 
 import pytest
 from paths import RECIPES
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 from tiny_recipe import tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import FastSection
@@ -48,9 +44,6 @@ def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_p
         ("trainin.max_steps=3", "trainin is not a key of a recipe; did you mean 'training'?"),
         ("model.build.depth=3", "model.build.depth is not a key of a recipe; allowed here: vocab_size, "),
         ("training.max_steps=many", "training.max_steps must be an integer of at least 1 or null, got 'many'."),
-        ("training.max_steps=0", "training.max_steps must be an integer of at least 1 or null, got 0."),
-        ("training.max_steps=true", "training.max_steps must be an integer of at least 1 or null, got True."),
-        ("training.learning_rate=fast", "training.learning_rate must be a number of at least 0, got 'fast'."),
         ("training.learning_rate=.nan", "training.learning_rate must be a number of at least 0, got nan."),
         ("training.precision=int8", "training.precision must be one of auto, fp32, bf16, fp16, got 'int8'."),
         ("training.seed=5000000000", "training.seed must be an integer of at least 0 and at most 4294967295, got 5000"),
@@ -65,29 +58,16 @@ def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_p
         ("data={source: hub}", "data.name is missing; data.source hub needs it."),
         ("data={source: docstrings, packages: [no_such]}", "data.packages: No package named 'no_such' is installed."),
         ("data={source: distillation, name: a}", "loss.name must be distillation with data.source distillation"),
-        (
-            "data={source: hub, name: pairs.jsonl}",
-            "data.name must be data on the Hub or a directory, but pairs.jsonl is",
-        ),
         ("model.name_or_path=a/b", "model must have exactly one of name_or_path and build."),
-        (
-            "model={name_or_path: ./nowhere}",
-            "model.name_or_path must be a model on the Hub or a directory, but ./nowhere",
-        ),
         ("model.build.num_attention_heads=3", "model.build.hidden_size must be a multiple of 2 * num_attention_heads"),
         ("loss.mini_batch_size=8", "loss.mini_batch_size does not apply to the contrastive loss, which takes "),
         ("loss.temperature=0", "loss.temperature must be greater than 0, got 0.0."),
         ("evaluation.beir=some/data", "evaluation must have at most one of rows, beir and nano_beir."),
-        (
-            "output_dir=/dev/null/out",
-            "output_dir must be a directory or a path yet to be made, but /dev/null is a file.",
-        ),
         ("output_dir=''", "output_dir must not be empty."),
         ("training", "--set training: write it as key=value, for example training.max_steps=100."),
         ("name.x=1", "--set name.x=1: name is not a section."),
         ("training.seed={a: 1, a: 2}", "--set training.seed: 'a' is given twice (line 1); give it once."),
         ("training.seed=[1", "--set training.seed, line 1: not valid YAML: "),
-        ("name=2024-31-12", "--set name: not valid YAML: month must be in 1..12."),
     ],
 )
 def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, tmp_path, monkeypatch):
@@ -118,19 +98,9 @@ def test_a_bad_file_gets_one_sentence(content, sentence, tmp_path):
     assert sentence in str(error.value)
 
 
-def test_a_path_that_may_not_be_looked_up_is_named(tmp_path, monkeypatch):
-    def stat(path, **options):
-        raise PermissionError(13, "Permission denied", path)
-
-    file = write(tmp_path, tiny(tmp_path))
-    monkeypatch.setattr(os, "stat", stat)
-    with pytest.raises(RecipeError, match="pairs.jsonl cannot be reached: Permission denied."):
-        load_recipe(file)
-
-
 def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
     other = {"grad_filter": "auto", **dict.fromkeys(("enabled", "padding_free", "fused_head"), False)}
-    for name in (field.name for field in dataclasses.fields(FastSection)):
+    for name in dataclasses.asdict(FastSection()):
         override = f"fast.{name}={json.dumps(other.get(name, True))}"
         if name in ("enabled", "grad_filter"):
             assert load_recipe(COLQWEN, [override]).fast != load_recipe(COLQWEN).fast
@@ -157,6 +127,26 @@ def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
 def test_what_does_not_apply_to_pages_is_refused(override, sentence):
     with pytest.raises(RecipeError, match=sentence):
         load_recipe(COLQWEN, [override])
+
+
+def test_paths_that_cannot_be_used_are_named(tmp_path, monkeypatch):
+    def stat(path, **options):
+        raise PermissionError(13, "Permission denied", path)
+
+    recipe, file = write(tmp_path, tiny(tmp_path)), "pairs.jsonl"
+    monkeypatch.chdir(tmp_path)
+    for override, sentence in {
+        f"model={{name_or_path: {file}}}": "model.name_or_path must be a model on the Hub or a directory",
+        f"data={{source: hub, name: {file}}}": "data.name must be data on the Hub or a directory",
+        f"evaluation={{beir: {file}}}": "evaluation.beir must be a collection on the Hub or a directory",
+        f"mining={{teacher: {file}, pairs: {{source: hub, name: a/b}}}}": "mining.teacher must be a model on the Hub",
+        f"output_dir={file}/below": "output_dir must be a directory or a path yet to be made",
+    }.items():
+        with pytest.raises(RecipeError, match=f"^{sentence}.*, but .*{file} is a file.$"):
+            load_recipe(recipe, [override])
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(RecipeError, match="pairs.jsonl cannot be reached: Permission denied."):
+        load_recipe(recipe)
 
 
 def test_merge_keys_bring_in_what_a_section_does_not_say_itself(tmp_path):

@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 from paths import RECIPES
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe

@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from datasets import Dataset
 from pylate.utils import KDProcessing
 from tiny_recipe import hub_dataset, kd_subsets, tiny, write
@@ -81,65 +77,55 @@ def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("subset", "values", "override", "sentence"),
+    ("subset", "values", "sentence"),
     [
-        ("train", {"query_id": "q99"}, "", "query_id of the subset train has q99, which is not in the subset queries."),
-        ("train", {"document_ids": [*"1234", "x"]}, "", "document_ids of the subset train has 1, which is not in the "),
-        ("train", {"document_ids": ["d1", "d2", "d3", "d4", "x"]}, "data.n_ways=4", None),
-        ("train", {"scores": [0.1, 0.2]}, "", "the row of query_id q21 has 5 document_ids but 2 scores; it must have "),
-        (
-            "train",
-            {"scores": [0.1, 0.2], "document_ids": ["d1", "d2"]},
-            "data.n_ways=4",
-            "data.n_ways must be at most the number of documents of every row and at least 2, but the row of query_id "
-            "q21 has 2.",
-        ),
-        ("train", {"scores": [0.1, 0.2, 0.3, 0.4, None]}, "", "must be finite numbers"),
-        ("train", {"scores": None}, "", "has 5 document_ids but 0 scores"),
-        ("train", {"query_id": None}, "", "'query_id' of the subset train must hold ids, but some are missing."),
-        ("documents", {"document_id": None}, "", "'document_id' of the subset documents must hold ids, but some are "),
-        ("queries", {"text": None}, "", "'text' of the subset queries must hold a text in every row, but some have "),
-        ("documents", {"text": "caf\udce9"}, "", "'text' of the subset documents must hold text in UTF-8, but some "),
+        ("train", {"query_id": "q99"}, "query_id of the subset train has q99, which is not in the subset queries."),
+        ("train", {"document_ids": [*"1234", "x"]}, "document_ids of the subset train has 1, which is not in the "),
+        ("train", {"scores": [0.1, 0.2]}, "the row of query_id q21 has 5 document_ids but 2 scores; it must have "),
+        ("train", {"scores": [0.1, 0.2, 0.3, 0.4, None]}, "must be finite numbers"),
+        ("train", {"scores": None}, "has 5 document_ids but 0 scores"),
+        ("documents", {"document_id": None}, "'document_id' of the subset documents must hold ids, but some are "),
+        ("queries", {"text": None}, "'text' of the subset queries must hold a text in every row, but some have "),
+        ("documents", {"text": "caf\udce9"}, "'text' of the subset documents must hold text in UTF-8, but some "),
     ],
 )
-def test_data_that_does_not_fit_gets_one_sentence(subset, values, override, sentence, tmp_path):
+def test_data_that_does_not_fit_gets_one_sentence(subset, values, sentence, tmp_path):
     subsets = kd_subsets()
     subsets[subset][3] |= values
-    folder = write_files(tmp_path / "data", subsets)
-    overrides = [override] if override else []
-    if sentence is None:
-        assert len(load(tmp_path, folder, *overrides)) == 24
-        return
     with pytest.raises(RecipeError) as error:
-        load(tmp_path, folder, *overrides)
+        load(tmp_path, write_files(tmp_path / "data", subsets))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("subset", "column"), [("queries", "query_id"), ("documents", "document_id")])
-def test_an_id_that_stands_for_several_texts_is_named(subset, column, tmp_path):
+def test_only_the_first_n_ways_documents_are_looked_at(tmp_path):
     subsets = kd_subsets()
-    rows = subsets[subset]
+    subsets["train"][3]["document_ids"] = ["d1", "d2", "d3", "d4", "unknown"]
+    assert len(load(tmp_path, write_files(tmp_path / "unknown", subsets), "data.n_ways=4")) == 24
+    subsets["train"][3] |= {"scores": [0.1, 0.2], "document_ids": ["d1", "d2"]}
+    with pytest.raises(RecipeError, match="^data.n_ways must be at most .* but the row of query_id q21 has 2."):
+        load(tmp_path, write_files(tmp_path / "few", subsets), "data.n_ways=4")
+
+
+def test_an_id_that_stands_for_several_texts_is_named(tmp_path):
+    subsets = kd_subsets()
+    rows = subsets["documents"]
     rows.append(dict(rows[4]))
     expected = by_query(load(tmp_path, write_files(tmp_path / "equal", subsets)))
-    assert expected == by_query(load(tmp_path, write_files(tmp_path / "once", subsets | {subset: rows[:-1]})))
+    assert expected == by_query(load(tmp_path, write_files(tmp_path / "once", subsets | {"documents": rows[:-1]})))
     rows[-1]["text"] = "another text"
-    with pytest.raises(RecipeError) as error:
+    sentence = f"'document_id' of the subset documents must .* one text each, but {rows[4]['document_id']} has several."
+    with pytest.raises(RecipeError, match=sentence):
         load(tmp_path, write_files(tmp_path / "different", subsets))
-    assert str(error.value) == (
-        f"data.name: {column!r} of the subset {subset} must stand for one text each, but {rows[4][column]} has several."
-    )
 
 
-@pytest.mark.parametrize("written", ["['n/a', '1', '2', '3', '4']", "{1: 2}", "[1, 2", None])
+@pytest.mark.parametrize("written", ["['n/a', '1', '2', '3', '4']", "[1, 2"])
 def test_scores_as_text_that_are_no_list_of_numbers_get_one_sentence(written, tmp_path):
     subsets = kd_subsets()
     for row in subsets["train"]:
         row["scores"] = str(row["scores"])
     subsets["train"][3]["scores"] = written
-    sentence = "'scores' of the subset train is text, which is not a list of numbers in the row of query_id q21."
-    with pytest.raises(RecipeError, match=sentence) as error:
+    with pytest.raises(RecipeError, match="is text, which is not a list of numbers in the row of query_id q21.$"):
         load(tmp_path, write_files(tmp_path / "data", subsets))
-    assert "\n" not in str(error.value)
 
 
 def test_lists_of_a_fixed_size_are_lists_and_scores_may_be_integers(tmp_path):

@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from paths import CRANFIELD
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-pytest.importorskip("ranx")
-
 import models
+import pytest
 from pylate import evaluation
 from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
@@ -119,7 +113,6 @@ def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[
         {"title": "", "text": text(3, 5)},
         {"title": "a topic", "text": f" {text(3, 5)}\n"},  # as in ArguAna
         {"title": text(3, 5), "text": "an abstract"},  # as in SciDocs
-        {"title": text(3, 2), "text": text(3, 5).removeprefix(text(3, 2)).strip()},
     ],
 )
 def test_the_query_itself_is_no_result(own, encoder, tmp_path):
@@ -143,14 +136,10 @@ def test_the_query_itself_is_a_result_of_other_queries_and_where_it_is_judged_re
         judged = [*qrels, {"query-id": "q1", "corpus-id": "q1", "score": grade}]
         found = ranked_with(tmp_path / f"grade-{grade}", encoder, corpus=all_of_it, qrels=judged)
         assert ("q1" in found["q1"]) == bool(grade)
-
-
-def test_a_document_that_only_has_the_id_of_the_query_is_a_result(encoder, tmp_path):
-    """Queries and documents are numbered independently of each other, as in Cranfield."""
-    content = tables()
+    # Where queries and documents are numbered independently of each other, as in Cranfield.
     corpus = [row | {"_id": f"q{number}"} for number, row in enumerate(content["corpus"][:90])]
     qrels = [{"query-id": f"q{row}", "corpus-id": f"q{row + 7}", "score": 1} for row in range(QUERIES)]
-    found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
+    found = ranked_with(tmp_path / "numbered", encoder, corpus=corpus, qrels=qrels)
     assert all(len(results) == 90 for results in found.values())
 
 
@@ -163,13 +152,6 @@ def test_a_corpus_of_nothing_but_a_query_has_no_result_for_it(encoder, tmp_path)
     model = models.load_model(encoder("bert"))
     assert beir.retrieve(model, collection, batch_size=8)["q1"] == {}
     assert beir.evaluate_collection(model, collection, batch_size=8) == dict.fromkeys(beir.METRICS, 0.5)
-
-
-@pytest.mark.skipif(not CRANFIELD.exists(), reason=f"the Cranfield collection is not at {CRANFIELD}")
-def test_cranfield_is_read():
-    collection = beir.load_collection(EvaluationSection(beir=str(CRANFIELD)))
-    assert (len(collection.corpus), len(collection.queries)) == (1400, 225)
-    assert sum(map(len, collection.judgements.values())) == 1837
 
 
 @pytest.mark.e2e
@@ -191,7 +173,7 @@ def test_a_recipe_reports_it(tmp_path, caplog):
     ("changes", "sentence"),
     [
         (
-            {"qrels": [{"query": "q1", "corpus-id": "0001", "score": 1}]},
+            {"qrels": [{"query": "q1", "corpus-id": "1", "score": 1}]},
             "must name the columns query-id, corpus-id, score",
         ),
         ({"qrels": judged(("q99", "0001", 1))}, "does not fit together: no query is judged."),
@@ -199,64 +181,36 @@ def test_a_recipe_reports_it(tmp_path, caplog):
             {"qrels": tables()["qrels"] + judged(("q99", "0001", 1))},
             "does not fit together: the query q99 is judged but is not among the queries.",
         ),
-        (
-            {"qrels": judged(("q1", "0001", "high"))},
-            "the grade of query q1 and document 0001 must be an integer, got 'hi",
-        ),
-        (
-            {"qrels": judged(("q1", "0001", 0.5))},
-            "the grade of query q1 and document 0001 must be an integer, got '0.5'",
-        ),
-        (
-            {"qrels": judged(("q1", "0001", 1), ("q1", "0001", 0))},
-            "the query q1 and the document 0001 must have one grade, but are judged 1 and 0.",
-        ),
-        ({"qrels": []}, "must name the columns query-id, corpus-id, score, with tabs between them."),
-        (
-            {"corpus": [{"_id": "d1", "text": "a"}]},
-            "no judged document is in the corpus, whose first id is 'd1' where a judged one is '0000'.",
-        ),
-        (
-            {"corpus": [row | {"text": 7} for row in tables()["corpus"]]},
-            "'text' of the subset corpus must hold text, but ",
-        ),
-        (
-            {"corpus": [row | {"title": [row["title"]]} for row in tables()["corpus"]]},
-            "'title' of the subset corpus must hold text, but it holds ",
-        ),
+        ({"qrels": judged(("q1", "0001", 0.5))}, "of query q1 and document 0001 must be an integer, got '0.5'"),
+        ({"qrels": judged(("q1", "0001", 1), ("q1", "0001", 0))}, "must have one grade, but are judged 1 and 0."),
+        ({"corpus": [{"_id": "d1", "text": "a"}]}, "no judged document is in the corpus, whose first id is 'd1'"),
+        ({"corpus": [row | {"text": 7} for row in tables()["corpus"]]}, "'text' of the subset corpus must hold text"),
         (
             {"corpus": [*tables()["corpus"], {"_id": "0007", "title": "", "text": "another passage"}]},
             "'_id' of the subset corpus must be another in each row, but 0007 is that of several.",
         ),
         (
             {"queries": [*tables()["queries"], {"_id": None, "text": "a"}]},
-            "'_id' of the subset queries must hold an id in every row, but row 8 has none.",
+            "must hold an id in every row, but row 8 has",
         ),
         ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
     ],
 )
 def test_a_collection_that_does_not_fit_gets_one_sentence(changes, sentence, tmp_path):
-    if changes.get("qrels") == []:
-        folder = write_folder(tmp_path / "data")
-        (folder / "qrels" / "test.tsv").write_text("q1\t0001\t1\n" * 2)
-    else:
-        folder = write_folder(tmp_path / "data", **changes)
+    folder = write_folder(tmp_path / "data", **changes)
     with pytest.raises(RecipeError) as error:
         beir.load_collection(EvaluationSection(beir=str(folder)))
     assert str(error.value).startswith("evaluation.beir: ") and sentence in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("layout", ["files", "hub"])
-def test_grades_may_be_floats_that_are_whole(layout, tmp_path):
+def test_grades_may_be_floats_that_are_whole(tmp_path):
     qrels = judged(("q1", "0001", 1.0), ("q2", "0002", 2.0), ("q1", "0001", 1.0))
-    folder, split = tmp_path / "data", "test" if layout == "files" else "train"
-    if layout == "files":
-        write_folder(folder, qrels=qrels)
-    else:
-        hub_dataset(folder, **(tables() | {"qrels": qrels}))
-    grades = beir.load_collection(EvaluationSection(beir=str(folder), split=split)).judgements
-    assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
+    files, hub = write_folder(tmp_path / "files", qrels=qrels), tmp_path / "hub"
+    hub_dataset(hub, **(tables() | {"qrels": qrels}))
+    for folder, split in ((files, "test"), (hub, "train")):
+        grades = beir.load_collection(EvaluationSection(beir=str(folder), split=split)).judgements
+        assert grades == {"q1": {"0001": 1}, "q2": {"0002": 2}}
 
 
 def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplog):
@@ -265,10 +219,8 @@ def test_judged_documents_that_the_corpus_lacks_are_counted_once(tmp_path, caplo
     for _ in range(2):  # as a process does that builds the model as well
         collection = beir.load_collection(EvaluationSection(beir=str(folder)))
     assert collection.judgements["q2"] == {"gone": 0, "lost": 1}
-    assert caplog.messages == [
-        f"evaluation.beir: 2 of 3 judged documents are not in the corpus of {folder}, for example 'gone'; no search finds "
-        "them, which lowers the metrics where they are relevant."
-    ]
+    (said,) = caplog.messages
+    assert said.startswith(f"evaluation.beir: 2 of 3 judged documents are not in the corpus of {folder}")
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -280,15 +232,10 @@ def test_what_is_missing_is_named(tmp_path):
         beir.load_collection(EvaluationSection(beir=str(folder)))
 
 
-@pytest.mark.parametrize("titles", ["none", "null", "some null"])
-def test_documents_may_lack_a_title_or_a_text(titles, encoder, tmp_path):
-    corpus = tables()["corpus"][:9]
-    for number, row in enumerate(corpus):
-        if titles == "none":
-            del row["title"]
-        elif titles == "null" or number % 2:
-            row["title"] = None
-    corpus[4]["text"] = None
-    qrels = judged(("q1", "0001", 1))
-    found = ranked_with(tmp_path / "data", encoder, corpus=corpus, qrels=qrels)
-    assert len(found["q1"]) == 9
+def test_documents_may_lack_a_title_or_a_text(encoder, tmp_path):
+    qrels, corpus = judged(("q1", "0001", 1)), tables()["corpus"][:9]
+    corpus[3]["title"] = corpus[4]["text"] = None
+    assert len(ranked_with(tmp_path / "null", encoder, corpus=corpus, qrels=qrels)["q1"]) == 9
+    for row in corpus:
+        del row["title"]
+    assert len(ranked_with(tmp_path / "none", encoder, corpus=corpus, qrels=qrels)["q1"]) == 9

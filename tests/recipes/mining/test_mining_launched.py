@@ -8,13 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import SUPPORT
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import torch
 from mining_recipe import mine_but_stop, recipe_for, same_data, written_to
+from paths import SUPPORT
 
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 
@@ -64,10 +60,8 @@ def test_machines_that_share_no_disk_are_refused(recipe, tmp_path):
     assert refused.returncode != 0
     for name in ("mined", "apart"):
         output = tmp_path / name
-        assert (
-            f"data.name: {output} must be on a disk that all machines share, but not all processes find {output}.unfinished "
-            "there." in refused.stderr
-        ), refused.stderr[-3000:]
+        said = f"data.name: {output} must be on a disk that all machines share"
+        assert said in refused.stderr, refused.stderr[-3000:]
         assert not output.with_name(f"{name}.unfinished").exists()
 
 

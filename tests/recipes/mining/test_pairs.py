@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection

@@ -8,10 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 from mining_recipe import (
     POSITIVES,
     SEARCH,
@@ -48,13 +44,8 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(stage, encoder, teacher, t
     [
         ("mining.batch_size=2", TEACHER[2:], None),
         ("mining.teacher=OTHER", TEACHER, "2 finished parts of the stage teacher .* these changed: mining.teacher."),
-        ("mining.num_negatives=2", TEACHER, "2 finished parts of the stage teacher .* these changed: the negatives."),
         ("mining.range_max=14", [*SEARCH, *TEACHER[2:]], "3 finished parts of the stage search .*: mining.range_max."),
-        (
-            "model.query_length=10",
-            [*SEARCH, *POSITIVES, *TEACHER],
-            "5 finished parts of the stage positives .*: model.",
-        ),
+        ("model.query_length=10", [*SEARCH, *POSITIVES, *TEACHER], "5 finished parts .* positives .*: model."),
         ("PAIRS", [*SEARCH, *POSITIVES, *TEACHER], "3 finished parts of the stage search .*: mining.pairs or"),
     ],
 )

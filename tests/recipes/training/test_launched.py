@@ -6,10 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import torch
 from launcher import launch
 from recipe_runs import same_model

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
-
-pytest.importorskip("datasets")
-pytest.importorskip("pylate")
-
 import math
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 from pylate import models
 from tiny_recipe import text, tiny, write
@@ -23,6 +18,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import train as training
 
 
+@pytest.mark.e2e
 def test_stock_and_fast_training_agree_for_every_loss(tmp_path):
     rows = [
         {"query": text(i, 4), "documents": [text(i + j, 3 + (i * j) % 11) for j in range(3)], "scores": [2.0, 1.0, 0.5]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,19 +12,15 @@ import pytest
 from paths import ROOT
 
 pytest.importorskip("colpali_engine", reason='needs colpali-engine: pip install -e ".[test]"')
-pytest.importorskip("datasets")
-pytest.importorskip("typer")
-pytest.importorskip("pylate")
 
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from launcher import launch
+from recipe_runs import command
 from safetensors.torch import load_file
 from tiny_recipe import text
-from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
-from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -64,9 +59,11 @@ def pages(tmp_path_factory) -> Path:
         "query": [text(number, 2 + number % 6) for number in range(ROWS)],
         "image": [page(number) for number in range(ROWS)],
         "negatives": [[page(number + 50), page(number + 90)] for number in range(ROWS)],
+        "uneven": [[page(number)] * (1 + number % 2) for number in range(ROWS)],
         "source": ["made"] * ROWS,
     }
-    features = {"query": Value("string"), "image": Image(), "negatives": List(Image()), "source": Value("string")}
+    features = {"query": Value("string"), "image": Image(), "source": Value("string")}
+    features |= dict.fromkeys(("negatives", "uneven"), List(Image()))
     (folder / "data").mkdir()
     Dataset.from_dict(rows, features=Features(features)).to_parquet(folder / "data" / "train-00000-of-00001.parquet")
     return folder
@@ -74,22 +71,11 @@ def pages(tmp_path_factory) -> Path:
 
 def few_steps(kind: str, model: str, pages: Path, output: Path, *overrides: str) -> list[str]:
     """Overrides under which a shipped recipe trains for some steps on a CPU."""
-    settings = [
-        f"output_dir={output}",
-        f"model.name_or_path={model}",
-        "model.lora.r=4",
-        f"data.name={pages}",
-        "training.per_device_train_batch_size=4",
-        f"training.max_steps={STEPS}",
-        "training.learning_rate=0.005",
-        "training.warmup_steps=0",
-        "training.use_cpu=true",
-        "training.dataloader_num_workers=0",
-        "training.logging_steps=1",
-        "training.save_steps=2",
-        "training.report_to=none",
-        "evaluation.rows=6",
-    ]
+    training = {"per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 0.005, "warmup_steps": 0}
+    training |= {"save_steps": 2, "logging_steps": 1, "report_to": "none"}
+    training |= {"use_cpu": "true", "dataloader_num_workers": 0}
+    settings = [f"output_dir={output}", f"model.name_or_path={model}", "model.lora.r=4", f"data.name={pages}"]
+    settings += [f"training.{key}={value}" for key, value in training.items()] + ["evaluation.rows=6"]
     if kind == "colqwen2":
         settings.append("model.max_visual_tokens=9")
     return [*settings, *overrides]
@@ -158,9 +144,11 @@ def test_the_saved_model_loads_without_this_package(kind, lora, recipe, tmp_path
     images, queries = [page(0), page(1)], [text(1, 3), text(2, 5)]
     torch.save((images, queries), tmp_path / "pages")
     files = [base, folder, str(tmp_path / "pages"), str(tmp_path / "encoded")]
-    command = [sys.executable, "-c", LOAD_WITHOUT_US, CLASSES[kind][0].__name__, *files]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    program = [sys.executable, "-c", LOAD_WITHOUT_US, CLASSES[kind][0].__name__, *files]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    over = train(loaded)
+    assert over["resumed_from"] == "checkpoint-4" and over["ndcg@10"] == pytest.approx(result["ndcg@10"])
     trained = load_trained(loaded.model, Path(folder), "cpu")
     assert evaluate(loaded, trained, load_data(loaded))["ndcg@10"] == result["ndcg@10"]
     untrained = load_model(loaded.model, "cpu", loaded.training.seed)
@@ -170,15 +158,6 @@ def test_the_saved_model_loads_without_this_package(kind, lora, recipe, tmp_path
         with torch.no_grad():
             torch.testing.assert_close(got, trained.model.eval()(**batch), rtol=1e-4, atol=1e-5)
             assert not torch.allclose(got, untrained.model.eval()(**batch), atol=1e-3)
-
-
-def test_a_model_without_a_tokenizer_is_refused(recipe, visual_model, tmp_path):
-    model = shutil.copytree(visual_model("colqwen2"), tmp_path / "model")
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-    with pytest.raises(RecipeError, match=f"^model.name_or_path {model} has no tokenizer that can be loaded; "):
-        train(recipe("colqwen2", f"model.name_or_path={model}"))
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.e2e
@@ -191,41 +170,22 @@ def test_a_loss_with_negatives(recipe):
 
 
 @pytest.mark.e2e
-def test_in_bfloat16_and_without_gradient_checkpointing(recipe):
-    overrides = ["training.precision=bf16", "training.gradient_checkpointing=false", "model.dtype=bfloat16"]
-    stock = train(recipe("colqwen2", "fast.enabled=false", *overrides, output="stock"))
-    fast = train(recipe("colqwen2", *overrides, output="fast"))
-    assert losses(fast) == pytest.approx(losses(stock), rel=0.1)
-
-
-@pytest.mark.e2e
 def test_gradient_checkpointing_changes_nothing(recipe):
     kept = train(recipe("colpali", "training.gradient_checkpointing=false", output="kept"))
     assert losses(train(recipe("colpali"))) == pytest.approx(losses(kept), rel=1e-5)
 
 
 @pytest.mark.e2e
-def test_a_training_that_is_over_is_evaluated_from_its_checkpoint(recipe, tmp_path):
-    whole = train(recipe("colqwen2", "training.save_total_limit=2"))
-    assert [entry.name for entry in sorted((tmp_path / "out").glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-4"]
-    finished = train(recipe("colqwen2", "training.save_total_limit=2"))
-    assert finished["resumed_from"] == "checkpoint-4" and finished["ndcg@10"] == pytest.approx(whole["ndcg@10"])
-
-
-@pytest.mark.e2e
 def test_compare(visual_model, pages, tmp_path):
     kind = "colqwen2"
     overrides = few_steps(kind, visual_model(kind), pages, tmp_path / "out")
-    arguments = [argument for override in overrides for argument in ("--set", override)]
-    done = CliRunner().invoke(app, ["compare", f"{RECIPE_FOLDER}/{RECIPES[kind]}.yaml", *arguments])
+    done = command("compare", RECIPE_FOLDER / f"{RECIPES[kind]}.yaml", *overrides)
     assert done.exit_code == 0, done.output
     comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
     stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
     for run in (stock, fast):
-        assert run["status"] == "finished" and run["steps"] == len(run["losses"]) == STEPS
-        assert run["step_seconds"] > 0 and 0 <= run["padding"] < 0.5
-        assert run["environment"]["colpali-engine"] == version("colpali-engine")
-        assert run["warnings"] == []
+        assert run["status"] == "finished" and run["steps"] == STEPS and run["warnings"] == []
+        assert 0 <= run["padding"] < 0.5 and run["environment"]["colpali-engine"] == version("colpali-engine")
     assert comparison["summary"]["largest_loss_difference"] < 1e-3
     assert comparison["summary"]["ndcg@10_difference"] == pytest.approx(0)
 
@@ -237,26 +197,18 @@ def test_compare(visual_model, pages, tmp_path):
         ("data.columns=[query, source]", "'source' must hold images, but it holds Value"),
         ("data.columns=[image, query]", "'image' must hold text"),
         ("data.columns=[query, image, negatives]", r"data.columns must be \[query, image\] for the loss colbert"),
+        (
+            "loss.name=colbert_negative_ce data.columns=[query,image,uneven]",
+            "'uneven' must hold the same number of images, but rows hold 1 to 2",
+        ),
         ("loss.name=colbert_negative_ce", r"data.columns must be \[query, image, negatives\] for the loss colbert_neg"),
     ],
 )
 def test_misuse_is_one_sentence(override, sentence, recipe, tmp_path):
     with pytest.raises(RecipeError, match=sentence) as error:
-        train(recipe("colqwen2", override))
+        train(recipe("colqwen2", *override.replace(", ", ",").split()))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_rows_with_more_negatives_than_others_are_refused(recipe, tmp_path):
-    folder = tmp_path / "uneven"
-    folder.mkdir()
-    rows = {"query": [text(n, 3) for n in range(12)], "image": [page(n) for n in range(12)]}
-    rows["negatives"] = [[page(n)] * (1 + n % 2) for n in range(12)]
-    features = Features({"query": Value("string"), "image": Image(), "negatives": List(Image())})
-    Dataset.from_dict(rows, features=features).to_parquet(folder / "train.parquet")
-    overrides = ["loss.name=colbert_negative_ce", "data.columns=[query, image, negatives]", f"data.name={folder}"]
-    with pytest.raises(RecipeError, match="'negatives' must hold the same number of images, but rows hold 1 to 2"):
-        train(recipe("colqwen2", *overrides))
 
 
 def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeypatch):
@@ -273,14 +225,11 @@ def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeyp
     [([text(1, 3), text(2, 4), text(3, 5)], [page(1)] * 3), ([text(1, 3)] * 3, [page(1), page(2), page(3)])],
     ids=["pages", "queries"],
 )
-def test_equal_pages_and_equal_queries_count_as_one(recipe, visual_model, queries, images):
+def test_equal_pages_and_equal_queries_count_as_one(recipe, queries, images):
     loaded = recipe("colqwen2")
-    retriever = load_model(loaded.model, "cpu", 0)
-    held_out = Dataset.from_dict(
-        {"query": queries, "image": images},
-        features=Features({"query": Value("string"), "image": Image()}),
-    )
-    assert evaluate_pages(retriever, held_out, 2) == {"ndcg@10": 1.0}
+    features = Features({"query": Value("string"), "image": Image()})
+    held_out = Dataset.from_dict({"query": queries, "image": images}, features=features)
+    assert evaluate_pages(load_model(loaded.model, "cpu", 0), held_out, 2) == {"ndcg@10": 1.0}
 
 
 def test_a_model_of_nan_has_no_metrics(recipe, caplog):
@@ -314,7 +263,7 @@ def test_two_processes_go_on_where_they_stopped(kind, divided, visual_model, pag
         load_file(Path(folder, "model.safetensors"))
         for folder in (tmp_path / "all-whole" / "model", visual_model(kind))
     )
-    embeddings = [name for name in trained if name.endswith("embed_tokens.weight")]
-    assert len(embeddings) == 1 and not torch.equal(trained[embeddings[0]], base[embeddings[0]])
+    (embeddings,) = (name for name in trained if name.endswith("embed_tokens.weight"))
+    assert not torch.equal(trained[embeddings], base[embeddings])
     first, second = (set(json.loads((tmp_path / f"written-{rank}.json").read_text())) for rank in (0, 1))
     assert not {path for path in first & second if not path.endswith(".lock") and not path.startswith("/dev/")}

@@ -5,10 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
-pytest.importorskip("typer")
-pytest.importorskip("pylate")
-
+from datasets import Dataset
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
@@ -16,7 +13,7 @@ from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training.warmup import batch_sizes, nothing_to_compile, warm_up
+from pylate_fastmaxsim.recipes.training.warmup import nothing_to_compile, warm_up
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
@@ -26,18 +23,16 @@ def warmup(recipe, *overrides, **options):
     return CliRunner().invoke(app, ["warmup", str(recipe), *arguments], **options)
 
 
-def test_on_a_cpu_it_says_so_in_one_sentence_and_writes_nothing(tmp_path):
-    done = warmup(write(tmp_path, tiny(tmp_path, **FAST)))
-    assert (done.exit_code, done.output) == (0, "tiny trains on a CPU here, where there is nothing to compile.\n")
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_the_plugin_there_is_nothing_to_compile(tmp_path):
+def test_where_there_is_nothing_to_compile_it_says_so_and_writes_nothing(tmp_path):
     file = write(tmp_path, tiny(tmp_path, **FAST))
-    done = warmup(file, "fast.enabled=false")
-    assert (done.exit_code, done.output) == (0, "fast.enabled is false, so there is nothing to compile.\n")
-    done = warmup(file, env={"PYLATE_FASTMAXSIM": "0"})
-    assert (done.exit_code, done.output.split(",")[0]) == (0, "PYLATE_FASTMAXSIM=0")
+    for overrides, environment, said in (
+        ([], {}, "tiny trains on a CPU here, where there is nothing to compile."),
+        (["fast.enabled=false"], {}, "fast.enabled is false, so there is nothing to compile."),
+        ([], {"PYLATE_FASTMAXSIM": "0"}, "PYLATE_FASTMAXSIM=0, so there is nothing to compile."),
+    ):
+        done = warmup(file, *overrides, env=environment)
+        assert (done.exit_code, done.output) == (0, f"{said}\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bad_recipe_and_a_distributed_launcher_are_one_line_with_exit_code_2(tmp_path):
@@ -48,7 +43,7 @@ def test_a_bad_recipe_and_a_distributed_launcher_are_one_line_with_exit_code_2(t
     assert done.exit_code == 2 and "start it without a launcher" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("loss", ["contrastive", "cached_contrastive", "distillation"])
+@pytest.mark.parametrize("loss", ["contrastive", "distillation"])
 def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp_path, monkeypatch):
     calls = []
     score = pylate_losses._score
@@ -61,16 +56,8 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
     recipe = tiny(tmp_path, **FAST, loss={"name": loss})
     recipe["training"] |= {"per_device_train_batch_size": 8, "dataloader_drop_last": False}
     if loss == "distillation":
-        rows = [
-            {
-                "query": f"query {i}",
-                "documents": [f"document {i}", "fused late interaction", "x"],
-                "scores": [3.0, 2.0, 1.0],
-            }
-            for i in range(60)
-        ]
-        from datasets import Dataset
-
+        documents = ["first document", "fused late interaction", "x"]
+        rows = [{"query": f"query {i}", "documents": documents, "scores": [3.0, 2.0, 1.0]} for i in range(60)]
         Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
         recipe["data"] = {"source": "files", "files": [str(tmp_path / "rows.parquet")]}
     steps = warm_up(load_recipe(write(tmp_path, recipe)))
@@ -80,13 +67,6 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
     assert calls == [(rows, rows * documents, loss == "distillation", True) for rows in (8, 8, 4, 4)]
     assert current_options() is None
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["prepared"]
-
-
-def test_sizes_of_batches(tmp_path):
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path)), ["training.per_device_train_batch_size=8"])
-    assert batch_sizes(60, recipe) == [8]  # the tiny recipe drops the last batch
-    recipe = load_recipe(tmp_path / "tiny.yaml", ["training.dataloader_drop_last=false"])
-    assert (batch_sizes(60, recipe), batch_sizes(62, recipe)) == ([4], [4, 2])
 
 
 @pytest.mark.cuda
