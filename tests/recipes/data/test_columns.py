@@ -9,11 +9,10 @@ import pytest
 from pylate.utils import ColBERTCollator
 from tiny_recipe import text, tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection, Recipe
+from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.rows import load_columns
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
 
@@ -53,13 +52,6 @@ def test_ids_are_what_the_collator_takes_for_ids(tmp_path):
     collated = [name for name in collate([dict.fromkeys(names, "a")]) if name.endswith("_input_ids")]
     assert [f"{name}_input_ids" for name in kept] == collated
     assert kept == ["query", "id", "idea", "ID_", "dataset", "name"]
-
-
-def test_pairs_to_mine_may_have_ids_too(tmp_path):
-    file = write_rows(tmp_path, [{"query_id": "q", **row} for row in PAIRS])
-    pairs = load_pairs(MiningSection(pairs=DataSection(source="files", files=[file]), teacher="none"))
-    assert set(pairs.queries["text"]) == {row["query"] for row in PAIRS}
-    assert pairs.documents["text"][:] == [row["positive"] for row in PAIRS]
 
 
 @pytest.mark.parametrize(

@@ -132,15 +132,12 @@ def test_lists_of_a_fixed_size_are_lists_and_scores_may_be_integers(tmp_path):
     subsets = kd_subsets()
     for row in subsets["train"]:
         row["scores"] = list(map(round, row["scores"]))
-    expected = by_query(load(tmp_path, write_files(tmp_path / "lists", subsets), "data.n_ways=4"))
+    expected = by_query(load(tmp_path, write_files(tmp_path / "lists", subsets)))
     folder = write_files(tmp_path / "data", subsets, ".parquet")
-    table = pa.Table.from_pylist(subsets["train"])
-    for place, kind in {1: pa.list_(pa.string(), 5), 2: pa.list_(pa.int8(), 5)}.items():
-        table = table.set_column(place, table.column_names[place], pa.array(table.column(place).to_pylist(), kind))
-    pq.write_table(table, folder / "train.parquet")
-    rows = load(tmp_path, folder, "data.n_ways=4")
-    assert by_query(rows) == expected
-    assert all(isinstance(score, float) for score in rows[0]["scores"])
+    columns = {"query_id": pa.string(), "document_ids": pa.list_(pa.string(), 5), "scores": pa.list_(pa.int8(), 5)}
+    pq.write_table(pa.Table.from_pylist(subsets["train"], pa.schema(columns)), folder / "train.parquet")
+    rows = load(tmp_path, folder)
+    assert by_query(rows) == expected and all(isinstance(score, float) for score in rows[0]["scores"])
 
 
 def test_missing_columns_and_files_are_named(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -74,19 +73,19 @@ def small_collection(tmp_path: Path) -> Path:
     """The first documents of the collection, with the queries that they answer."""
     folder = tmp_path / "collection"
     folder.mkdir()
-    documents = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()[:40]]
-    known = {document["_id"] for document in documents}
-    with open(CRANFIELD / "qrels.tsv", encoding="utf-8", newline="") as lines:
-        judgements = [row for row in csv.DictReader(lines, delimiter="\t") if row["corpus-id"] in known]
-    judged = {row["query-id"] for row in judgements}
-    queries = [json.loads(line) for line in (CRANFIELD / "queries.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = {"corpus": documents, "queries": [query for query in queries if query["_id"] in judged]}
-    for name, table in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table), encoding="utf-8")
-    with open(folder / "qrels.tsv", "w", encoding="utf-8", newline="") as lines:
-        writer = csv.DictWriter(lines, judgements[0], delimiter="\t")
-        writer.writeheader()
-        writer.writerows(judgements)
+    documents = CORPUS.read_text(encoding="utf-8").splitlines()[:40]
+    known = {json.loads(line)["_id"] for line in documents}
+    header, *judgements = (CRANFIELD / "qrels.tsv").read_text(encoding="utf-8").splitlines()
+    judgements = [line for line in judgements if line.split("\t")[1] in known]
+    asked = {line.split("\t")[0] for line in judgements}
+    queries = (CRANFIELD / "queries.jsonl").read_text(encoding="utf-8").splitlines()
+    queries = [line for line in queries if json.loads(line)["_id"] in asked]
+    for name, lines in {
+        "corpus.jsonl": documents,
+        "queries.jsonl": queries,
+        "qrels.tsv": [header, *judgements],
+    }.items():
+        (folder / name).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return folder
 
 
