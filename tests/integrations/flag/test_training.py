@@ -18,6 +18,8 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes, token_counts
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 
+pytestmark = pytest.mark.e2e
+
 ROWS, BATCH = 24, 6
 
 
@@ -245,6 +247,7 @@ def test_mixed_precision_and_gradient_checkpointing(encoder, packed, tmp_path, c
     assert "not packed" not in caplog.text
 
 
+@pytest.mark.smoke
 def test_enabled_between_building_and_training(encoder, packed, tmp_path):
     def built():
         model = load_model(encoder("bert"))
