@@ -308,7 +308,10 @@ def _leaves_padding(module: nn.Module) -> bool:
 
 def _compile_layers(transformer: Transformer) -> None:
     if _is_copy(transformer):
-        log_once("compile=True does nothing: DataParallel copies the model in every step.")
+        log_once(
+            "compile=True does nothing: DataParallel copies the layers in every step; start the script with accelerate "
+            "launch or torchrun."
+        )
         return
     compilation_layers.compile_layers(transformer)
 
