@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from models import features, sentences
 
+import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 
@@ -31,6 +32,13 @@ def assert_equal(ours, stock, tolerance: float = 1e-10):
     assert largest > 0
     for name, gradient in stock[1].items():
         assert (ours[1][name] - gradient).abs().max() <= tolerance * largest, name
+
+
+def assert_as_stock(loss_function, batch, **options):
+    """That switching on changes neither loss nor gradients. It stays on, with these options."""
+    stock = run(loss_function, batch)
+    pylate_fastmaxsim.enable(stock_masking=True, **options)
+    assert_equal(run(loss_function, batch), stock)
 
 
 def mode_of(model) -> str:

@@ -23,5 +23,9 @@ KINDS = {
 def launch(kind: str, folder: Path, recipes: list[Path], layer: str = "ModernBertEncoderLayer"):
     """Train recipes as launched.py does, by "ddp" or "fsdp", and write into ``folder``."""
     options = [option.replace("ModernBertEncoderLayer", layer) for option in KINDS[kind]]
-    command = [sys.executable, "-m", *LAUNCH, *options, str(SUPPORT / "launched.py"), str(folder), *map(str, recipes)]
+    return run(*options, str(SUPPORT / "launched.py"), str(folder), *map(str, recipes))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", *LAUNCH, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=400)

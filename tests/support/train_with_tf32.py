@@ -14,29 +14,23 @@ from pathlib import Path
 
 from models import build_model, load_model
 from pylate import losses
-from test_training import _pairs, train
+from training_runs import pairs, train
 
 import pylate_fastmaxsim
 
-
-def main() -> None:
-    on_gpu = "--cpu" not in sys.argv
+if __name__ == "__main__":
+    on_gpu, curves = "--cpu" not in sys.argv, {}
     with tempfile.TemporaryDirectory() as folder:
         encoder = build_model(Path(folder) / "encoder", "modernbert")
-        curves = {}
+        # Where a fused-kernel package is installed PyLate would score with that.
+        os.environ["PYLATE_SCORES_BACKEND"] = "torch"
         for name in ("stock", "fast"):
-            if name == "stock":  # Where a fused-kernel package is installed PyLate would score with that.
-                os.environ["PYLATE_SCORES_BACKEND"] = "torch"
-            else:
+            if name == "fast":
                 del os.environ["PYLATE_SCORES_BACKEND"]
                 pylate_fastmaxsim.enable(stock_masking=True)
             model = load_model(encoder, device="cuda" if on_gpu else "cpu")
             loss = losses.Contrastive(model, temperature=0.5)
             # Small steps, for the losses to differ by the rounding of one step and not by that of all before.
             arguments = {"learning_rate": 1e-4, "use_cpu": not on_gpu, "tf32": on_gpu or None}
-            curves[name] = train(model, loss, _pairs(), folder, **arguments)
+            curves[name] = train(model, loss, pairs(), folder, **arguments)
     print(json.dumps(curves))
-
-
-if __name__ == "__main__":
-    main()

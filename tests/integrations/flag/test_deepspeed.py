@@ -19,11 +19,11 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("needs DeepSpeed: pip install deepspeed", allow_module_level=True)
 pytest.importorskip("datasets")
 
+import launcher
 import torch
 from models import attend_to_own_document, features, load_model, sentences
 from pylate import losses
 from safetensors.torch import load_file
-from test_launched import launch
 from tiny_recipe import fell_back
 from torch import nn
 
@@ -44,23 +44,16 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 def _config(stage: int) -> dict:
     # No weight so small that ZeRO 3 would leave it whole.
     whole = {"stage3_param_persistence_threshold": 0, "stage3_model_persistence_threshold": 0} if stage == 3 else {}
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": stage, **whole},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    forced = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {**dict.fromkeys(sizes, "auto"), **forced, "zero_optimization": {"stage": stage, **whole}}
 
 
-def _batch(model, rank: int, of_each_query: int):
+def _batch(model):
+    rank = torch.distributed.get_rank()
     # Ranks that would divide their documents differently.
-    longest = (6, 40)[rank]
-    # Of distillation a column has all documents of a query, one after the other.
-    columns = [of_each_query * 6] if of_each_query > 1 else [6, 6]
-    texts = [sentences(count, longest=longest, seed=10 * column + rank) for column, count in enumerate(columns, 1)]
-    return features(model, sentences(6, longest=8, seed=rank), *texts)
+    columns = (sentences(6, longest=(6, 40)[rank], seed=10 * column + rank) for column in (1, 2))
+    return features(model, sentences(6, longest=8, seed=rank), *columns)
 
 
 def _trained(
@@ -77,11 +70,10 @@ def _trained(
     optimizer = torch.optim.SGD(core.parameters(), lr=RATE)
     engine, *_ = deepspeed.initialize(model=core, optimizer=optimizer, config=_config(stage) | sizes)
     loss_function = loss_class(engine, **options)
-    batch = _batch(core, torch.distributed.get_rank(), 3 if loss_class is losses.Distillation else 1)
-    labels, seen = torch.tensor([[2.0, -1.0, 0.5]] * 6), []
+    batch, seen = _batch(core), []
     for _ in range(2):
-        loss = loss_function([dict(column) for column in batch], labels)
-        engine.backward(loss.sum())
+        loss = loss_function([dict(column) for column in batch])
+        engine.backward(loss)
         engine.step()
         seen.append(loss.item())
     with deepspeed.zero.GatheredParameters(list(core.parameters())):
@@ -107,10 +99,8 @@ def _compare(
         assert losses_of_ours == pytest.approx(losses_of_stock, rel=1e-5)
         moved = max((stock[name] - begun[name]).abs().max() for name in stock)
         assert moved > 1e-4
-        for name, weight in stock.items():
-            assert (ours[name] - weight).abs().max() <= 1e-4 * moved, name
-        assert bool(said) == (stage == 3)
-        assert all("DeepSpeed divides the weights of the model (ZeRO 3)" in line for line in said)
+        assert all((ours[name] - weight).abs().max() <= 1e-4 * moved for name, weight in stock.items())
+        assert any("(ZeRO 3)" in line for line in said) == bool(said) == (stage == 3)
 
     return run
 
@@ -123,22 +113,18 @@ def _compile_is_left(folder: str) -> None:
     assert all(module._compiled_call_impl is None for module in core.modules())
 
 
-CASES = {f"zero{stage}": _compare(stage, losses.Contrastive) for stage in (0, 1, 2, 3)}
-CASES |= {f"zero{stage} kd": _compare(stage, losses.Distillation) for stage in (2, 3)}
-# With more, DeepSpeed refuses a weight that has gradients of several backwards, stock or fast.
-CASES |= {f"zero{stage} cached": _compare(stage, losses.CachedContrastive, mini_batch_size=2) for stage in (0, 1)}
-CASES["zero2 grouped"] = _compare(2, losses.Contrastive, packed=False)
+CASES = {f"zero{stage}": _compare(stage, losses.Contrastive) for stage in (0, 2, 3)}
+# From ZeRO 2 on DeepSpeed refuses a weight that has gradients of several backwards, stock or fast.
+CASES["zero1 cached"] = _compare(1, losses.CachedContrastive, mini_batch_size=2)
 CASES["zero3 grouped"] = _compare(3, losses.Contrastive, packed=False)
 CASES["zero3 gathered"] = _compare(3, losses.Contrastive, gather_across_devices=True)
-CASES["zero2 checkpointing"] = _compare(2, losses.Contrastive, checkpointing=True)
 CASES["zero3 checkpointing"] = _compare(3, losses.Contrastive, checkpointing=True)
 CASES["zero3 compile"] = _compile_is_left
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes(outcomes, case):
-    for rank, outcome in enumerate(outcomes(case)):
-        assert outcome == "passed", f"rank {rank}: {outcome}"
+    assert outcomes(case) == ["passed"] * RANKS
 
 
 def _train(stage: int, folder: Path, *overrides: str) -> subprocess.CompletedProcess:
@@ -149,27 +135,25 @@ def _train(stage: int, folder: Path, *overrides: str) -> subprocess.CompletedPro
     small += ["training.use_cpu=true", f"output_dir={folder / 'run'}", *overrides]
     recipe = RECIPES / "quickstart.yaml"
     command = ["--use_deepspeed", f"--deepspeed_config_file={config}", "-m", "pylate_fastmaxsim.cli", "train"]
-    return launch(*command, str(recipe), *(part for override in small for part in ("--set", override)))
+    return launcher.run(*command, str(recipe), *(part for override in small for part in ("--set", override)))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_recipe_saves_whole_models_and_goes_on(stage, tmp_path):
+def test_a_recipe_saves_whole_models_and_goes_on(tmp_path):
     output = tmp_path / "run"
 
     def train() -> tuple[dict, dict]:
-        done = _train(stage, tmp_path)
+        done = _train(3, tmp_path)
         said = done.stdout + done.stderr
         assert done.returncode == 0, said[-3000:]
-        assert fell_back(said) == (["not fused"] if stage == 3 else [])
+        assert fell_back(said) == ["not fused"]
         return json.loads((output / "train.json").read_text()), load_file(output / "model" / "model.safetensors")
 
     whole, weights = train()
-    assert whole["steps"] == 3 and whole["ndcg@10"] is not None
     for made in ("checkpoint-3", "model"):
         shutil.rmtree(output / made)
     (output / "train.json").unlink()
     parts, again = train()
-    assert parts["resumed_from"] == "checkpoint-2"
+    assert parts["resumed_from"] == "checkpoint-2" and whole["steps"] == 3
     assert parts["losses"] == whole["losses"] and parts["ndcg@10"] == whole["ndcg@10"]
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 

@@ -44,7 +44,6 @@ def test_the_doctor_reads_the_switch(value, sentence, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "cuda", "kernels", "packed"),
     [((7, 5), "12.8", False, False), ((9, 0), "12.8", True, True), ((9, 4), None, False, True)],
-    ids=["older", "newer", "AMD"],
 )
 def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, packed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -56,13 +55,7 @@ def test_the_doctor_says_which_gpus_have_no_kernels(capability, cuda, kernels, p
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        subprocess.TimeoutExpired("nvidia-smi", 30),
-        subprocess.CalledProcessError(9, "nvidia-smi"),
-        PermissionError("nvidia-smi"),
-    ],
-    ids=lambda error: type(error).__name__,
+    "error", [subprocess.TimeoutExpired("", 30), subprocess.CalledProcessError(9, ""), PermissionError()]
 )
 def test_the_doctor_does_without_a_driver_version(error, monkeypatch):
     def fail(*args, **kwargs):

@@ -1,8 +1,8 @@
 import functools
 import inspect
 import logging
+import os
 import pickle
-import pydoc
 import subprocess
 import sys
 
@@ -10,34 +10,28 @@ import pytest
 import torch
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
 from pylate_fastmaxsim.integrations.options import Options, current_options
 
 pytest.importorskip("pylate")
 
 import pylate  # noqa: E402
 from compared import assert_equal, batch_of, run  # noqa: E402
-from models import features, load_model, sentences  # noqa: E402
+from models import load_model  # noqa: E402
 from pylate import evaluation, losses, models, rank, retrieve, scores, utils  # noqa: E402
 
-WHERE = [
-    (scores, "colbert_scores"),
-    (sys.modules["pylate.scores.colbert"], "colbert_scores"),
-    (sys.modules["pylate.scores.similarity_functions"], "colbert_scores"),
-    (sys.modules["pylate.rank.rank"], "colbert_scores"),
-    (scores, "colbert_scores_pairwise"),
-    (sys.modules["pylate.scores.similarity_functions"], "colbert_scores_pairwise"),
-    (scores, "colbert_kd_scores"),
-    (sys.modules["pylate.losses.distillation"], "colbert_kd_scores"),
-    (scores.ColBERTScores, "__call__"),
-    (rank, "rerank"),
-    (sys.modules[retrieve.ColBERT.__module__], "rerank"),
+from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores  # noqa: E402
+
+COLBERT, SIMILARITIES = sys.modules["pylate.scores.colbert"], sys.modules["pylate.scores.similarity_functions"]
+WHERE = [(module, "colbert_scores") for module in (scores, COLBERT, SIMILARITIES, sys.modules["pylate.rank.rank"])]
+WHERE += [
+    *((scores, "colbert_scores_pairwise"), (SIMILARITIES, "colbert_scores_pairwise")),
+    *((scores, "colbert_kd_scores"), (sys.modules["pylate.losses.distillation"], "colbert_kd_scores")),
+    *((rank, "rerank"), (sys.modules[retrieve.ColBERT.__module__], "rerank")),
     (sys.modules[evaluation.ColBERTTripletEvaluator.__module__], "colbert_scores_pairwise"),
     (sys.modules[evaluation.ColBERTDistillationEvaluator.__module__], "colbert_kd_scores"),
-    (losses.Contrastive, "forward"),
-    (losses.CachedContrastive, "forward"),
-    (losses.Distillation, "forward"),
-    (utils.ColBERTCollator, "__call__"),
-    (models.Dense, "forward"),
+    *((each, "forward") for each in (losses.Contrastive, losses.CachedContrastive, losses.Distillation, models.Dense)),
+    *((each, "__call__") for each in (scores.ColBERTScores, utils.ColBERTCollator)),
 ]
 
 
@@ -69,32 +63,19 @@ def test_everything_is_replaced_and_put_back():
 def test_a_library_that_cannot_be_imported_is_tried_once(tmp_path):
     (tmp_path / "colpali_engine").mkdir()
     (tmp_path / "colpali_engine" / "__init__.py").write_text("print('tried')\nraise RuntimeError('broken')\n")
-    program = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nimport pylate_fastmaxsim\n"
-        "pylate_fastmaxsim.enable()\npylate_fastmaxsim.enable(grad_filter='auto')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    program = "import pylate_fastmaxsim as f\nf.enable()\nf.enable(grad_filter='auto')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "tried\n", done.stderr
-    assert "colpali-engine is not accelerated: colpali-engine cannot be imported: RuntimeError: broken." in done.stderr
+    assert "colpali-engine cannot be imported: RuntimeError: broken" in done.stderr
 
 
 def holders():
-    """All the ways to hold a function that are no attribute of a module."""
-    score = scores.colbert_scores
-
-    def default(queries, documents, function=score):
-        return function(queries, documents)
-
-    class Holder:
-        method = staticmethod(score)
-
+    """Some of the ways to hold a function that are no attribute of a module."""
     model = models.ColBERT.__new__(models.ColBERT)
     torch.nn.Module.__init__(model)
     model.similarity_fn_name = "MaxSim"
-    return [
-        *(score, default, functools.partial(score, backend="auto"), lambda *embeddings: score(*embeddings)),
-        *({"MaxSim": score}["MaxSim"], Holder.method, model.similarity, model._similarity),
-    ]
+    return [functools.partial(scores.colbert_scores, backend="auto"), model.similarity, model._similarity]
 
 
 def test_whoever_holds_a_function_follows_from_before_and_from_while_it_was_enabled(calls):
@@ -108,34 +89,6 @@ def test_whoever_holds_a_function_follows_from_before_and_from_while_it_was_enab
             calls.clear()
         assert all(score(*embeddings).item() == 1 for score in held)
         assert not calls
-
-
-def test_an_evaluator_that_was_used_before_follows(encoder, calls):
-    model = load_model(encoder("bert")).eval()
-    evaluator = evaluation.PyLateInformationRetrievalEvaluator(
-        queries={"q": "sand"}, corpus={"a": "waves sort sand", "b": "the sky"}, relevant_docs={"q": {"a"}}
-    )
-    stock = evaluator(model)
-    assert not calls
-    with pylate_fastmaxsim.enabled():
-        assert evaluator(model) == stock
-        assert len(calls) == 1
-    assert evaluator(model) == stock
-    assert len(calls) == 1
-
-
-def test_functions_keep_name_signature_help_and_pickle():
-    functions = [scores.colbert_scores, scores.colbert_scores_pairwise, scores.colbert_kd_scores, rank.rerank]
-
-    def look(function):
-        help_text = pydoc.plain(pydoc.render_doc(function))
-        return function.__name__, inspect.signature(function), inspect.getsource(function), help_text
-
-    before = list(map(look, functions))
-    with pylate_fastmaxsim.enabled():
-        assert list(map(look, functions)) == before
-        assert pickle.loads(pickle.dumps(functions)) == functions
-    assert list(map(look, functions)) == before
 
 
 FRESH = """
@@ -156,34 +109,29 @@ def test_models_and_losses_pickle_built_before_and_while_enabled(encoder, tmp_pa
         model = load_model(encoder("bert"))
         return model, losses.Distillation(model)
 
-    def loads(pickled):
-        for data in pickled:
-            model, loss = pickle.loads(data)
-            assert model.similarity is scores.colbert_scores and loss.score_metric is scores.colbert_kd_scores
-
     built = [build()]
     pickled = [pickle.dumps(built[0])]
     with pylate_fastmaxsim.enabled():
         built.append(build())
         pickled += map(pickle.dumps, built)
-        loads(pickled)
+        assert pickle.loads(pickle.dumps(rank.rerank)) is rank.rerank
+        for model, loss in map(pickle.loads, pickled):
+            assert model.similarity is scores.colbert_scores and loss.score_metric is scores.colbert_kd_scores
     pickled += map(pickle.dumps, built)
-    loads(pickled)
     files = [tmp_path / str(index) for index in range(len(pickled))]
     for file, data in zip(files, pickled, strict=True):
         file.write_bytes(data)
     subprocess.run([sys.executable, "-c", FRESH, *map(str, files)], check=True)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_functions_follow_and_are_compiled_once_for_each(fullgraph):
+def test_compiled_functions_follow_and_are_compiled_once_for_each():
     graphs = []
 
     def backend(graph, _inputs):
         graphs.append(graph)
         return graph
 
-    @torch.compile(backend=backend, fullgraph=fullgraph)
+    @torch.compile(backend=backend, fullgraph=True)
     def double(queries, documents):
         return 2 * scores.colbert_scores(queries, documents_embeddings=documents)
 
@@ -196,82 +144,54 @@ def test_compiled_functions_follow_and_are_compiled_once_for_each(fullgraph):
     assert ["maxsim_forward" in str(graph.graph) for graph in graphs] == [False, True]
 
 
-def test_enabling_again_changes_the_options_only():
-    pylate_fastmaxsim.enable()
-    replaced = found()
-    pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
-    assert found() == replaced
-    assert current_options() == Options(padding_free=False, compile=False, stock_masking=True)
-    pylate_fastmaxsim.disable()
-    assert current_options() is None
-
-
-def test_nested_blocks_restore_what_was_in_force():
-    stock = scores.colbert_scores.__code__
-    with pylate_fastmaxsim.enabled():
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            assert current_options().stock_masking
-        assert current_options() == Options()
-        assert scores.colbert_scores.__code__ is not stock
-    assert current_options() is None
-    assert scores.colbert_scores.__code__ is stock
-    pylate_fastmaxsim.enable(compile=True)
-    with pytest.raises(KeyError), pylate_fastmaxsim.enabled():
-        raise KeyError
-    assert current_options() == Options(compile=True)
-
-
-def test_changing_options_releases_what_was_prepared_for_the_old_ones(monkeypatch):
-    from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-
+def test_enabling_again_changes_the_options_and_releases_what_was_prepared_for_the_old_ones(monkeypatch):
     released = []
     monkeypatch.setattr(encoding_encode, "release", lambda: released.append(None))
     pylate_fastmaxsim.enable()
+    replaced = found()
     pylate_fastmaxsim.enable()
     assert len(released) == 0
-    pylate_fastmaxsim.enable(compile=True)
-    assert len(released) == 1
+    pylate_fastmaxsim.enable(padding_free=False, stock_masking=True)
+    assert found() == replaced and len(released) == 1
+    assert current_options() == Options(padding_free=False, compile=False, stock_masking=True)
     pylate_fastmaxsim.disable()
-    assert len(released) == 2
+    assert current_options() is None and len(released) == 2
+
+
+def test_nested_blocks_restore_what_was_in_force():
+    pylate_fastmaxsim.enable(compile=True)
+    with pytest.raises(KeyError), pylate_fastmaxsim.enabled():
+        with pylate_fastmaxsim.enabled(stock_masking=True):
+            assert current_options() == Options(stock_masking=True)
+        assert current_options() == Options()
+        raise KeyError
+    assert current_options() == Options(compile=True)
 
 
 def test_enable_says_what_it_switched_on_in_one_line(caplog):
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     pylate_fastmaxsim.enable(stock_masking=True)
     assert len(caplog.messages) == 1
-    assert pylate.__version__ in caplog.text
-    assert "padding_free on, compile off, stock_masking on, grad_filter off, ring off, fused_head on" in caplog.text
+    assert pylate.__version__ in caplog.text and "compile off, stock_masking on" in caplog.text
 
 
-@pytest.mark.parametrize("value", ["0", "OFF"])
-def test_the_environment_forbids_it(value, monkeypatch, caplog):
+def test_the_environment_decides(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
-    monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
     stock = scores.colbert_scores.__code__
-    with pylate_fastmaxsim.enabled():
-        assert scores.colbert_scores.__code__ is stock
-        assert current_options() is None
-    assert f"PYLATE_FASTMAXSIM={value}" in caplog.text
-
-
-def test_the_environment_allows_it(monkeypatch):
-    monkeypatch.setenv("PYLATE_FASTMAXSIM", "On")
-    with pylate_fastmaxsim.enabled():
-        assert current_options() is not None
-
-
-def test_nonsense_in_the_environment_is_an_error(monkeypatch):
+    for value in ("0", "OFF", "On"):
+        monkeypatch.setenv("PYLATE_FASTMAXSIM", value)
+        with pylate_fastmaxsim.enabled():
+            assert (scores.colbert_scores.__code__ is stock) == (current_options() is None) == (value != "On")
+    assert "PYLATE_FASTMAXSIM=OFF" in caplog.text
     monkeypatch.setenv("PYLATE_FASTMAXSIM", "maybe")
     with pytest.raises(ValueError, match="PYLATE_FASTMAXSIM must be .* got 'maybe'"):
         pylate_fastmaxsim.enable()
 
 
-@pytest.mark.parametrize("name, value", [("padding_free", "no"), ("compile", None), ("ring", 1)])
-def test_an_option_that_is_not_a_bool_is_an_error(name, value):
-    allowed = "True, False or 'always'" if name == "padding_free" else "True or False"
-    with pytest.raises(TypeError, match=f"{name} must be {allowed}, got {value!r}"):
-        pylate_fastmaxsim.enable(**{name: value})
-    with pytest.raises(TypeError, match=f"{name} must be {allowed}"), pylate_fastmaxsim.enabled(**{name: value}):
+def test_an_option_that_is_not_a_bool_is_an_error():
+    with pytest.raises(TypeError, match="padding_free must be True, False or 'always', got 'no'"):
+        pylate_fastmaxsim.enable(padding_free="no")
+    with pytest.raises(TypeError, match="ring must be True or False, got 1"), pylate_fastmaxsim.enabled(ring=1):
         pass
     assert current_options() is None
 
@@ -283,7 +203,7 @@ def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch
         pylate_fastmaxsim.enable()
 
 
-@pytest.mark.parametrize("version", ["1.5.0", "2.0.0", "2.0.0rc1"])
+@pytest.mark.parametrize("version", ["1.5.0", "2.0.0rc1"])
 def test_another_version_of_pylate_is_refused(version, monkeypatch):
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
     monkeypatch.setattr(pylate, "__version__", version)
@@ -301,14 +221,10 @@ def test_importing_the_package_imports_no_host_library():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive, losses.Distillation])
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
 def test_a_loss_outlives_the_end_of_another_threads_block(model, loss_class):
-    loss_function = loss_class(model)
-    batch, labels = batch_of(model, columns=1), torch.rand(6, 1, dtype=torch.float64)
-    if loss_class is losses.Distillation:
-        batch[1] = features(model, sentences(6), sentences(18, seed=1))[1]
-        labels = torch.rand(6, 3, dtype=torch.float64)
-    stock = run(loss_function, batch, labels)
+    loss_function, batch = loss_class(model), batch_of(model, columns=1)
+    stock = run(loss_function, batch)
     ended = []
 
     def end(*_):
@@ -316,23 +232,18 @@ def test_a_loss_outlives_the_end_of_another_threads_block(model, loss_class):
         pylate_fastmaxsim.disable()
 
     pylate_fastmaxsim.enable(stock_masking=True)
-    run(loss_function, batch, labels)  # decides how to encode
+    run(loss_function, batch)  # decides how to encode
     hook = model[0].register_forward_hook(end)
-    ours = run(loss_function, batch, labels)
+    ours = run(loss_function, batch)
     hook.remove()
     assert ended[0] is not None and current_options() is None
     assert_equal(ours, stock)
 
 
-@pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "ColBERTScores"])
-def test_scores_outlive_the_end_of_another_threads_block(name, calls, monkeypatch):
-    from pylate_fastmaxsim.integrations.pylate import scores as pylate_scores
-
+def test_scores_outlive_the_end_of_another_threads_block(calls, monkeypatch):
     # Masked tokens, which count with 0 in stock's scores, and negative similarities.
-    documents = -torch.rand(2, *([3] if name != "colbert_scores" else []), 5, 4)
-    arguments = torch.rand(2, 3, 4), documents, None, torch.arange(5).expand(documents.shape[:-1]) < 3
-    function = scores.ColBERTScores() if name == "ColBERTScores" else getattr(scores, name)
-    stock = function(*arguments)
+    arguments = torch.rand(2, 3, 4), -torch.rand(2, 5, 4), None, torch.arange(5).expand(2, 5) < 3
+    stock = scores.colbert_scores(*arguments)
     check = pylate_scores.check
 
     def end(*args):
@@ -341,24 +252,20 @@ def test_scores_outlive_the_end_of_another_threads_block(name, calls, monkeypatc
 
     monkeypatch.setattr(pylate_scores, "check", end)
     pylate_fastmaxsim.enable(stock_masking=True)
-    torch.testing.assert_close(function(*arguments), stock)
+    torch.testing.assert_close(scores.colbert_scores(*arguments), stock)
     assert len(calls) == 1 and current_options() is None
 
 
 def test_of_blocks_that_overlap_the_last_begun_decides_until_it_ends():
-    def options():
-        return None if (found := current_options()) is None else found.stock_masking
-
     first, second, third = (pylate_fastmaxsim.enabled(stock_masking=value) for value in (False, True, False))
-    first.__enter__()
-    second.__enter__()
-    third.__enter__()
+    for block in (first, second, third):
+        block.__enter__()
     second.__exit__(None, None, None)
-    assert options() is False
+    assert not current_options().stock_masking
     second = pylate_fastmaxsim.enabled(stock_masking=True)
     second.__enter__()
     first.__exit__(None, None, None)
     third.__exit__(None, None, None)
-    assert options() is True
+    assert current_options().stock_masking
     second.__exit__(None, None, None)
-    assert options() is None
+    assert current_options() is None

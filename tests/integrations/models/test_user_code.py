@@ -6,7 +6,7 @@ from types import FunctionType, MethodType
 
 import pytest
 import torch
-from compared import assert_equal, run
+from compared import assert_as_stock, assert_equal, run
 from encoded import batch_of, mode_of
 from models import Behind, collated, features, load_model
 from pylate import losses
@@ -16,7 +16,7 @@ from transformers.models.bert.modeling_bert import BertOutput
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 
-ADVICE = 'and may not treat each text by itself (if it does, switch on with padding_free="always")'
+ADVICE = "and may not treat each text by itself"
 
 
 def centred(output):
@@ -76,31 +76,22 @@ def _forward(model):
 def test_steps_are_those_of_stock(encoder, caplog, add, said):
     model = load_model(encoder("bert")).double()
     add(model)
-    loss_function, batch = losses.CachedContrastive(model), batch_of(model, collate=features)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), stock)
+    assert_as_stock(losses.CachedContrastive(model), batch_of(model, collate=features))
     assert mode_of(model) == {"padded"}
-    assert f"with padding, as stock PyLate does: {said}, {ADVICE}." in caplog.text
+    assert f"{said}, {ADVICE}" in caplog.text
 
 
 def test_what_is_said_to_treat_each_text_by_itself_is_encoded_without_padding(encoder, mode):
     model = load_model(encoder("bert")).double()
     model[1] = Tokenwise(model[1])
-    loss_function, batch = losses.CachedContrastive(model), batch_of(model, collate=features)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True, padding_free="always")
-    assert_equal(run(loss_function, batch), stock)
+    assert_as_stock(losses.CachedContrastive(model), batch_of(model, collate=features), padding_free="always")
     assert mode_of(model) == {mode}
 
 
 def test_what_is_said_and_shows_at_once_to_be_otherwise_is_padded(encoder, caplog):
     model = load_model(encoder("bert")).double()
     _hook(model)
-    loss_function, batch = losses.Contrastive(model), batch_of(model, collate=features)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True, padding_free="always")
-    assert_equal(run(loss_function, batch), stock)
+    assert_as_stock(losses.Contrastive(model), batch_of(model, collate=features), padding_free="always")
     assert "BertModel gives other token embeddings without padding than with it" in caplog.text
 
 

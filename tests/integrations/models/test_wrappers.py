@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
-from compared import assert_equal, batch_of, mode_of, run
+from compared import assert_as_stock, assert_equal, batch_of, mode_of, run
 from models import load_model
 from peft import LoraConfig, get_peft_model
 from pylate import losses
@@ -34,24 +33,12 @@ class Scoring(nn.Module):
         return self.module(features)
 
 
-class Cutting(Scoring):
-    def forward(self, features):
-        return cut(self.module(features))
-
-
-def averaged_with_a_hook(model):
+def test_what_is_around_the_model_keeps_its_effect(model, caplog):
     wrapper = AveragedModel(model)
     wrapper.module = model
     wrapper.register_forward_hook(lambda _module, _args, output: cut(output))
-    return wrapper
-
-
-@pytest.mark.parametrize("wrap", [Cutting, averaged_with_a_hook])
-def test_what_is_around_the_model_keeps_its_effect(model, caplog, wrap):
-    loss_function, batch = losses.Contrastive(wrap(model)), batch_of(model)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), stock)
+    loss_function, batch = losses.Contrastive(wrapper), batch_of(model)
+    assert_as_stock(loss_function, batch)
     assert "Documents are encoded with padding, as stock PyLate does: " in caplog.text
 
 
@@ -69,9 +56,7 @@ def test_hooks_of_all_modules_keep_their_effect(model, caplog):
         lambda module, _args, output: cut(output) if module is model else None
     )
     try:
-        stock = run(loss_function, batch)
-        pylate_fastmaxsim.enable(stock_masking=True)
-        assert_equal(run(loss_function, batch), stock)
+        assert_as_stock(loss_function, batch)
     finally:
         hook.remove()
     assert "a hook of your own is on all modules" in caplog.text
@@ -82,18 +67,14 @@ def test_matryoshka_of_sentence_transformers(model, caplog):
     # PyLate's models leave no such key, which this loss shrinks as well.
     model.forward = lambda features: (output := forward(features)) | {"sentence_embedding": output["token_embeddings"]}
     loss_function, batch = MatryoshkaLoss(model, losses.Contrastive(model), [16, 8]), batch_of(model)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), stock)
+    assert_as_stock(loss_function, batch)
     assert "with padding, as stock PyLate does: the forward of ColBERT was replaced" in caplog.text
 
 
 def test_peft_around_the_whole_model(model, mode):
     wrapped = get_peft_model(model, LoraConfig(target_modules=["Wqkv"], r=4))
     loss_function, batch = losses.Contrastive(wrapped), batch_of(model)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    assert_equal(run(loss_function, batch), stock)
+    assert_as_stock(loss_function, batch)
     assert mode_of(wrapped) == mode
 
 
