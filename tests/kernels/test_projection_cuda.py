@@ -24,7 +24,7 @@ def test_projection(dtype, precision, dim_in, dim_out):
     check(head, *problem(1000, dim_in, dim_out, dtype, dead=0.3, device=DEVICE), precision=precision)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 127, 128, 129, 5000, 150_000])
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 129, 150_000])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_numbers_of_rows(rows, normalize):
     check(head, *problem(rows, 768, 128, torch.bfloat16, device=DEVICE), normalize)

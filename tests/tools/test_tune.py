@@ -97,17 +97,13 @@ def test_the_row_can_be_pasted_and_says_where():
     assert eval(row, vars(maxsim_tiles)) == ((128, best.tiles),)
     lines = tune.measured_text("forward", found, tune.IN_BATCH).splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["block_m=64", "the table's row", "num_warps=4"]
-    assert "256x32 vs 512x300" in lines[0] and lines[3].endswith("OutOfResources: shared memory")
 
 
 @pytest.mark.parametrize("architecture, dim, dtype", [(90, 128, torch.bfloat16), (80, 1024, torch.float32)])
 @pytest.mark.parametrize("family", CANDIDATES)
 def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, family, monkeypatch):
     monkeypatch.setattr(arch, "architecture", lambda device: architecture)
-    table, kind = (
-        getattr(maxsim_tiles, tune.table_name(family, dim, dtype)),
-        arch.arithmetic(dtype, tune.PRECISION),
-    )
+    table, kind = getattr(maxsim_tiles, tune.table_name(family, dim, dtype)), arch.arithmetic(dtype, tune.PRECISION)
     smaller = tune.table_row(family, dim, dtype)._replace(num_warps=1)
     own = table.get((architecture, kind), [])
     monkeypatch.setitem(table, (architecture, kind), [(dim, smaller), *own])
@@ -119,13 +115,6 @@ def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, f
         assert tune.table_row(family, 4096, dtype)
     finally:
         tiles.cache_clear()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_it_is_one_sentence_and_exit_code_2(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        tune.main(["--d", "96", "--dtype", "fp16"])
-    assert capsys.readouterr().err.endswith("tuning measures a CUDA GPU, and PyTorch finds none on this machine\n")
 
 
 @pytest.mark.cuda
