@@ -36,22 +36,11 @@ def recipe_for(tmp_path: Path, model: str, teacher: str, *overrides: str) -> Rec
     data = tmp_path / "pairs"
     if not data.exists():
         write_pairs(data, answers())
-    options = [
-        f"model.name_or_path={model}",
-        f"mining.pairs.name={data}",
-        f"mining.teacher={teacher}",
-        "mining.num_negatives=3",
-        "mining.range_min=1",
-        "mining.range_max=12",
-        "mining.relative_margin=null",
-        "mining.batch_size=4",
-        "mining.documents_per_part=15",
-        "mining.rows_per_part=9",
-        f"data.name={tmp_path / 'mined'}",
-        "evaluation.rows=8",
-        *overrides,
-    ]
-    return load_recipe(RECIPE, few_steps(tmp_path / "out", *options))
+    mining = {"pairs.name": data, "teacher": teacher, "num_negatives": 3, "range_min": 1, "range_max": 12}
+    mining |= {"relative_margin": "null", "batch_size": 4, "documents_per_part": 15, "rows_per_part": 9}
+    options = [f"model.name_or_path={model}", f"data.name={tmp_path / 'mined'}", "evaluation.rows=8"]
+    options += [f"mining.{key}={value}" for key, value in mining.items()]
+    return load_recipe(RECIPE, few_steps(tmp_path / "out", *options, *overrides))
 
 
 def written_to(folder: Path, recipe: Recipe) -> Path:

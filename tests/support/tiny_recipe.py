@@ -92,16 +92,9 @@ def kd_subsets(rows: int = 24, ways: int = 5, documents: int = 60) -> dict[str, 
 
 def few_steps(output: Path, *overrides: str) -> list[str]:
     """Overrides under which a shipped recipe trains for two steps on a CPU."""
-    return [
-        f"output_dir={output}",
-        "model.embedding_size=8",
-        "model.query_length=12",
-        "model.document_length=32",
-        "training.per_device_train_batch_size=8",
-        "training.max_steps=2",
-        "training.use_cpu=true",
-        "training.dataloader_num_workers=0",
-        "training.logging_steps=1",
-        "training.report_to=none",
-        *overrides,
-    ]
+    model = {"embedding_size": 8, "query_length": 12, "document_length": 32}
+    training = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": "true", "dataloader_num_workers": 0}
+    training |= {"logging_steps": 1, "report_to": "none"}
+    sections = {"model": model, "training": training}.items()
+    options = [f"{section}.{key}={value}" for section, values in sections for key, value in values.items()]
+    return [f"output_dir={output}", *options, *overrides]

@@ -102,14 +102,6 @@ def test_a_negative_that_stands_where_the_positive_is_read_is_refused_unless_it_
         assert load_data(recipe).train.column_names == columns
 
 
-def test_rows_without_a_document_beside_the_ids_get_one_sentence(tmp_path):
-    rows = [{"query": f"q{i}", "main_idea": f"d{i}"} for i in range(ROWS)]
-    with pytest.raises(
-        RecipeError, match="^data.columns must be the query, its positive and .* got .query.; a column "
-    ):
-        train(recipe_of(tmp_path, rows))
-
-
 @pytest.mark.parametrize(("rows", "column"), [(PAIRS, "positive"), (TAUGHT, "documents")])
 def test_rows_that_are_not_utf8_get_one_sentence(rows, column, tmp_path):
     recipe = recipe_of(tmp_path, rows, loss="distillation" if rows is TAUGHT else "contrastive")
@@ -121,3 +113,11 @@ def test_rows_that_are_not_utf8_get_one_sentence(rows, column, tmp_path):
     with pytest.raises(RecipeError, match=f"^data.columns: {column!r} must hold texts? in UTF-8, but some "):
         train(recipe)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_without_a_document_beside_the_ids_get_one_sentence(tmp_path):
+    rows = [{"query": f"q{i}", "main_idea": f"d{i}"} for i in range(ROWS)]  # it has _id in its name
+    with pytest.raises(
+        RecipeError, match="^data.columns must be the query, its positive and .* got .query.; a column "
+    ):
+        train(recipe_of(tmp_path, rows))

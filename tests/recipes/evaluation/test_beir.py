@@ -144,17 +144,6 @@ def test_the_query_itself_is_a_result_of_other_queries_and_where_it_is_judged_re
 
 
 @pytest.mark.e2e
-def test_a_corpus_of_nothing_but_a_query_has_no_result_for_it(encoder, tmp_path):
-    corpus = [{"_id": "q1", "text": text(3, 5)}]
-    qrels = [{"query-id": query, "corpus-id": "q1", "score": int(query == "q2")} for query in ("q1", "q2")]
-    folder = write_folder(tmp_path / "data", corpus=corpus, qrels=qrels)
-    collection = beir.load_collection(EvaluationSection(beir=str(folder)))
-    model = models.load_model(encoder("bert"))
-    assert beir.retrieve(model, collection, batch_size=8)["q1"] == {}
-    assert beir.evaluate_collection(model, collection, batch_size=8) == dict.fromkeys(beir.METRICS, 0.5)
-
-
-@pytest.mark.e2e
 def test_a_recipe_reports_it(tmp_path, caplog):
     folder = write_folder(tmp_path / "data", qrels=[*tables()["qrels"], *judged(("q1", "gone", 1))])
     recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(folder)})
