@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -10,22 +9,9 @@ import torch
 from benchmarked import run_benchmark
 
 from benchmarks.operators.competitors import Entry, fast_entries, make_inputs
-from benchmarks.operators.measure import MEASURES, errors, measure_entry
-from benchmarks.operators.results import Results
-from benchmarks.operators.shapes import BY_NAME, SHAPES
-from benchmarks.operators.table import markdown
+from benchmarks.operators.measure import errors, measure_entry
+from benchmarks.operators.shapes import BY_NAME
 from benchmarks.operators.worker import run_cell
-
-
-def scaled_sweep(factors: list[float]) -> dict:
-    """Results of a sweep over Nd whose points take ``factors`` times what linear growth from the first would."""
-    shapes = [shape for shape in SHAPES if shape.name.startswith("sweep-Nd-")][: len(factors)]
-    cells = {}
-    for shape, factor in zip(shapes, factors, strict=True):
-        entry = {"forward": {"ms": shape.documents * factor, "peak_bytes": 0}, "errors": {}}
-        cell = {"kind": "shape", "shape": dataclasses.asdict(shape), "competitor": "fast", "run": 0}
-        cells[f"{shape.name}/fast"] = {**cell, "entries": {"maxsim of token batches": entry}}
-    return {"runs": [], "cells": cells}
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-candidates", "tiny-ragged"])
@@ -70,25 +56,3 @@ def test_wrong_scores_and_gradients_show_in_the_errors():
     assert all(error == pytest.approx(1, abs=1e-5) for error in doubled.values())
     missing = errors(Entry("not a number", lambda x: right.score(x) * torch.nan), shape, inputs)
     assert missing["scores"] is None
-
-
-def test_a_step_beyond_the_trend_is_found():
-    assert Results(scaled_sweep([1, 1, 1])).largest_step("Nd", "forward") == pytest.approx(1)
-    assert Results(scaled_sweep([1, 1.6, 1.6])).largest_step("Nd", "forward") == pytest.approx(1.6)
-
-
-def test_the_fastest_entry_counts_and_failures_are_told():
-    shape = BY_NAME["tiny"]
-    cell = {"kind": "shape", "shape": dataclasses.asdict(shape), "competitor": "einsum", "run": 0}
-    entries = {
-        name: {measure: {"ms": ms, "peak_bytes": None} for measure in MEASURES} | {"errors": {}}
-        for name, ms in (("slower", 2.0), ("faster", 1.0))
-    }
-    ceilings = {"matmul_size": 1, "matmul_flops_per_s": {"float32 highest": 1.0}, "copy_bytes_per_s": 1.0}
-    where = {"device": "CPU", "torch": "", "triton": "", "date": ""}
-    content = {"runs": [{"environment": where, "ceilings": ceilings}], "cells": {"tiny/einsum": cell}}
-    cell["entries"] = entries
-    assert Results(content).best_peer(shape, "forward")[1]["ms"] == 1.0
-    del cell["entries"]
-    cell["failure"] = "did not fit"
-    assert "did not fit" in markdown(content)
