@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +19,7 @@ from transformers import (
     CLIPTextConfig,
     ConvBertConfig,
     DistilBertConfig,
-    ElectraConfig,
     FNetConfig,
-    FunnelConfig,
     Gemma3nTextConfig,
     GPT2Config,
     IBertConfig,
@@ -101,15 +100,8 @@ def load_model(
     from pylate.models import ColBERT
 
     torch.manual_seed(0)
-    model = ColBERT(
-        model_name_or_path=path,
-        embedding_size=16,
-        device=device,
-        document_length=document_length,
-        query_length=query_length,
-        **options,
-    )
-    return model.train()
+    options |= {"document_length": document_length, "query_length": query_length, "device": device}
+    return ColBERT(model_name_or_path=path, embedding_size=16, **options).train()
 
 
 def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
@@ -154,93 +146,50 @@ def attend_to_own_document(query, key, value, cu_seqlens, max_length, *, scale, 
     return output.transpose(0, 1)
 
 
+_UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_GROUPED = {"num_key_value_heads": 1, "head_dim": 16}
+# With these, texts of more than 16 tokens have their rotary positions scaled, and so have those in one call with such
+# a text.
+_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_LONG = {**_DYNAMIC, "rope_type": "longrope", "original_max_position_embeddings": 16}
+_LONG |= {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+# Attention is sharpened from the 256th token of a row on, as by the model that was published from the 16,384th.
+_SHARPENED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 256}
+_SHARPENED |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+# Local layers see 4 tokens to each side: less than most documents have.
+_LOCAL = {"local_attention": 8, "global_attn_every_n_layers": 2, "max_position_embeddings": 128}
+# Two of the layers are convolutions over neighbouring tokens.
+_CONVOLVED = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+_GEMMA = {"laurel_rank": 4, "hidden_size_per_layer_input": 8, "sliding_window": 8}
+
+_CONFIGS = {
+    "modernbert": (ModernBertConfig, _LOCAL),
+    "bert": (BertConfig, _UNDROPPED),
+    "minilm": (BertConfig, _UNDROPPED | {"num_hidden_layers": 3}),
+    "xlm-roberta": (XLMRobertaConfig, _UNDROPPED | {"type_vocab_size": 1}),
+    "mpnet": (MPNetConfig, _UNDROPPED),
+    "convbert": (ConvBertConfig, _UNDROPPED | {"embedding_size": 32}),
+    "fnet": (FNetConfig, {"hidden_dropout_prob": 0.0}),
+    "longrope": (LlamaConfig, {"rope_parameters": _LONG}),
+    "dynamic rope": (LlamaConfig, {"rope_parameters": _DYNAMIC, "max_position_embeddings": 16}),
+    "lfm2": (Lfm2Config, _CONVOLVED | {"num_key_value_heads": 1}),
+    "ibert": (IBertConfig, _UNDROPPED | {"type_vocab_size": 1}),
+    "clip": (CLIPTextConfig, {"attention_dropout": 0.0}),
+    "gpt2": (GPT2Config, {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "qwen3": (Qwen3Config, _GROUPED),  # causal, and both heads share their keys and values
+    "gemma3n": (Gemma3nTextConfig, _GROUPED | _GEMMA),
+    "ministral3": (Ministral3Config, _GROUPED | {"rope_parameters": _SHARPENED, "max_position_embeddings": 4096}),
+    "distilbert": (DistilBertConfig, {"hidden_dim": 48, "dropout": 0.0, "attention_dropout": 0.0}),
+}
+
+
 def _config(family: str, vocabulary: int, padding: int, changes: dict):
-    common = {
-        "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "pad_token_id": padding,
-        "max_position_embeddings": 64,
-    }
-    undropped = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if family == "modernbert":
-        # Local layers see 4 tokens to each side: less than most documents have.
-        local = {"local_attention": 8, "global_attn_every_n_layers": 2}
-        return ModernBertConfig(**{**common, **local, "max_position_embeddings": 128, **changes})
-    if family in ("bert", "minilm"):
-        depth = {"num_hidden_layers": 3} if family == "minilm" else {}
-        return BertConfig(**{**common, **undropped, **depth, **changes})
-    if family == "xlm-roberta":
-        return XLMRobertaConfig(**{**common, **undropped, "type_vocab_size": 1, **changes})
-    if family == "electra":
-        return ElectraConfig(**{**common, **undropped, "embedding_size": 24, **changes})
-    if family == "mpnet":
-        return MPNetConfig(**{**common, **undropped, **changes})
-    if family == "convbert":
-        return ConvBertConfig(**{**common, **undropped, "embedding_size": 32, **changes})
-    if family == "fnet":
-        return FNetConfig(**{**common, "hidden_dropout_prob": 0.0, **changes})
-    if family == "funnel":
-        # Its layers are in a list of blocks, behind the first of which tokens are pooled.
-        shape = {
-            "d_model": 32,
-            "d_inner": 48,
-            "n_head": 2,
-            "d_head": 16,
-            "block_sizes": [1, 2],
-            "num_decoder_layers": 1,
-        }
-        undropped = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-        named = {"vocab_size": vocabulary, "pad_token_id": padding, "architectures": ["FunnelModel"]}
-        return FunnelConfig(**{**shape, **undropped, **named, **changes})
-    if family in ("longrope", "dynamic rope"):
-        # Texts of more than 16 tokens have their rotary positions scaled, and so have those in one call with such a
-        # text.
-        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-        if family == "longrope":
-            factors = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8, "original_max_position_embeddings": 16}
-            rope |= {"rope_type": "longrope", **factors}
-        longest = 64 if family == "longrope" else 16
-        return LlamaConfig(**{**common, "rope_parameters": rope, "max_position_embeddings": longest, **changes})
-    if family == "lfm2":
-        # Two of its layers are convolutions over neighbouring tokens.
-        layers = ["conv", "full_attention", "conv", "full_attention"]
-        convolved = {"num_hidden_layers": 4, "layer_types": layers, "block_auto_adjust_ff_dim": False}
-        return Lfm2Config(**{**common, **convolved, "num_key_value_heads": 1, **changes})
-    if family == "ibert":
-        return IBertConfig(**{**common, **undropped, "type_vocab_size": 1, **changes})
-    if family == "clip":
-        return CLIPTextConfig(**{**common, "attention_dropout": 0.0, **changes})
-    if family == "gpt2":
-        undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": vocabulary}
-        return GPT2Config(**{**shape, **undropped, "pad_token_id": padding, **changes})
-    if family == "qwen3":
-        # Causal, and both heads share their keys and values.
-        grouped = {"num_key_value_heads": 1, "head_dim": 16}
-        return Qwen3Config(**{**common, **grouped, **changes})
+    config, own = _CONFIGS[family]
+    common = {"vocab_size": vocabulary, "pad_token_id": padding, "hidden_size": 32, "intermediate_size": 48}
+    common |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
     if family == "gemma3n":
-        grouped = {
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "vocab_size_per_layer_input": vocabulary + 8,
-            "laurel_rank": 4,
-        }
-        altup = {"hidden_size_per_layer_input": 8, "sliding_window": 8}
-        return Gemma3nTextConfig(**{**common, **grouped, **altup, **changes})
-    if family == "ministral3":
-        # Attention is sharpened from the 256th token of a row on, as by the model that was published from the 16,384th.
-        rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 256}
-        rope |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
-        grouped = {"num_key_value_heads": 1, "head_dim": 16, "rope_parameters": rope, "max_position_embeddings": 4096}
-        return Ministral3Config(**{**common, **grouped, **changes})
-    if family == "distilbert":
-        renamed = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0}
-        kept = {key: common[key] for key in ("vocab_size", "pad_token_id", "max_position_embeddings")}
-        return DistilBertConfig(**{**kept, **renamed, **changes})
-    raise ValueError(f"build_model: unknown family {family!r}.")
+        common["vocab_size_per_layer_input"] = vocabulary + 8
+    return config(**{**common, **copy.deepcopy(own), **changes})
 
 
 def _word_pieces(special: list[str]) -> dict[str, int]:
@@ -274,15 +223,7 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end)],
     )
     names = ["input_ids", "attention_mask"]
-    if family in ("bert", "minilm", "electra"):
+    if family in ("bert", "minilm"):
         names.insert(1, "token_type_ids")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        cls_token=begin,
-        pad_token=padding,
-        sep_token=end,
-        unk_token=unknown,
-        mask_token=mask,
-        model_input_names=names,
-        model_max_length=64,
-    )
+    tokens = {"cls_token": begin, "pad_token": padding, "sep_token": end, "unk_token": unknown, "mask_token": mask}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, model_max_length=64, **tokens)

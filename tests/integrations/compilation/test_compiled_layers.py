@@ -128,12 +128,8 @@ def test_settings_of_the_compiler_that_a_user_changes_stay(model):
     assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == before
 
 
-def test_layers_in_a_list_of_blocks(encoder):
-    model = load_model(encoder("funnel")).double()
-    loss_function, batch = losses.Contrastive(model), batch_of(model)
-    expected = run(loss_function, batch)
-    torch._dynamo.utils.counters.clear()
-    pylate_fastmaxsim.enable(compile=True, stock_masking=True)
-    assert_equal(run(loss_function, batch), expected)
-    assert len(encoder_layers(model)) == 3
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+def test_layers_in_a_list_of_blocks():
+    """As Funnel has them. Nothing calls a list, so that compiling one would do nothing."""
+    layers = [nn.Linear(1, 1) for _ in range(3)]
+    blocks = nn.ModuleList([nn.ModuleList(layers[:1]), nn.ModuleList(layers[1:])])
+    assert encoder_layers(nn.ModuleDict({"blocks": blocks})) == layers
