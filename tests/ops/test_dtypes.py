@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def as_it_was():
     yield
-    torch.backends.fp32_precision = "none"
-    torch.backends.cuda.matmul.fp32_precision = "none"
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    backends = torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    for each in backends:
+        each.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision = "none"
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    for each in backends[1:]:
+        each.fp32_precision = "none"
 
 
 def everywhere(value):

@@ -36,18 +36,16 @@ def test_projection(dtype, precision, dim_in, dim_out):
     check(cpu_projection, hidden, weight, bias, grad, precision=precision)
 
 
-def test_vectors_shorter_than_epsilon():
-    hidden, weight, _, grad = problem(20, 16, 8)
-    hidden[3] = 0
-    hidden[5] *= 1e-15
-    check(cpu_projection, hidden, weight, None, grad)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 20])
 def test_projection_in_blocks(rows, monkeypatch):
     monkeypatch.setattr(cpu_projection, "ROWS", 7)
     check(cpu_projection, *problem(rows, 16, 8))
-    check(cpu_projection, *problem(rows, 16, 8), normalize=False)
+    hidden, weight, _, grad = problem(rows, 16, 8)
+    check(cpu_projection, hidden, weight, None, grad, normalize=False)
+    # Vectors shorter than epsilon.
+    hidden[:2] *= 1e-15
+    hidden[2:4] = 0
+    check(cpu_projection, hidden, weight, None, grad)
 
 
 @pytest.mark.parametrize(

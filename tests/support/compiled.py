@@ -24,23 +24,8 @@ MATRIX_UNIT = {80: "mma.sync", 86: "mma.sync", 90: "wgmma.mma_async", 100: "tcge
 # Of vectors: 16-bit ones by their dtype, float32 by how it is multiplied.
 ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "bf16x6": "*fp32", "bf16x3": "*fp32", "tf32": "*fp32"}
 WINNERS = {torch.uint8: "*u8", torch.int16: "*i16"}
-VECTORS = [
-    "q_values",
-    "d_values",
-    "grad_q",
-    "grad_d",
-    "hidden",
-    "weight",
-    "embeddings",
-    "grad",
-    "grad_hidden",
-    "q_states",
-    "k_states",
-    "v_states",
-    "out",
-    "grad_k",
-    "grad_v",
-]
+VECTORS = """q_values d_values grad_q grad_d hidden weight embeddings grad
+    grad_hidden q_states k_states v_states out grad_k grad_v"""
 # The types of all other arguments, by their names.
 NAMES = {
     "*u8": "q_keep d_keep keep zero_floor",
@@ -96,7 +81,7 @@ def compiled(
     """PTX and shared memory of a kernel, called as launches call it; ``absent`` pointers are None."""
     kernel = launcher.kernel
     types = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
-    types |= dict.fromkeys(VECTORS, ELEMENT[operand])
+    types |= dict.fromkeys(VECTORS.split(), ELEMENT[operand])
     constants |= {"SENTINEL": no_winner(winners), "PRECISION": precision(operand)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants |= dict.fromkeys(set(absent) & set(kernel.arg_names))

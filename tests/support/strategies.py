@@ -25,14 +25,6 @@ class Problem:
     candidates: Tensor | None
     zero_floor: Tensor | None
 
-    def _repr_pretty_(self, printer, cycle: bool) -> None:
-        queries, documents = self.queries, self.documents
-        printer.text(
-            f"Problem({queries.values.dtype}, d={queries.dim}, lengths {queries.lengths.tolist()} (masked: "
-            f"{queries.keep is not None}) x {documents.lengths.tolist()} (masked: {documents.keep is not None}), "
-            f"candidates={self.candidates}, zero_floor={self.zero_floor})"
-        )
-
     def values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Differentiable copies of the two value matrices."""
         return tuple(batch.values.to(dtype, copy=True).requires_grad_() for batch in (self.queries, self.documents))
