@@ -111,15 +111,16 @@ def features(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) ->
     return [{key: value.to(model.device) for key, value in column.items()} for column in batch]
 
 
-def collated(model: ColBERT, queries: Sequence[str], *columns: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """The same batch from PyLate's collator, as the trainer hands it to a loss."""
+def collated(model: ColBERT, queries: Sequence, *columns: Sequence, **options: object) -> list[dict]:
+    """The same batch from PyLate's collator with its ``options``, as the trainer hands it to a loss."""
     from pylate.utils import ColBERTCollator
 
     names = ["query", *(f"document_{index}" for index in range(len(columns)))]
     rows = [dict(zip(names, row, strict=True)) for row in zip(queries, *columns, strict=True)]
-    batch = ColBERTCollator(tokenize_fn=model.tokenize)(rows)
+    batch = ColBERTCollator(tokenize_fn=model.tokenize, **options)(rows)
+    batch = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
     return [
-        {key.removeprefix(f"{name}_"): value.to(model.device) for key, value in batch.items() if key.startswith(name)}
+        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(f"{name}_")}
         for name in names
     ]
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from models import sentences
+from models import attend_to_own_document, sentences
+from ranks import loss_and_gradients
 from torch import nn
 
 pytest.importorskip(
@@ -23,6 +27,7 @@ from sentence_transformers.multi_vector_encoder.scoring import (
 )
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
 
 COUNT = 8
@@ -51,14 +56,19 @@ def load(path: str, **options: object) -> MultiVectorEncoder:
 def batch_of(model: MultiVectorEncoder) -> list[dict]:
     tasks = ["query", "document", "document"]
     return [
-        {**model.preprocess(texts, task=task), "task": task}
+        {**on_device(model.preprocess(texts, task=task), model.device), "task": task}
         for texts, task in zip((QUERIES, POSITIVES, NEGATIVES), tasks, strict=True)
     ]
 
 
-def run(model: MultiVectorEncoder, loss: nn.Module) -> list[torch.Tensor]:
+def on_device(column: dict, device: torch.device) -> dict:
+    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in column.items()}
+
+
+def run(model: MultiVectorEncoder, loss: nn.Module, bf16: bool = False) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    value = loss(batch_of(model), TEACHER.clone())
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+        value = loss(batch_of(model), TEACHER.to(model.device, copy=True))
     value.backward()
     return found(model, value)
 
@@ -107,3 +117,52 @@ def batch_of_rank(model: MultiVectorEncoder) -> list[dict]:
     texts = [sentences(6, longest=8, seed=rank), *(sentences(6, longest, seed=10 * n + rank) for n in (1, 2))]
     tasks = ["query", "document", "document"]
     return [{**model.preprocess(each, task=task), "task": task} for each, task in zip(texts, tasks, strict=True)]
+
+
+def compare(
+    loss_class,
+    wrap: Callable,
+    mode: str,
+    packs: tuple[bool, bool] = (True, True),
+    checkpointing: bool = False,
+    compiled: bool = False,
+    **options,
+) -> Callable[[str], None]:
+    """Loss and gradients of each rank are those of stock. On GPUs in bf16, which is packed, or in float32."""
+
+    def run(folder: str) -> None:
+        rank, on_gpu = dist.get_rank(), dist.get_backend() == "nccl"
+        bf16 = on_gpu and mode == "packed"
+        torch.manual_seed(0)
+        core = MultiVectorEncoder(f"{folder}/modernbert", device=f"cuda:{rank}" if on_gpu else "cpu").train()
+        core = core if on_gpu else core.double()
+        if checkpointing:
+            core[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+        transformer = core[0]
+        batch = [on_device(column, core.device) for column in batch_of_rank(core)]
+        loss_function = loss_class(wrap(core), **options)
+
+        def in_bf16(columns: list[dict]) -> torch.Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+                return loss_function(columns)
+
+        stock = loss_and_gradients(core, loss_function, batch)
+        step = partial(loss_and_gradients, core, in_bf16 if on_gpu else loss_function, batch)
+        if packs[rank] and not on_gpu:
+            encoding_attention.variable_length_attention = attend_to_own_document
+        with pylate_fastmaxsim.enabled(compile=compiled):
+            for _ in range(2):
+                ours = step()
+            found = set(encoding_modes.chosen.get(transformer, {}).values()) or {"padded"}
+        assert found == {mode if packs[rank] else "grouped"}
+        assert ours[0] == pytest.approx(stock[0], rel=0.02 if bf16 else 2e-5 if on_gpu else 2e-6)
+        if on_gpu:
+            own, exact = (torch.cat([gradient.flatten() for gradient in each[1].values()]) for each in (ours, stock))
+            # A winner that bf16 picks otherwise moves the few gradients here by a fifth, in stock too.
+            assert (own - exact).norm() < (0.4 if bf16 else 1e-4) * exact.norm()
+            return
+        largest = max(gradient.abs().max() for gradient in stock[1].values())
+        for name, gradient in stock[1].items():
+            assert (ours[1][name] - gradient).abs().max() <= 3e-6 * largest, name
+
+    return run

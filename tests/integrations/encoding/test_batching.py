@@ -66,8 +66,3 @@ def test_a_gpu_has_as_many_groups_as_take_the_shortest_time(lengths):
     assert 1 <= most <= min(len(lengths), 8)
     count = number_of_groups(lengths, on_gpu=True)
     assert time(count) == min(time(other) for other in range(1, most + 1))
-
-
-def test_a_small_batch_on_a_gpu_is_one_call():
-    assert number_of_groups([20, 40] * 16, on_gpu=True) == 1
-    assert number_of_groups([20, 40] * 16, on_gpu=False) == 6

@@ -28,105 +28,69 @@ pytestmark = pytest.mark.process
 RANKS = 2
 
 
-def _one_packs(folder: str) -> None:
-    """One rank cannot pack: all encode the way that it can."""
-    core = load_model(f"{folder}/modernbert").double()
-    if dist.get_rank() == 0:
+def _log(module: torch.nn.Module, _args: tuple, _output: object) -> None:
+    """A forward hook of somebody's own."""
+
+
+def _hook(core, rank: int) -> None:
+    if rank == 0:
+        core[0].auto_model.layers[0].register_forward_hook(_log)
+
+
+def _pack(core, rank: int) -> None:
+    if rank == 0:
         encoding_attention.variable_length_attention = attend_to_own_document
-    pylate_fastmaxsim.enable()
-    losses.Contrastive(DistributedDataParallel(core))(batch_of(core, dist.get_rank())).backward()
-    assert set(modes.chosen[core].values()) == {"grouped"}
 
 
-def _one_finds_a_difference(folder: str) -> None:
-    """On one rank neither packing nor grouping gives what padding does: no rank tries on alone, and all encode alike."""
-    core = load_model(f"{folder}/modernbert").double().train()
+def _find_a_difference(core, rank: int) -> None:
+    """Neither packing nor grouping gives what padding does."""
     encoding_attention.variable_length_attention = attend_to_own_document
-    tolerance = dict.fromkeys(equivalence._TOLERANCE, -1.0) if dist.get_rank() == 1 else equivalence._TOLERANCE
-    pylate_fastmaxsim.enable()
-    wrapped = fully_sharded(core)
-    with patch.object(equivalence, "_TOLERANCE", tolerance):
-        losses.Contrastive(wrapped)(batch_of(core, dist.get_rank())).backward()
-    assert set(modes.chosen[unwrap(wrapped)].values()) == {"padded"}
+    if rank == 1:
+        equivalence._TOLERANCE = dict.fromkeys(equivalence._TOLERANCE, -1.0)
 
 
-def _ranks_that_differ(wrap: Callable, queries: tuple[int, int] = (6, 6), **options_of_one) -> Callable[[str], None]:
-    """One rank has other numbers of documents, or a loss that runs as PyLate has it: nobody waits for the other."""
+def _change_masks(core, rank: int) -> None:
+    def leave_out(_module, args):
+        if rank == 1:
+            args[0]["attention_mask"][:, 2::3] = 0
+
+    core.register_forward_pre_hook(leave_out)
+
+
+def _ranks_that_differ(
+    wrap: Callable,
+    change: Callable | None = None,
+    mode: str | None = None,
+    queries: tuple[int, int] = (6, 6),
+    ring: bool = False,
+    of_one: dict | None = None,
+    **options,
+) -> Callable[[str], None]:
+    """All ranks encode alike, as stock does, and none waits for another."""
 
     def run(folder: str) -> None:
         rank = dist.get_rank()
         core = load_model(f"{folder}/modernbert").double()
-        batch = batch_of(core, rank, queries[rank])
-        model = wrap(core)
-        loss_function = losses.Contrastive(model, **options_of_one if rank == 1 else {})
+        batch, model = batch_of(core, rank, queries[rank]), wrap(core)
+        loss_function = losses.Contrastive(model, **options, **((of_one or {}) if rank == 1 else {}))
 
         def step() -> list[float]:
             model.zero_grad()
-            loss = loss_function([dict(column) for column in batch])
+            loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
             loss.backward()
             gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
             local = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
             return [loss.item(), *(part.norm().item() for part in local)]
 
-        stock = step()
-        with pylate_fastmaxsim.enabled(stock_masking=True):
-            for _ in range(2):
-                assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
-
-    return run
-
-
-def _log(module: torch.nn.Module, _args: tuple, _output: object) -> None:
-    """A forward hook of somebody's own."""
-
-
-def _hook_on_one_rank(wrap: Callable) -> Callable[[str], None]:
-    """That rank keeps the padding, and so does the other, which would wait for it otherwise."""
-
-    def run(folder: str) -> None:
-        core = load_model(f"{folder}/modernbert").double()
-        batch = batch_of(core, dist.get_rank())
-        wrapped = wrap(core)
-        if dist.get_rank() == 0:
-            core[0].auto_model.layers[0].register_forward_hook(_log)
-        loss_function = losses.Contrastive(wrapped)
-        stock = loss_function([dict(column) for column in batch]).item()
-        pylate_fastmaxsim.enable(stock_masking=True)
-        loss = loss_function([dict(column) for column in batch])
-        loss.backward()
-        assert loss.item() == pytest.approx(stock, rel=1e-8)
-        assert set(modes.chosen[unwrap(wrapped)].values()) == {"padded"}
-
-    return run
-
-
-def _one_changes_masks(wrap: Callable, ring: bool) -> Callable[[str], None]:
-    """The model of one rank changes masks: all find out in the first batch, and run stock from then on."""
-
-    def run(folder: str) -> None:
-        rank = dist.get_rank()
-        core = load_model(f"{folder}/modernbert").double()
-        batch = batch_of(core, rank)
-
-        def leave_out(_module, args):
-            if rank == 1:
-                args[0]["attention_mask"][:, 2::3] = 0
-
-        core.register_forward_pre_hook(leave_out)
-        loss_function = losses.Contrastive(wrap(core), gather_across_devices=True)
-
-        def step() -> list[float]:
-            core.zero_grad()
-            loss = loss_function([{key: value.clone() for key, value in column.items()} for column in batch])
-            loss.backward()
-            gradients = (getattr(weight.grad, "_local_tensor", weight.grad) for weight in core.parameters())
-            return [loss.item(), *(gradient.norm().item() for gradient in gradients)]
-
-        stock = step()
-        with pylate_fastmaxsim.enabled(stock_masking=True, ring=ring):
-            for _ in range(2):
-                assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
-            assert mask_changes.changes_masks(loss_function)
+        with patch.object(equivalence, "_TOLERANCE", equivalence._TOLERANCE):
+            if change is not None:
+                change(core, rank)
+            stock = step()
+            with pylate_fastmaxsim.enabled(stock_masking=True, ring=ring):
+                for _ in range(2):
+                    assert step() == pytest.approx(stock, rel=1e-8, abs=1e-10)
+                assert mode is None or set(modes.chosen[unwrap(model)].values()) == {mode}
+                assert change is not _change_masks or mask_changes.changes_masks(loss_function)
 
     return run
 
@@ -255,24 +219,24 @@ _unbuffered = partial(data_parallel, broadcast_buffers=False)
 CASES = {
     "contrastive gathered without ddp": compare(_CONTRASTIVE, False, True, gather_across_devices=True),
     "contrastive grouped": compare(_CONTRASTIVE, True, False),
-    "cached gathered": compare(_CACHED, True, True, gather_across_devices=True),
     "cached grouped": compare(_CACHED, True, False),
     # Short enough that some documents have no masked token, which stock's masking treats differently.
     "short": compare(_CONTRASTIVE, True, True, document_length=6, gather_across_devices=True),
     "checkpointing": compare(_CONTRASTIVE, True, True, checkpointing=True),
-    "options": compare(_CONTRASTIVE, True, True, gather_across_devices=True, size_average=False, temperature=0.1),
-    "cached options": compare(
-        losses.CachedContrastive, True, True, gather_across_devices=True, size_average=False, score_mini_batch_size=4
+    "options": compare(
+        _CACHED, True, True, gather_across_devices=True, size_average=False, temperature=0.1, score_mini_batch_size=4
     ),
     # Stock rounds these scores to float32. No row has its 46th largest similarity twice, as the 40th: which of equal
     # ones stock lets through depends on the last bit.
     "xtr": compare(_CACHED, True, True, tolerance=1e-5, gather_across_devices=True, score_metric=XTRScores(46)),
-    "one packs": _one_packs,
-    "one finds a difference": _one_finds_a_difference,
-    "one changes masks": _one_changes_masks(_unbuffered, ring=True),
-    "one changes masks, sharded": _one_changes_masks(fully_sharded, ring=False),
+    "one packs": _ranks_that_differ(data_parallel, _pack, "grouped"),
+    "one finds a difference": _ranks_that_differ(fully_sharded, _find_a_difference, "padded"),
+    "one has a hook": _ranks_that_differ(data_parallel, _hook, "padded"),
+    "one has a hook, sharded": _ranks_that_differ(fully_sharded, _hook, "padded"),
+    "one changes masks": _ranks_that_differ(_unbuffered, _change_masks, ring=True, gather_across_devices=True),
+    "one changes masks, sharded": _ranks_that_differ(fully_sharded, _change_masks, gather_across_devices=True),
     "one has scores of its own": _ranks_that_differ(
-        _unbuffered, score_metric=lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)
+        _unbuffered, of_one={"score_metric": lambda *args, **kwargs: ColBERTScores()(*args, **kwargs)}
     ),
     "one validates": _without_the_others,
     "static graph": _static_graph,
@@ -284,7 +248,6 @@ CASES = {
 }
 for _wrap in (data_parallel, flat_sharded, fully_sharded, encoder_sharded):
     CASES[f"other numbers of documents {_wrap.__name__}"] = _ranks_that_differ(_wrap, queries=(9, 2))
-    CASES[f"hook on one rank {_wrap.__name__}"] = _hook_on_one_rank(_wrap)
 
 
 @pytest.mark.parametrize("case", CASES)

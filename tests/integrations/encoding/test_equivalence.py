@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from encoded import assert_encodes_as_stock, batch_of, calls_of, encode, mode_of
-from models import TEXT, Behind, attend_to_own_document, collated, features, load_model, looking, sentences
+from models import TEXT, attend_to_own_document, collated, features, load_model, sentences
 from pylate import losses
 
 import pylate_fastmaxsim
@@ -33,22 +33,6 @@ def _take_no_positions(model):
     model[0].model_forward_params = model[0].model_forward_params - {"position_ids"}
 
 
-def _raise_for_four_dimensional_masks(model):
-    def check(_module, _args, kwargs):
-        if kwargs["attention_mask"].dim() == 4:
-            raise ValueError("no such mask\nand a long explanation")
-
-    model[0].auto_model.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def _attend_to_other_documents(_model):
-    def everything(query, key, value, cu_seqlens, max_length, **options):
-        whole = torch.tensor([0, len(query)])
-        return attend_to_own_document(query, key, value, whole, len(query), **options)
-
-    encoding_attention.variable_length_attention = everything  # the fixture puts it back
-
-
 def _forget_the_window(_model):
     def wide(*args, window, **options):
         return attend_to_own_document(*args, window=(-1, -1), **options)
@@ -61,8 +45,6 @@ def _forget_the_window(_model):
     [
         ("bert", _ignore_positions, "BertModel cannot take packed documents (RuntimeError: The size"),
         ("modernbert", _take_no_positions, "takes no position_ids"),
-        ("modernbert", _raise_for_four_dimensional_masks, "cannot take packed documents (ValueError: no such mask)."),
-        ("modernbert", _attend_to_other_documents, "other token embeddings"),
         ("modernbert", _forget_the_window, "other token embeddings"),
     ],
 )
@@ -154,27 +136,14 @@ def test_documents_that_leak_by_less_than_rounding_hides(encoder, packed, caplog
 
 def test_attention_that_is_sharpened_far_into_a_row(encoder, packed, caplog):
     model = load_model(encoder("ministral3"))
+    caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     pylate_fastmaxsim.enable()
-    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
-        encode(model, batch_of(model))
+    encode(model, batch_of(model))
     assert mode_of(model) == {"grouped"}
     assert "Ministral3Model uses the place of a token in its call (cache_position), not its position" in caplog.text
     batch = batch_of(model, documents=24)
     assert sum(int(column["attention_mask"].sum()) for column in batch[1:]) > 256
     assert_encodes_as_stock(model, batch, tolerance=1e-5)
-
-
-def test_attention_that_takes_a_trace_of_the_neighbour(model, monkeypatch, caplog):
-    def leaking(query, key, value, *args, **options):
-        return attend_to_own_document(query, key, value, *args, **options) + 1e-7 * value.roll(1, 0)
-
-    monkeypatch.setattr(encoding_attention, "variable_length_attention", leaking)
-    model.float()
-    pylate_fastmaxsim.enable()
-    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
-        encode(model, batch_of(model))
-    assert mode_of(model) == {"grouped"}
-    assert "ModernBertModel lets the documents of a call influence each other" in caplog.text
 
 
 def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch, caplog):
@@ -192,24 +161,6 @@ def test_a_distance_that_rounding_in_float32_does_not_explain(model, monkeypatch
     assert 1e-4 < float(distance) < 1e-3
 
 
-class _Widening(Behind):
-    """Turns vectors by an angle that grows with the width of a call, less than rounding to 16 bits does."""
-
-    def change(self, features):
-        embeddings = features["token_embeddings"]
-        features["token_embeddings"] = embeddings + 1e-4 * embeddings.shape[1] * embeddings.roll(1, -1)
-        return features
-
-
-def test_what_padding_does_is_looked_at_without_autocast(encoder):
-    model = load_model(encoder("modernbert"))
-    model[1] = _Widening(model[1])
-    pylate_fastmaxsim.enable(padding_free="always")
-    with torch.autocast("cpu", torch.bfloat16):
-        encode(model, batch_of(model))
-    assert mode_of(model) == {"padded"}
-
-
 def test_an_encoder_that_takes_no_row_longer_than_its_positions(encoder, packed, caplog):
     model = load_model(encoder("clip", max_position_embeddings=77), document_length=30).double()
     pylate_fastmaxsim.enable()
@@ -220,23 +171,6 @@ def test_an_encoder_that_takes_no_row_longer_than_its_positions(encoder, packed,
             assert_encodes_as_stock(model, batch)
     assert mode_of(model) == {"grouped"}
     assert "CLIPTextModel cannot take packed documents (ValueError: Sequence length must be less" in caplog.text
-
-
-def test_an_encoder_that_embeds_token_types_as_words(encoder, packed):
-    model = load_model(encoder("gpt2")).double()
-    pylate_fastmaxsim.enable()
-    for seed in range(2):
-        assert_encodes_as_stock(model, batch_of(model, seed))
-    assert mode_of(model) == {"packed"}
-
-
-def _refuse_beyond(limit, monkeypatch):
-    def refusing(query, key, value, cu_seqlens, *args, **options):
-        if cu_seqlens.diff().max() > limit:
-            raise RuntimeError(f"texts of more than {limit} tokens")
-        return attend_to_own_document(query, key, value, cu_seqlens, *args, **options)
-
-    monkeypatch.setattr(encoding_attention, "variable_length_attention", refusing)
 
 
 def test_rotary_positions_scaled_between_the_first_batch_and_the_widest(encoder, mode):
@@ -251,7 +185,12 @@ def test_rotary_positions_scaled_between_the_first_batch_and_the_widest(encoder,
 
 
 def test_it_is_decided_anew_for_much_wider_batches(model, monkeypatch):
-    _refuse_beyond(16, monkeypatch)
+    def refusing(query, key, value, cu_seqlens, *args, **options):
+        if cu_seqlens.diff().max() > 16:
+            raise RuntimeError("texts of more than 16 tokens")
+        return attend_to_own_document(query, key, value, cu_seqlens, *args, **options)
+
+    monkeypatch.setattr(encoding_attention, "variable_length_attention", refusing)
     pylate_fastmaxsim.enable()
     found = []
     for width in (16, 64, 16):
@@ -272,17 +211,3 @@ def test_a_backward_that_is_still_to_come(encoder, mode):
     pylate_fastmaxsim.enable()
     (loss_function(narrow, None) + loss_function(wide, None)).backward()
     assert model[0].auto_model.embeddings.position_embeddings.weight.grad.abs().sum() > 0
-
-
-def test_every_width_takes_as_many_calls(encoder, packed):
-    """Ranks of a sharded model whose batches differ in width have to make equally many."""
-
-    def calls(width):
-        model = load_model(encoder("bert"), document_length=width)
-        made = []
-        model[0].register_forward_pre_hook(looking(lambda _module, _args: made.append(None)))
-        modes.mode_for(model, batch_of(model)[1:], None)
-        return len(made)
-
-    pylate_fastmaxsim.enable()
-    assert calls(16) == calls(60)

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 from encoded import batch_of, mode_of
-from models import features, load_model, sentences
+from models import collated, features, load_model, sentences
 from pylate import losses
-from pylate.utils import ColBERTCollator
 from torch import nn
 
 import pylate_fastmaxsim
@@ -34,19 +33,24 @@ class _PromptLeftOut(nn.Module):
 
 
 def prompted(model, *columns: str):
-    """A batch of PyLate's collator, with prompts before the texts of some columns and their lengths."""
-    names = ("query", "positive", "negative")
+    """A batch with prompts before the texts of some columns and their lengths."""
     texts = [sentences(6, longest=longest, seed=seed) for seed, longest in enumerate((8, 40, 40))]
     prompts = dict.fromkeys(columns, "because the mountains ")
-    collate = ColBERTCollator(tokenize_fn=model.tokenize, prompts=prompts, include_prompt_lengths=True)
-    batch = collate([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)])
-    return [
-        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)} for name in names
-    ]
+    return collated(model, *texts, prompts=prompts, include_prompt_lengths=True)
 
 
-@pytest.mark.parametrize("columns", [("query", "positive", "negative"), ("negative",), ("query",)], ids=str)
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, partial(losses.CachedContrastive, mini_batch_size=4)])
+CACHED = partial(losses.CachedContrastive, mini_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "loss_class"),
+    [
+        (("query", "document_0", "document_1"), CACHED),
+        (("document_1",), losses.Contrastive),
+        (("query",), losses.Contrastive),
+    ],
+    ids=["all", "negative", "query"],
+)
 def test_features_that_a_module_behind_the_encoder_reads_reach_it(encoder, mode, caplog, columns, loss_class):
     # Its local layers see all of a query, so that queries would be encoded with packed documents.
     model = load_model(encoder("modernbert", local_attention=24)).double()
@@ -65,7 +69,7 @@ def test_features_that_a_module_behind_the_encoder_reads_reach_it(encoder, mode,
 
 def test_features_that_nothing_reads_cost_nothing(model, mode, caplog):
     pylate_fastmaxsim.enable()
-    losses.Contrastive(model)(prompted(model, "query", "positive"))
+    losses.Contrastive(model)(prompted(model, "query", "document_0"))
     assert mode_of(model) == {mode}
     assert "prompt_length" not in caplog.text
 
@@ -78,7 +82,7 @@ def test_features_that_only_some_batches_have_are_refused_in_step(model, packed,
     monkeypatch.setattr(mode_cache, "_most_of_all_ranks", lambda numbers, *_: numbers)
     loss_function(prompted(model))
     with pytest.raises(ValueError, match="_PromptLeftOut may read prompt_length. All processes must encode alike"):
-        loss_function(prompted(model, "positive"))
+        loss_function(prompted(model, "document_0"))
 
 
 class _Looking(nn.Module):
@@ -93,6 +97,16 @@ class _Looking(nn.Module):
         return self.dense(features)
 
 
+def test_keys_of_texts_that_are_dictionaries(model, mode):
+    queries, texts = sentences(6, longest=8), sentences(6, seed=1)
+    columns = collated(model, [{"title": query} for query in queries], [{"body": text} for text in texts])
+    assert isinstance(columns[0]["text_keys"], list)
+    stock = losses.Contrastive(model)([dict(column) for column in columns])
+    pylate_fastmaxsim.enable(stock_masking=True)
+    torch.testing.assert_close(losses.Contrastive(model)(columns), stock)
+    assert mode_of(model) == {mode}
+
+
 @pytest.mark.parametrize("extra", ["a retrieval task", torch.tensor(2.0), ["title", "body"]], ids=repr)
 def test_features_that_are_not_one_value_for_each_text(model, extra):
     model[1] = _Looking(model[1])
@@ -101,7 +115,7 @@ def test_features_that_are_not_one_value_for_each_text(model, extra):
     expected = loss_function([dict(column) for column in batch])
     pylate_fastmaxsim.enable(stock_masking=True)
     torch.testing.assert_close(loss_function(batch), expected)
-    losses.CachedContrastive(model, mini_batch_size=4)(batch).backward()
+    CACHED(model)(batch).backward()
     assert all(seen is extra for seen in model[1].seen)
 
 
@@ -109,6 +123,6 @@ def test_a_list_of_one_value_for_each_text_is_cut_with_them(model):
     model[1] = _Looking(model[1])
     batch = [{**column, "extra": list("abcdef")} for column in batch_of(model, collate=features)]
     pylate_fastmaxsim.enable()
-    losses.CachedContrastive(model, mini_batch_size=4)(batch)
+    CACHED(model)(batch)
     assert model[1].seen[-4:] == [list("abcd"), list("ef")] * 2
     assert sum(model[1].seen[:-4], []) == list("abcdef")

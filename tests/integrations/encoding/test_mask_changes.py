@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from compared import assert_equal, batch_of, mode_of, run
@@ -46,12 +48,6 @@ class Detaching(Behind):
         return features
 
 
-class Cloning(Behind):
-    def change(self, features):
-        features["attention_mask"] = features["attention_mask"].clone()
-        return features
-
-
 def behind(kind):
     def change(model):
         model[1] = kind(model[1])
@@ -83,47 +79,37 @@ def lines(caplog) -> list[str]:
     return [message for message in caplog.messages if "is not accelerated" in message]
 
 
-@pytest.mark.parametrize(("collate", "padding_free"), [(collated, True), (features, False)])
+@pytest.mark.parametrize("collate", [collated, features])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_contrastive(model, caplog, change, collate, padding_free):
+def test_contrastive(model, caplog, change, collate):
     loss_function = losses.Contrastive(model)
     batches = [batch_of(model, seed=seed, collate=features) for seed in (0, 10)]
     plain = [run(loss_function, copied(batch))[0] for batch in batches]
     change(model)
     stock = [run(loss_function, copied(batch)) for batch in batches]
     assert all(changed[0] != unchanged for changed, unchanged in zip(stock, plain, strict=True))
-    pylate_fastmaxsim.enable(stock_masking=True, padding_free=padding_free)
+    pylate_fastmaxsim.enable(stock_masking=True, padding_free=collate is collated)
     for seed, expected in zip((0, 10), stock, strict=True):
         assert_equal(run(loss_function, batch_of(model, seed=seed, collate=collate)), expected)
     (said,) = lines(caplog)
     assert "Contrastive is not" in said and "the model changes input_ids or attention_mask" in said
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_distillation(model, caplog, change):
-    loss_function = losses.Distillation(model, normalize_scores=False)
-    batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
-    labels = torch.rand(4, 3, dtype=torch.float64)
+@pytest.mark.parametrize("change", [CHANGES["pruned"], before])
+@pytest.mark.parametrize(
+    ("loss_class", "documents"),
+    [(losses.Distillation, 12), (partial(losses.CachedContrastive, mini_batch_size=4), 6)],
+)
+def test_other_losses(model, caplog, change, loss_class, documents):
+    loss_function = loss_class(model)
+    labels = torch.rand(6, 2, dtype=torch.float64)
+    batch = features(model, sentences(6, longest=8), sentences(documents, seed=1))
     change(model)
     stock = run(loss_function, copied(batch), labels)
     pylate_fastmaxsim.enable(stock_masking=True)
     for _ in range(2):
         assert_equal(run(loss_function, copied(batch), labels), stock)
-    (said,) = lines(caplog)
-    assert "Distillation is not" in said
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_cached_contrastive_where_stock_can(model, change):
-    loss_function = losses.CachedContrastive(model, mini_batch_size=4)
-    change(model)
-    try:
-        stock = run(loss_function, copied(batch_of(model)))
-    except RuntimeError:
-        pytest.skip("stock takes the masks from before, which do not fit")
-    pylate_fastmaxsim.enable(stock_masking=True)
-    for _ in range(2):
-        assert_equal(run(loss_function, copied(batch_of(model))), stock)
+    assert len(lines(caplog)) == 1
 
 
 @pytest.mark.parametrize("kind", [Answering, Detaching])
@@ -137,30 +123,6 @@ def test_what_changes_nothing_is_not_left_to_stock(model, mode, caplog, loss_cla
         assert_equal(run(loss_function, batch), stock)
     assert not lines(caplog)
     assert mode_of(model) == mode
-
-
-def test_an_equal_mask_in_the_place_of_the_one_given(model, mode, caplog):
-    """It is left to stock: to compare would wait for the device, and ranks might find different things."""
-    behind(Cloning)(model)
-    loss_function, batch = losses.Contrastive(model), batch_of(model)
-    stock = run(loss_function, batch)
-    pylate_fastmaxsim.enable(stock_masking=True)
-    for _ in range(2):
-        assert_equal(run(loss_function, batch), stock)
-    assert len(lines(caplog)) == 1
-
-
-def test_it_is_looked_at_anew_when_switched_on_again(model, mode, caplog):
-    loss_function, batch = losses.Contrastive(model), batch_of(model)
-    dense = model[1]
-    behind(Pruning)(model)
-    with pylate_fastmaxsim.enabled():
-        run(loss_function, batch)
-    model[1] = dense
-    with pylate_fastmaxsim.enabled():
-        run(loss_function, batch)
-        assert mode_of(model) == mode
-    assert len(lines(caplog)) == 1
 
 
 def test_a_change_that_begins_later_is_refused(model, mode):

@@ -28,9 +28,7 @@ def each(change):
 ROWS = {
     "slice": each(lambda value: value[1:3]),
     "index": each(lambda value: value[torch.tensor([2, 2, 0])]),
-    "bool": each(lambda value: value[[True, False, True, False]]),
     "roll": each(lambda value: value.roll(1, 0)),
-    "flip": each(lambda value: value.flip(0)),
     "split": each(lambda value: value.split(3)[0]),
     "repeat": each(lambda value: value.repeat_interleave(2, 0)),
     "stack of rows": each(lambda value: torch.stack(list(value[:2]))),
@@ -55,7 +53,6 @@ def test_counts_go_with_the_rows_of_their_column(change):
 OTHERWISE = {
     "other rows": {"attention_mask": MASK[:2], "input_ids": MASK[:2]},
     "narrower": {"attention_mask": MASK[:, :2], "input_ids": MASK[:, :2]},
-    "everything narrower": {key: value[:, :2] for key, value in COLUMN.items()},
     "everything wider": {key: torch.nn.functional.pad(value, (0, 1)) for key, value in COLUMN.items()},
     "another mask": {"attention_mask": MASK * torch.tensor([1, 1, 0])},
     "a gap": {"attention_mask": MASK.flip(1)},
@@ -69,15 +66,8 @@ def test_counts_that_do_not_fit_are_not_used(change):
     assert known_total(COLUMN | change) is None
 
 
-def test_counts_stay_on_the_cpu():
-    assert COLUMN["token_total"].to("meta").device.type == "cpu"
-    assert operations.find_batch_size(COLUMN["token_total"]) == 4
-
-
 CHANGES = {
     "rolled positives as negatives": lambda batch: [*batch[:2], each(lambda value: value.roll(1, 0))(batch[1])],
-    "positives picked twice": lambda batch: [batch[0], each(lambda value: value[[5, 1, 1, 0, 0, 3]])(batch[1])],
-    "batches joined": lambda batch: [each(lambda value: torch.cat([value, value]))(column) for column in batch],
     "a shorter mask": lambda batch: [
         batch[0],
         {**batch[1], "attention_mask": batch[1]["attention_mask"] * (torch.arange(batch[1]["input_ids"].shape[1]) < 5)},
@@ -86,10 +76,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-@pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
-def test_losses_of_batches_that_are_changed(encoder, mode, loss_class, change):
+def test_losses_of_batches_that_are_changed(encoder, mode, change):
     model = load_model(encoder("bert")).double()
-    loss_function = loss_class(model)
+    loss_function = losses.Contrastive(model)
     stock = run(loss_function, change(batch_of(model, collate=collated)))
     pylate_fastmaxsim.enable(stock_masking=True)
     batch = batch_of(model, collate=collated)
@@ -98,14 +87,11 @@ def test_losses_of_batches_that_are_changed(encoder, mode, loss_class, change):
 
 
 @pytest.mark.parametrize("loss_class", [losses.Contrastive, losses.CachedContrastive])
-def test_a_list_of_negatives_in_one_column_is_refused(encoder, mode, loss_class):
-    model = load_model(encoder("modernbert"))
+def test_a_list_of_negatives_in_one_column_is_refused(model, loss_class):
     batch = collated(model, sentences(4, longest=8), sentences(4, seed=1))
     batch += collated(model, sentences(12, seed=2))
     pylate_fastmaxsim.enable()
-    with pytest.raises(
-        ValueError, match="all document columns must have as many texts as the first, got 4, 12; a list"
-    ):
+    with pytest.raises(ValueError, match="all document columns must have as many texts as the first, got 4, 12"):
         loss_class(model)(batch, None)
 
 
@@ -120,33 +106,6 @@ def test_what_only_one_column_gives_the_encoder(encoder, mode, key):
     stock = run(loss_function, [queries, positives, negatives])
     pylate_fastmaxsim.enable(stock_masking=True)
     assert_equal(run(loss_function, [queries, positives, negatives]), stock)
-
-
-def test_a_device_is_asked_without_waiting_for_it(monkeypatch):
-    events = []
-
-    class Event:
-        there = False
-
-        def record(self, stream):
-            events.append(self)
-
-        def query(self):
-            return self.there
-
-    on_host = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **options: on_host(*args, **options))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    for fits in (True, False, True):
-        token_counts._poll(torch.tensor(fits))
-    events[0].there = True
-    token_counts._poll(torch.tensor(True))
-    events[1].there = True
-    with pytest.raises(ValueError, match="changed after PyLate's collator"):
-        token_counts._poll(torch.tensor(True))
-    token_counts._poll(torch.tensor(True))
-    token_counts.reset()
 
 
 def test_a_mask_of_more_or_fewer_tokens_than_the_collator_left_does_not_fit():

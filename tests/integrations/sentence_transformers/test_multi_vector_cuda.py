@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from multi_vector import batch_of, modes
+from multi_vector import modes, run
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses, scoring
 
@@ -13,45 +15,40 @@ import pylate_fastmaxsim
 pytestmark = pytest.mark.cuda
 
 
-def run(model: MultiVectorEncoder, loss: torch.nn.Module, enabled: bool = True) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=True)
-    columns = [
-        {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in column.items()}
-        for column in batch_of(model)
-    ]
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=enabled):
-        value = loss(columns)
-    value.backward()
-    return [value.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
-
-
 def distance(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """Of all gradients, relative to their length."""
     own, other = (torch.cat([gradient.flatten().float() for gradient in each[1:]]) for each in (ours, exact))
     return ((own - other).norm() / other.norm()).item()
 
 
-@pytest.mark.parametrize("family", ["modernbert", "bert", "qwen3"])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("cached", [False, True])
-def test_packed_in_bf16(encoder, family, compiled, cached):
+CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
+CACHED = partial(losses.CachedMultiVectorMultipleNegativesRankingLoss, mini_batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled", "loss_class"),
+    [
+        ("modernbert", False, CACHED),
+        ("modernbert", True, CONTRASTIVE),
+        ("bert", True, CACHED),
+        ("qwen3", False, CONTRASTIVE),
+    ],
+)
+def test_packed_in_bf16(encoder, family, compiled, loss_class):
     torch.manual_seed(0)
     model = MultiVectorEncoder(encoder(family), device="cuda").train()
-    if cached:
-        loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3)
-    else:
-        loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
-    exact = run(model, loss, enabled=False)
+    loss = loss_class(model)
+    exact = run(model, loss)
     pylate_fastmaxsim.enable(compile=compiled)
-    ours = run(model, loss)
+    ours = run(model, loss, bf16=True)
     assert modes(model) == {"packed"}
-    torch.testing.assert_close(ours[0].float(), exact[0], rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ours[0], exact[0], rtol=0.02, atol=0.02)
     # A winner that bf16 picks otherwise moves the few gradients here by a fifth, in stock too.
     assert distance(ours, exact) < 0.4
 
 
 @pytest.mark.parametrize("metric", [scoring.XTRScores, scoring.XTRKDScores])
-@pytest.mark.parametrize("top_k", [4, 256, 10_000])
+@pytest.mark.parametrize("top_k", [4, 10_000])
 def test_xtr_scores(metric, top_k):
     """In float32, where both compute the same similarities; one of 10,000 passes whatever its sign."""
     torch.manual_seed(0)

@@ -34,41 +34,27 @@ def embedded(monkeypatch) -> list[torch.Tensor]:
 
 
 def assert_passes_alike(embedded: list[torch.Tensor]) -> None:
-    first, second = embedded[: len(embedded) // 2], embedded[len(embedded) // 2 :]
-    assert first
-    for own, other in zip(first, second, strict=True):
-        assert own.dtype == other.dtype
-        assert torch.equal(own, other)
+    half = len(embedded) // 2
+    assert half
+    for own, other in zip(embedded[:half], embedded[half:], strict=True):
+        assert own.dtype == other.dtype and torch.equal(own, other)
 
 
-def assert_has_gradients(model) -> None:
-    for name, weight in model.named_parameters():
-        assert "pooler" in name or (weight.grad is not None and weight.grad.isfinite().all()), name
-
-
-def test_a_backward_outside_of_autocast(model, mode, embedded):
-    """As a training loop of one's own calls it; stock makes the second pass in float32 then."""
-    model.float()
-    loss = CACHED(model, mini_batch_size=3)
-    pylate_fastmaxsim.enable()
-    for _ in range(2):
-        embedded.clear()
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(batch_of(model))
-        value.backward()
-        assert_passes_alike(embedded)
-    assert_has_gradients(model)
-
-
-def test_a_backward_inside_of_autocast(model, packed, embedded):
-    """The weights that the first pass has cast without gradients are not those of the second."""
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_backward_inside_and_outside_of_autocast(model, mode, embedded, inside):
+    """Outside, stock makes the second pass in float32; inside, autocast keeps weights cast without gradients."""
     model.float()
     loss = CACHED(model, mini_batch_size=3)
     pylate_fastmaxsim.enable()
     with torch.autocast("cpu", torch.bfloat16):
-        loss(batch_of(model)).backward()
+        value = loss(batch_of(model))
+        if inside:
+            value.backward()
+    if not inside:
+        value.backward()
     assert_passes_alike(embedded)
-    assert_has_gradients(model)
+    for name, weight in model.named_parameters():
+        assert "pooler" in name or (weight.grad is not None and weight.grad.isfinite().all()), name
 
 
 def test_what_is_decided_in_the_first_pass_holds_in_the_second(model, packed, embedded, monkeypatch):
@@ -141,14 +127,8 @@ def test_texts_that_are_written_to_between_the_passes(encoder, mode):
         assert_equal(step(), stock)
 
 
-@pytest.mark.parametrize(
-    "options, advised",
-    [
-        ({"mini_batch_size": 3}, True),
-        ({"mini_batch_size": COUNT}, False),  # one mini-batch, which cannot be larger
-        ({"mini_batch_size": 3, "mini_batch_num_tokens": 60}, False),
-    ],
-)
+# One mini-batch cannot be larger.
+@pytest.mark.parametrize("options, advised", [({"mini_batch_size": 3}, True), ({"mini_batch_size": COUNT}, False)])
 def test_mini_batches_that_keep_a_gpu_waiting(encoder, packed, monkeypatch, caplog, options, advised):
     monkeypatch.setattr(sentence_transformers_gradcache, "_on_gpu", lambda tensor: True)
     model = load(encoder("bert"))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
 from multi_vector import (
     COUNT,
-    LOSSES,
     TEACHER,
     assert_as_stock,
     assert_equal,
     batch_of,
     found,
     load,
-    modes,
     of_ones_own,
     run,
 )
@@ -29,7 +25,6 @@ from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sent
 from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
 
 CONTRASTIVE = losses.MultiVectorMultipleNegativesRankingLoss
-UNCACHED = [each for each in LOSSES if "Cached" not in each[0].__name__]
 
 
 @pytest.fixture
@@ -59,27 +54,17 @@ def texts(monkeypatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("loss_class, options", UNCACHED)
-def test_one_call_encodes_all(model, packed, texts, loss_class, options):
-    loss = loss_class(model, **options)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable()
-    for _ in range(2):
-        texts.clear()
-        assert_equal(run(model, loss), stock)
-        assert texts == [3 * COUNT]
-
-
-def test_with_gradients_in_chunks_of_documents(model, packed, texts):
+def test_one_call_encodes_all_with_gradients_in_chunks_of_documents(model, packed, texts):
     """Chunks are cut to their longest document each."""
-    for size in (1, 3, 7, 2 * COUNT):
+    for size in (None, 1, 7, 2 * COUNT):
         loss = CONTRASTIVE(model, mini_batch_size=size)
         pylate_fastmaxsim.disable()
         stock = run(model, loss)
         pylate_fastmaxsim.enable()
-        texts.clear()
-        assert_equal(run(model, loss), stock)
-        assert texts == [3 * COUNT]
+        for _ in range(2):
+            texts.clear()
+            assert_equal(run(model, loss), stock)
+            assert texts == [3 * COUNT]
 
 
 def test_columns_that_are_not_merged(model, packed, texts, monkeypatch):
@@ -118,20 +103,15 @@ def replaced(model):
     )
 
 
-# Where the forward of the encoder was replaced, that calls what stood there before.
-@pytest.mark.parametrize("change, calls", [(hooked, 2), (hooked_around, 2), (of_ones_own, 2), (replaced, 0)])
-def test_what_may_change_documents_before_their_call_has_one(model, packed, texts, caplog, change, calls):
-    change(model)
-    assert_as_stock(model, CONTRASTIVE(model), padding_free="always")
-    assert len(texts) == calls
-    assert ("in a call of their own: " in caplog.text) == bool(calls)
-
-
 class Calls(MultiVectorEncoder):
     def __call__(self, features, task=None, **kwargs):
         if task == "document":
             features = {**features, "input_ids": features["input_ids"].flip(0)}
         return super().__call__(features, task=task, **kwargs)
+
+
+def subclassed(model):
+    model.__class__ = Calls
 
 
 class Forwards(Transformer):
@@ -141,11 +121,20 @@ class Forwards(Transformer):
         return super().forward(features, **kwargs)
 
 
-@pytest.mark.parametrize("subclass", [Calls, Forwards])
-def test_subclasses_may_change_documents(model, packed, subclass):
-    changed = model if subclass is Calls else model[0]
-    changed.__class__ = subclass
+def of_another_transformer(model):
+    model[0].__class__ = Forwards
+
+
+# Where the forward of the encoder was replaced, that calls what stood there before.
+@pytest.mark.parametrize(
+    "change, calls",
+    [(hooked, 2), (hooked_around, 2), (of_ones_own, 2), (replaced, 0), (subclassed, 2), (of_another_transformer, 2)],
+)
+def test_what_may_change_documents_before_their_call_has_one(model, packed, texts, caplog, change, calls):
+    change(model)
     assert_as_stock(model, CONTRASTIVE(model), padding_free="always")
+    assert len(texts) == calls
+    assert ("in a call of their own: " in caplog.text) == bool(calls)
 
 
 def with_gaps(columns):
@@ -181,28 +170,19 @@ def test_documents_that_need_a_call_of_their_own(model, packed, texts, change, c
     assert len(texts) == calls
 
 
-def test_many_tokens_are_encoded_apart(model, packed, texts, monkeypatch):
-    loss = CONTRASTIVE(model)
-    stock = run(model, loss)
-    pylate_fastmaxsim.enable()
-    monkeypatch.setattr(sentence_transformers_joint, "MOST_TOKENS_BESIDE_QUERIES", 10)
-    texts.clear()
-    assert_equal(run(model, loss), stock)
-    assert texts == [COUNT, 2 * COUNT]
+def many_tokens(model, patch):
+    patch.setattr(sentence_transformers_joint, "MOST_TOKENS_BESIDE_QUERIES", 10)
 
 
-def test_expanded_queries_are_encoded_apart(model, packed, texts):
+def expanded(model, patch):
     model[0].query_expansion = {"strategy": "fixed", "attend": False, "length": 10}
+
+
+@pytest.mark.parametrize("change", [many_tokens, expanded])
+def test_queries_that_are_encoded_apart(model, packed, texts, monkeypatch, change):
+    change(model, monkeypatch)
     assert_as_stock(model, CONTRASTIVE(model))
     assert texts == [COUNT, 2 * COUNT]
-
-
-def test_groups_have_a_call_of_their_own(model, texts):
-    """Queries are short, so that a group of them and of documents would be padded."""
-    assert_as_stock(model, CONTRASTIVE(model))
-    assert modes(model) == {"grouped"}
-    assert sum(texts) == 3 * COUNT
-    assert COUNT in accumulate(texts)
 
 
 def test_what_is_asked_for_in_another_way_is_encoded(model, packed):

@@ -56,8 +56,18 @@ def test_modules_behind_the_encoder_may_look_at_padding(model, mode, caplog, lay
     assert "with padding, as stock Sentence Transformers does: Over may read padding" in caplog.text
 
 
-def test_modules_of_ones_own_behind_the_encoder(model, mode):
-    model.insert(1, Over(nn.Tanh()))
+class Unit(nn.Module):
+    def forward(self, features: dict) -> dict:
+        tokens = features["token_embeddings"]
+        return {**features, "token_embeddings": tokens / tokens.norm(dim=-1, keepdim=True)}
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_modules_of_ones_own_behind_the_encoder(model, mode, divides):
+    if divides:  # by no zero, which would be the norm of padding
+        model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
+    else:
+        model.insert(1, Over(nn.Tanh()))
     assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model), padding_free="always")
     assert modes(model) == {mode}
 
@@ -70,25 +80,6 @@ def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode):
     model.append(HierarchicalTokenPooling(pool_factor=2))
     assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
     assert [modes(each) for each in routed] == [{mode}, {mode}]
-
-
-class Unit(nn.Module):
-    def forward(self, features: dict) -> dict:
-        tokens = features["token_embeddings"]
-        return {**features, "token_embeddings": tokens / tokens.norm(dim=-1, keepdim=True)}
-
-
-def test_a_normalization_of_ones_own_divides_by_no_zero(model, mode):
-    model[[isinstance(module, Normalize) for module in model].index(True)] = Unit()
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model), padding_free="always")
-    assert modes(model) == {mode}
-
-
-def reasons(model: MultiVectorEncoder, change, caplog) -> str:
-    change(model)
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
-    assert modes(model) <= {"padded"}
-    return caplog.text
 
 
 def returns_all_layers(model):
@@ -112,30 +103,24 @@ def pads_on_the_left(model):
     ],
 )
 def test_what_needs_padding_has_it(model, packed, caplog, change, said):
-    text = reasons(model, change, caplog)
-    assert "with padding, as stock Sentence Transformers does: " in text and said in text
+    change(model)
+    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
+    assert modes(model) <= {"padded"}
+    assert "with padding, as stock Sentence Transformers does: " in caplog.text and said in caplog.text
 
 
-def test_gaps_need_padding(model, packed, caplog):
-    def with_gaps(features):
-        features["attention_mask"][:, 1] = 0
-        return features
-
-    features = with_gaps(model.preprocess(POSITIVES, task="document"))
-    stock = model(dict(features), task="document")["token_embeddings"]
-    pylate_fastmaxsim.enable()
-    torch.testing.assert_close(model(dict(features), task="document")["token_embeddings"], stock)
-    assert "with padding, as stock Sentence Transformers does: one has a gap in its attention_mask." in caplog.text
-
-
-def test_texts_without_a_token_that_is_attended_to(model, mode):
+@pytest.mark.parametrize(("gap", "said"), [(slice(1, 2), "one has a gap in its attention_mask"), (slice(None), "")])
+def test_gaps_and_texts_without_a_token(model, packed, caplog, gap, said):
     features = model.preprocess(POSITIVES, task="document")
-    features["attention_mask"] = torch.zeros_like(features["attention_mask"])
+    features["attention_mask"][:, gap] = 0
     stock = model(dict(features), task="document")
     pylate_fastmaxsim.enable()
     ours = model(dict(features), task="document")
+    assert said in caplog.text
+    assert torch.equal(ours["attention_mask"], stock["attention_mask"])
+    attended = stock["attention_mask"].bool()
+    torch.testing.assert_close(ours["token_embeddings"][attended], stock["token_embeddings"][attended])
     assert ours["token_embeddings"].shape == stock["token_embeddings"].shape
-    assert not ours["attention_mask"].any()
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -168,8 +153,3 @@ def test_what_sentence_transformers_flattened_is_left_to_it(model, packed, caplo
     assert not modes(model) and not compilation_layers._compiled
     assert "compile=True does nothing: Sentence Transformers leaves padding out itself." in caplog.text
     assert caplog.text.count("calls the encoder for each column of a batch") == 1
-    caplog.clear()
-    pylate_fastmaxsim.disable()
-    pylate_fastmaxsim.enable(padding_free=False)
-    model(flat, task="document")
-    assert "leaves padding out itself" not in caplog.text

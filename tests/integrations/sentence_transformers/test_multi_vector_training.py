@@ -13,6 +13,7 @@ from paths import ROOT
 pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
 )
+pytest.importorskip("datasets")
 
 from datasets import Dataset
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
@@ -35,7 +36,7 @@ print("on" if current_options() else "off", "forward" in vars(MultiVectorEncoder
 """
 
 
-def train(path: str, folder, **arguments: object) -> tuple[list[float], MultiVectorEncoder]:
+def train(path: str, folder) -> tuple[list[float], MultiVectorEncoder]:
     torch.manual_seed(0)
     model = MultiVectorEncoder(path, device="cpu")
     trainer = MultiVectorEncoderTrainer(
@@ -49,7 +50,6 @@ def train(path: str, folder, **arguments: object) -> tuple[list[float], MultiVec
             report_to="none",
             use_cpu=True,
             disable_tqdm=True,
-            **arguments,
         ),
         train_dataset=Dataset.from_dict(ROWS),
         eval_dataset=Dataset.from_dict(ROWS),
@@ -61,6 +61,7 @@ def train(path: str, folder, **arguments: object) -> tuple[list[float], MultiVec
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
 
 
+@pytest.mark.e2e
 def test_training_is_that_of_stock(encoder, packed, tmp_path):
     path = encoder("bert")
     stock, _ = train(path, tmp_path / "stock")
@@ -74,16 +75,6 @@ def test_training_is_that_of_stock(encoder, packed, tmp_path):
     reloaded = MultiVectorEncoder(str(tmp_path / "saved"), device="cpu")
     for own, other in zip(reloaded.encode_document(ROWS["positive"][:2]), expected, strict=True):
         torch.testing.assert_close(own, other)
-
-
-@pytest.mark.e2e
-def test_mixed_precision(encoder, packed, tmp_path):
-    path = encoder("bert")
-    stock, _ = train(path, tmp_path / "stock", bf16=True)
-    pylate_fastmaxsim.enable()
-    ours, model = train(path, tmp_path / "fast", bf16=True)
-    assert ours == pytest.approx(stock, rel=0.02)
-    assert set(modes.chosen[model[0]].values()) == {"packed"}
 
 
 def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path):
