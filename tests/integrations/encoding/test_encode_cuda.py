@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
@@ -126,17 +124,6 @@ def test_attention_dropout_is_packed_too(small):
     _, gradients = losses_of(model, [batch_of(model)])
     assert set(modes.chosen[model].values()) == {"packed"}
     assert all(gradient.isfinite().all() for gradient in gradients.values())
-
-
-def test_float32_is_grouped_and_said(small, caplog):
-    model = small()
-    pylate_fastmaxsim.enable()
-    batch = batch_of(model)
-    with caplog.at_level(logging.INFO, "pylate_fastmaxsim"):
-        for _ in range(2):
-            losses.Contrastive(model)(batch).backward()
-    said = [record.message for record in caplog.records if "not packed" in record.message]
-    assert len(said) == 1 and "bf16" in said[0]
 
 
 def test_reentrant_gradient_checkpointing(small):

@@ -9,7 +9,6 @@ from sentence_transformers.multi_vector_encoder import losses
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.sentence_transformers import encoder as sentence_transformers_encoder
-from pylate_fastmaxsim.integrations.sentence_transformers import gradcache as sentence_transformers_gradcache
 
 CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
 
@@ -17,6 +16,13 @@ CACHED = losses.CachedMultiVectorMultipleNegativesRankingLoss
 @pytest.fixture
 def model(encoder):
     return load(encoder("bert", hidden_dropout_prob=0.3))
+
+
+@pytest.fixture
+def undropped(encoder):
+    """A model and its loss."""
+    model = load(encoder("bert"))
+    return model, CACHED(model, mini_batch_size=3)
 
 
 @pytest.fixture
@@ -68,10 +74,9 @@ def test_what_is_decided_in_the_first_pass_holds_in_the_second(model, packed, em
     assert_passes_alike(embedded)
 
 
-def test_options_that_change_between_the_passes(encoder, packed):
+def test_options_that_change_between_the_passes(undropped, packed):
     """Which puts encoders back that were prepared for packed texts."""
-    model = load(encoder("bert"))
-    loss = CACHED(model, mini_batch_size=3)
+    model, loss = undropped
     stock = run(model, loss)
     pylate_fastmaxsim.enable()
     model.zero_grad(set_to_none=True)
@@ -81,9 +86,8 @@ def test_options_that_change_between_the_passes(encoder, packed):
     assert_equal(found(model, value), stock)
 
 
-def test_hooks_on_weights_see_the_gradients_of_each_mini_batch(encoder, mode):
-    model = load(encoder("bert"))
-    loss = CACHED(model, mini_batch_size=3)
+def test_hooks_on_weights_see_the_gradients_of_each_mini_batch(undropped, mode):
+    model, loss = undropped
     for weight in model.parameters():
         weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     stock = run(model, loss)
@@ -92,10 +96,9 @@ def test_hooks_on_weights_see_the_gradients_of_each_mini_batch(encoder, mode):
         assert_equal(run(model, loss), stock)
 
 
-def test_the_second_pass_asks_the_device_for_nothing(encoder, packed, monkeypatch):
+def test_the_second_pass_asks_the_device_for_nothing(undropped, packed, monkeypatch):
     """Neither where texts end nor how long the longest is: each answer would have to be waited for."""
-    model = load(encoder("bert"))
-    loss = CACHED(model, mini_batch_size=3)
+    model, loss = undropped
     stock = run(model, loss)
     pylate_fastmaxsim.enable()
     value = loss(batch_of(model))
@@ -108,12 +111,11 @@ def test_the_second_pass_asks_the_device_for_nothing(encoder, packed, monkeypatc
     assert_equal(found(model, value), stock)
 
 
-def test_texts_that_are_written_to_between_the_passes(encoder, mode):
+def test_texts_that_are_written_to_between_the_passes(undropped, mode):
     """As by a module that leaves tokens out: the second pass encodes what they are then."""
-    model = load(encoder("bert"))
-    loss = CACHED(model, mini_batch_size=3)
+    model, loss = undropped
 
-    def step() -> list:
+    def step() -> tuple:
         model.zero_grad(set_to_none=True)
         batch = batch_of(model)
         value = loss(batch)
@@ -125,17 +127,3 @@ def test_texts_that_are_written_to_between_the_passes(encoder, mode):
     pylate_fastmaxsim.enable()
     for _ in range(2):
         assert_equal(step(), stock)
-
-
-# One mini-batch cannot be larger.
-@pytest.mark.parametrize("options, advised", [({"mini_batch_size": 3}, True), ({"mini_batch_size": COUNT}, False)])
-def test_mini_batches_that_keep_a_gpu_waiting(encoder, packed, monkeypatch, caplog, options, advised):
-    monkeypatch.setattr(sentence_transformers_gradcache, "_on_gpu", lambda tensor: True)
-    model = load(encoder("bert"))
-    loss = CACHED(model, **options)
-    pylate_fastmaxsim.enable()
-    for _ in range(2):
-        loss(batch_of(model)).backward()
-    said = [record.getMessage() for record in caplog.records if "mini_batch_num_tokens" in record.getMessage()]
-    assert len(said) == advised
-    assert all("3 times document_length" in each for each in said)

@@ -39,18 +39,10 @@ print("on" if current_options() else "off", "forward" in vars(MultiVectorEncoder
 def train(path: str, folder) -> tuple[list[float], MultiVectorEncoder]:
     torch.manual_seed(0)
     model = MultiVectorEncoder(path, device="cpu")
+    options = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "report_to": "none"}
     trainer = MultiVectorEncoderTrainer(
         model=model,
-        args=MultiVectorEncoderTrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=4,
-            max_steps=4,
-            logging_steps=1,
-            learning_rate=1e-3,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        ),
+        args=MultiVectorEncoderTrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **options),
         train_dataset=Dataset.from_dict(ROWS),
         eval_dataset=Dataset.from_dict(ROWS),
         loss=losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=2),
