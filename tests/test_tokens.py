@@ -58,13 +58,6 @@ def test_max_length_becomes_a_number_of_python(longest):
     assert type(TokenBatch.from_packed(torch.ones(5, 4), cu_seqlens, max_length=longest).max_length) is int
 
 
-def test_a_jagged_tensor_is_packed_as_the_error_says():
-    sequences = [torch.randn(3, 2), torch.randn(5, 2)]
-    jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged)
-    batch = TokenBatch.from_packed(jagged.values(), jagged.offsets())
-    assert rows(batch) == [sequence.tolist() for sequence in sequences]
-
-
 def test_a_graph_needs_the_longest_sequence():
     def scores(values, bounds, **options):
         return maxsim(torch.ones(1, 2, 3), TokenBatch.from_packed(values, bounds, **options))
@@ -78,11 +71,12 @@ def test_a_graph_needs_the_longest_sequence():
         torch.testing.assert_close(actual, scores(*inputs))
 
 
-def test_from_list_packs_in_order():
+def test_from_list_packs_in_order_and_from_packed_takes_a_jagged_tensor():
     sequences = [torch.randn(2, 3), torch.randn(0, 3), torch.randn(4, 3)]
     batch = TokenBatch.from_list(sequences)
-    assert rows(batch) == [sequence.tolist() for sequence in sequences]
-    assert batch.max_length == 4
+    jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged)
+    for each in (batch, TokenBatch.from_packed(jagged.values(), jagged.offsets())):
+        assert rows(each) == [sequence.tolist() for sequence in sequences] and each.max_length == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

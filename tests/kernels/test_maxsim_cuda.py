@@ -75,9 +75,7 @@ def test_long_sums_of_float32_do_not_shrink(layout):
 
 
 def test_long_documents():
-    generator = torch.Generator().manual_seed(0)
-    documents = ragged(generator, 3, 40000, 64, torch.bfloat16, shortest=30000)
-    check(ragged(generator, 20, 32, 64, torch.bfloat16), documents)
+    check(*problem("all", (20, 32), (3, 40000), 64))
 
 
 @pytest.mark.parametrize("shared", [0, 7])

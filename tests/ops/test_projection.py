@@ -184,7 +184,6 @@ def test_second_derivatives_are_refused():
         ((torch.ones(2, 3), torch.ones(4, 3).double()), "must have one dtype"),
         ((torch.ones(2, 3).int(), torch.ones(4, 3).int()), "hidden states must be bfloat16"),
         ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), r"bias must be torch.float32 \[d\] with d = 4"),
-        ((torch.ones(2, 3), torch.ones(4, 3, device="meta")), "all must be on one"),
     ],
 )
 def test_what_does_not_fit_gets_one_sentence(arguments, message):

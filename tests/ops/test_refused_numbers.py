@@ -18,17 +18,13 @@ def test_sequences_that_share_rows_are_refused_where_gradients_are_wanted(functi
     function(queries, twice)
     with torch.no_grad():
         function(queries, learned_twice)
-    with pytest.raises(
-        ValueError, match="queries must not share rows of values .* repeated index; repeat the vectors.$"
-    ):
+    with pytest.raises(ValueError, match="queries must not share rows of values"):
         function(queries, learned)
     queries = queries.select(torch.tensor([0, 2]))
     # A document without a token is in nobody's way.
     function(queries, learned).sum().backward()
     function(queries.with_values(queries.values.clone().requires_grad_()), twice).sum().backward()
-    with pytest.raises(
-        ValueError, match="documents must not share .*; name documents more than once in candidates, or"
-    ):
+    with pytest.raises(ValueError, match="documents must not share rows of values"):
         function(queries, learned_twice)
 
 
@@ -45,16 +41,16 @@ def test_candidates_out_of_range_are_refused_wherever_they_are_used(name, out_of
         return xtr_scores(queries, documents, 3, candidates)
 
     candidates = torch.tensor([[0], [out_of_range]])
-    for compiled in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for call, *inputs in (
+        (function, Q, D, candidates),
+        (compiled, Q, D, candidates),
+        (function, Q, D, candidates.as_subclass(_Subclass)),
+        (function, Q.clone().requires_grad_(), D, candidates),
+        (function, Q[:, :0], D[:, :0], candidates),  # nothing to score
+    ):
         with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0 to Nd - 1 = 4, got "):
-            compiled(Q, D, candidates)
-    with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0"):
-        function(Q, D, candidates.as_subclass(_Subclass))
-    with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0"):
-        function(Q.clone().requires_grad_(), D, candidates)
-    # Where there is nothing to score as well.
-    with pytest.raises(ValueError, match=f"^{name}: candidates must be from 0"):
-        function(Q[:, :0], D[:, :0], candidates)
+            call(*inputs)
 
 
 def test_candidates_are_checked_once(monkeypatch):
