@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from models import features, sentences
 
 import pylate_fastmaxsim
@@ -13,6 +14,14 @@ def batch_of(model, columns: int = 2, queries: int = 6, seed: int = 0, collate=f
     texts = [sentences(queries, longest=8, seed=seed)]
     texts += [sentences(queries, seed=seed + 1 + column) for column in range(columns)]
     return collate(model, *texts)
+
+
+def batch_for(loss_class, model):
+    """A batch for this loss, and the teacher's scores where it takes them."""
+    if loss_class.__name__ != "Distillation":
+        return batch_of(model), None
+    labels = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
+    return features(model, sentences(4, longest=8), sentences(12, seed=1)), labels.to(model.dtype)
 
 
 def run(loss_function, batch, labels=None):

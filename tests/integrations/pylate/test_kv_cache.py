@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from compared import assert_equal, batch_of, run
@@ -13,7 +11,6 @@ from transformers import DynamicCache, Gemma3nTextConfig
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
-from pylate_fastmaxsim.integrations.models import encoders
 
 
 @pytest.fixture
@@ -65,12 +62,7 @@ def test_layers_that_share_keys_find_them(encoder, kept, caplog):
     assert "compiles each layer of Gemma3nTextModel separately" in caplog.text
 
 
-def test_configurations_of_older_transformers_have_no_text_of_their_own():
-    """As before 4.46."""
-    transformer = SimpleNamespace(auto_model=SimpleNamespace(config=SimpleNamespace()))
-    assert not encoders.layers_share_keys(transformer)
-
-
+@pytest.mark.compile
 def test_layers_share_what_is_compiled(encoder, packed, traced):
     def graphs(layers):
         model = load_model(encoder("qwen3", num_hidden_layers=layers))

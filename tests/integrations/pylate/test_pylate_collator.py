@@ -24,36 +24,26 @@ def test_the_collator_spares_the_encoder_the_search(model, packed, no_search):
     encode(model, batch)
 
 
-def _collated_with(collator, model):
-    texts = [sentences(6, longest=longest, seed=longest) for longest in (8, 30, 20)]
-    names = ["query", "document_0", "document_1"]
-    batch = collator([dict(zip(names, row, strict=True)) for row in zip(*texts, strict=True)])
-    return [
-        {key.removeprefix(f"{name}_"): value for key, value in batch.items() if key.startswith(name)} for name in names
-    ]
+class Shortening(ColBERTCollator):
+    def __call__(self, features):
+        batch = super().__call__(features)
+        batch["document_attention_mask"][:, 5:] = 0
+        return batch
+
+
+class Configured(ColBERTCollator):
+    pass
 
 
 def test_a_collator_with_a_call_of_its_own_may_change_masks(model, mode):
-    class Shortening(ColBERTCollator):
-        def __call__(self, features):
-            batch = super().__call__(features)
-            for name in ("document_0", "document_1"):
-                batch[f"{name}_attention_mask"][:, 5:] = 0
-            return batch
-
     pylate_fastmaxsim.enable()
-    batch = _collated_with(Shortening(tokenize_fn=model.tokenize), model)
-    assert not any(TOKEN_TOTAL in column for column in batch)
-    assert_encodes_as_stock(model, batch)
+    rows = [{"query": "a sea", "document": text} for text in sentences(6, longest=30)]
+    assert f"document_{TOKEN_TOTAL}" in Configured(tokenize_fn=model.tokenize)(rows)
+    made = Shortening(tokenize_fn=model.tokenize)(rows)
+    columns = [{k.removeprefix(f"{n}_"): v for k, v in made.items() if k.startswith(n)} for n in ("query", "document")]
+    assert not any(TOKEN_TOTAL in column for column in columns)
+    assert_encodes_as_stock(model, columns)
     assert mode_of(model) == {mode}
-
-
-def test_a_collator_that_is_only_configured_spares_the_search_too(model):
-    class Configured(ColBERTCollator):
-        pass
-
-    pylate_fastmaxsim.enable()
-    assert all(TOKEN_TOTAL in column for column in _collated_with(Configured(tokenize_fn=model.tokenize), model))
 
 
 def test_the_collator_is_stock_where_padding_stays(model):
