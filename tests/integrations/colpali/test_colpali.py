@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -94,14 +95,17 @@ class Batch:
         return value.detach(), [leaf.grad for leaf in leaves[:used]]
 
 
-def assert_same(batch: Batch, loss: torch.nn.Module, offset: int = 0) -> None:
+def assert_same(batch: Batch, loss: torch.nn.Module, offset: int = 0, compiled: bool = False) -> None:
     value, gradients = batch.run(loss, offset)
     with pylate_fastmaxsim.enabled():
+        if compiled:
+            torch._dynamo.reset()
+            loss.compile(backend="aot_eager", fullgraph=True)
         ours, our_gradients = batch.run(loss, offset)
     assert ours.dtype == torch.float32
+    assert any(theirs.abs().max() > 0 for theirs in gradients)
     torch.testing.assert_close(ours, value, rtol=1e-5, atol=0)
     for mine, theirs in zip(our_gradients, gradients, strict=True):
-        assert theirs.abs().max() > 0
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
@@ -135,13 +139,7 @@ def test_every_option(name, options):
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", WITH_NEGATIVES)
 def test_the_share_of_the_batch(name, weight):
-    loss = getattr(colpali_losses, name)(in_batch_term_weight=weight, temperature=0.2)
-    value, gradients = Batch("left").run(loss, 0)
-    with pylate_fastmaxsim.enabled():
-        ours, our_gradients = Batch("left").run(loss, 0)
-    torch.testing.assert_close(ours, value, rtol=1e-5, atol=0)
-    for mine, theirs in zip(our_gradients, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    assert_same(Batch("left"), getattr(colpali_losses, name)(in_batch_term_weight=weight, temperature=0.2))
 
 
 @pytest.mark.parametrize("filtering", [False, True])
@@ -150,15 +148,6 @@ def test_documents_of_other_ranks_and_an_offset(name, filtering):
     # As ContrastiveTrainer gathers them: this rank's documents are the last four of eight.
     loss = getattr(colpali_losses, name)(pos_aware_negative_filtering=filtering, filter_threshold=0.8)
     assert_same(Batch("left", extra_documents=4), loss, offset=4)
-
-
-def test_a_padded_page_scores_at_least_zero_and_a_full_one_may_not():
-    query = torch.tensor([[[1.0, 0.0], [0.0, 0.0]]])
-    pages = torch.tensor([[[-1.0, 0.0], [-0.5, 0.0]], [[-1.0, 0.0], [0.0, 0.0]]])
-    expected = torch.tensor([[-0.5, 0.0]])
-    assert torch.equal(stock_scores.maxsim_inbatch(query, pages), expected)
-    with pylate_fastmaxsim.enabled():
-        assert torch.equal(stock_scores.maxsim_inbatch(query, pages), expected)
 
 
 def test_a_diverged_embedding_shows():
@@ -177,18 +166,6 @@ def test_smooth_max_falls_back_and_says_so_once(caplog):
     assert warnings == ["use_smooth_max is not accelerated (running colpali-engine's own): it needs every similarity."]
 
 
-def test_only_smooth_max_holds_similarities(monkeypatch):
-    shapes = []
-    einsum = torch.einsum
-    monkeypatch.setattr(torch, "einsum", lambda *args: shapes.append(args[0]) or einsum(*args))
-    with pylate_fastmaxsim.enabled():
-        for name in IN_BATCH + WITH_NEGATIVES:
-            Batch("left").run(getattr(colpali_losses, name)(), 0)
-        assert shapes == []
-        Batch("left").run(colpali_losses.ColbertLoss(use_smooth_max=True), 0)
-        assert len(shapes) == 1
-
-
 def test_the_backend_that_the_environment_asks_for(monkeypatch, caplog):
     monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
     query, pages = unit(2, 3, 8, seed=0), unit(2, 5, 8, seed=1)
@@ -205,25 +182,17 @@ def test_what_does_not_fit_raises_as_in_stock(name):
     wrong = (unit(4, 3, 8, seed=0), unit(3, 5, 8, seed=1), unit(4, 2, 5, 8, seed=2))
     with pytest.raises(RuntimeError) as stock:
         loss(*wrong)
-    with pylate_fastmaxsim.enabled(), pytest.raises(RuntimeError) as ours:
+    with pylate_fastmaxsim.enabled(), pytest.raises(RuntimeError, match=re.escape(str(stock.value))):
         loss(*wrong)
-    assert str(ours.value) == str(stock.value)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("name", ["ColbertLoss", "ColbertNegativeCELoss"])
 def test_compiled_as_one_graph(name, smooth, caplog):
     # colpali-engine itself looks at normalised scores, which no graph can hold.
     options = {"normalize_scores": False, "use_smooth_max": smooth}
-    loss, batch = getattr(colpali_losses, name)(temperature=0.5, **options), Batch("left")
-    value, gradients = batch.run(loss, 0)
-    torch._dynamo.reset()
-    with pylate_fastmaxsim.enabled():
-        loss.compile(backend="aot_eager", fullgraph=True)
-        ours, our_gradients = batch.run(loss, 0)
-    torch.testing.assert_close(ours, value, rtol=1e-5, atol=0)
-    for mine, theirs in zip(our_gradients, gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    assert_same(Batch("left"), getattr(colpali_losses, name)(temperature=0.5, **options), compiled=True)
     said = [record.getMessage() for record in caplog.records if record.name == "pylate_fastmaxsim"]
     assert len(said) == smooth
 
@@ -252,14 +221,7 @@ def test_another_aggregation_of_the_losses_with_negatives_counts(name, where, ca
 @pytest.mark.parametrize(
     "owner, name, old, new, loss",
     [
-        (colpali_losses.ColbertNegativeCELoss, "forward", "self.temperature", "2", "ColbertNegativeCELoss"),
-        (
-            colpali_losses.ColbertPairwiseNegativeCELoss,
-            "forward",
-            "self.temperature",
-            "2",
-            "ColbertPairwiseNegativeCELoss",
-        ),
+        *((getattr(colpali_losses, loss), "forward", "self.temperature", "2", loss) for loss in WITH_NEGATIVES),
         (colpali_losses.ColbertModule, "_aggregate", "amax", "amin", "ColbertNegativeCELoss"),
         (stock_scores, "_torch_maxsim_kd", "amax", "amin", "ColbertPairwiseNegativeCELoss"),
         (stock_scores, "_torch_maxsim", "amax", "amin", "ColbertLoss"),
@@ -276,29 +238,10 @@ def test_edited_code_runs(owner, name, old, new, loss, while_enabled, monkeypatc
     if not while_enabled:
         monkeypatch.setattr(owner, name, function)
     pylate_fastmaxsim.enable()
-    if while_enabled:
-        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(owner, name, function)
     assert batch.run(loss, 0)[0] == stock
     assert (while_enabled and name == "forward") or f"{name} is not the code of a release" in caplog.text
     monkeypatch.undo()  # before it is switched off
-
-
-@pytest.mark.parametrize(
-    "pages",
-    [[torch.ones(3, 8), torch.ones(2, 8)], [torch.zeros(0, 16)], [torch.ones(3, 16), torch.ones(16)]],
-    ids=["another dimension", "no vectors", "a vector"],
-)
-def test_scores_that_stock_refuses_are_refused_in_its_words(pages):
-    queries = [torch.ones(2, 16), torch.ones(3, 16)]
-
-    def refused():
-        with pytest.raises(Exception) as raised:
-            ColPaliProcessor.score_multi_vector(queries, pages, batch_size=1, device="cpu")
-        return type(raised.value), str(raised.value)
-
-    expected = refused()
-    with pylate_fastmaxsim.enabled():
-        assert refused() == expected
 
 
 def test_bfloat16_scores_are_summed_in_float32():
@@ -333,39 +276,21 @@ def test_processor_scores(processor, form, batch_size):
         assert (stock[0] < 0).tolist() == [False, True, False, batch_size == 3, False]
 
 
-def test_patched_wherever_it_was_imported_and_put_back(monkeypatch):
+def test_patched_wherever_it_was_imported_and_put_back():
     before = found()
-    loss = colpali_losses.ColbertLoss()
     pylate_fastmaxsim.enable()
     assert all(now != then for now, then in zip(found(), before, strict=True))
-    ours = colpali_losses.ColbertNegativeCELoss()
     pylate_fastmaxsim.disable()
     assert found() == before
-    batch = Batch("left")
-    assert torch.isfinite(batch.run(loss, 0)[0]) and torch.isfinite(batch.run(ours, 0)[0])
 
 
 def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pylate", None)
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
-    with pylate_fastmaxsim.enabled():
-        assert stock_scores.maxsim_inbatch.__wrapped__
-        (line,) = caplog.messages
-        assert line.startswith(f"colpali-engine {metadata.version('colpali-engine')} is accelerated: fused MaxSim in ")
-        assert all(patch.target.startswith("colpali_engine") for patch in available_patches())
-
-
-@pytest.mark.process
-def test_a_process_that_has_no_pylate(tmp_path):
-    code = (
-        "import sys; sys.modules['pylate'] = sys.modules['sentence_transformers'] = None\n"
-        "import torch, pylate_fastmaxsim\n"
-        "pylate_fastmaxsim.enable()\n"
-        "from colpali_engine.loss import ColbertLoss\n"
-        "ColbertLoss()(torch.ones(2, 3, 4), torch.ones(2, 5, 4))\n"
-        "pylate_fastmaxsim.disable()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    pylate_fastmaxsim.enable()
+    (line,) = caplog.messages
+    assert line.startswith(f"colpali-engine {metadata.version('colpali-engine')} is accelerated: fused MaxSim in ")
+    assert all(patch.target.startswith("colpali_engine") for patch in available_patches())
 
 
 @pytest.mark.parametrize("version", ["0.3.17", "0.4.0"])
@@ -383,7 +308,8 @@ def test_another_version_of_colpali_engine_runs_as_it_came(version, monkeypatch,
 
 
 @pytest.mark.process
-def test_run_accelerates_a_script_that_imports_colpali_engine_only(tmp_path):
+def test_run_accelerates_a_script_where_there_is_no_pylate(tmp_path):
+    (tmp_path / "pylate.py").write_text("raise ImportError\n")
     (tmp_path / "script.py").write_text(
         "from colpali_engine.utils.maxsim import maxsim_inbatch\nprint(hasattr(maxsim_inbatch, '__wrapped__'))\n"
     )
@@ -425,12 +351,10 @@ def test_colpali_computes_no_words(training, tmp_path):
 def test_losses_on_a_gpu(name, dtype, monkeypatch):
     batch = Batch("left", queries=16, d=128)
     loss = getattr(colpali_losses, name)(temperature=0.5).cuda()
-    batch.leaves = [leaf.to("cuda", dtype) for leaf in batch.leaves]
-    batch.masks = [mask.to("cuda", dtype) for mask in batch.masks]
+    batch.leaves, batch.masks = ([each.to("cuda", dtype) for each in some] for some in (batch.leaves, batch.masks))
     with pylate_fastmaxsim.enabled():
         ours, our_gradients = batch.run(loss, 0)
-    batch.leaves = [leaf.double() for leaf in batch.leaves]
-    batch.masks = [mask.double() for mask in batch.masks]
+    batch.leaves, batch.masks = ([each.double() for each in some] for some in (batch.leaves, batch.masks))
     # Else an installed late-interaction-kernels would score, in float32.
     monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
     exact, gradients = batch.run(loss, 0)
@@ -438,18 +362,4 @@ def test_losses_on_a_gpu(name, dtype, monkeypatch):
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=0)
     for mine, theirs in zip(our_gradients, gradients, strict=True):
-        largest = float(theirs.abs().max())
-        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * largest)
-
-
-def test_without_its_metadata_it_is_left_and_pylate_is_not(monkeypatch, caplog):
-    pytest.importorskip("pylate")
-
-    def unknown(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", unknown)
-    stock = stock_scores.maxsim_inbatch.__code__
-    with pylate_fastmaxsim.enabled():
-        assert stock_scores.maxsim_inbatch.__code__ is stock
-    assert "colpali-engine is not accelerated: colpali-engine cannot be imported" in caplog.text
+        torch.testing.assert_close(mine.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))

@@ -8,10 +8,8 @@ import sys
 import types
 
 import pytest
-import torch
-from compared import assert_equal, batch_of, run
+from compared import assert_equal, batch_for, batch_of, run
 from edited import edited
-from models import features, sentences
 from paths import SUPPORT
 from pylate import losses
 from pylate.models import ColBERT
@@ -40,21 +38,15 @@ def test_all_that_is_known_says_of_which_releases():
 
 
 # What is edited: its place, old and new source, and the loss that shows it.
-HALF = "/ 2"
 EDITS = {
-    "Contrastive": (
-        losses.Contrastive,
-        "forward",
-        "torch.cat(score_chunks, dim=0)",
-        f"(torch.cat(score_chunks) {HALF})",
-    ),
-    "CachedContrastive": (losses.CachedContrastive, "calculate_loss", "scores / self", f"scores {HALF} / self"),
-    "its backward": (cached_module, "_backward_hook", "* grad_output", f"* grad_output {HALF}"),
+    "Contrastive": (losses.Contrastive, "forward", "torch.cat(score_chunks, dim=0)", "torch.cat(score_chunks) / 2"),
+    "CachedContrastive": (losses.CachedContrastive, "calculate_loss", "scores / self", "scores / 2 / self"),
+    "its backward": (cached_module, "_backward_hook", "* grad_output", "* grad_output / 2"),
     "Distillation": (losses.Distillation, "forward", "epsilon = 1e-8", "epsilon = 1"),
     "extract_skiplist_mask": (contrastive_module, "extract_skiplist_mask", "logical_and", "logical_or"),
     "of Distillation": (distillation_module, "extract_skiplist_mask", "logical_and", "logical_or"),
     "skiplist_mask": (ColBERT, "skiplist_mask", "return mask", "return ~mask"),
-    "colbert_scores": (scores_module, "colbert_scores", ".sum(axis=-1)", f".sum(axis=-1) {HALF}"),
+    "colbert_scores": (scores_module, "colbert_scores", ".sum(axis=-1)", ".sum(axis=-1) / 2"),
     "colbert_kd_scores": (scores_module, "colbert_kd_scores", ".sum(axis=-1)", ".sum(axis=-1).square()"),
 }
 LOSS_OF = {
@@ -71,10 +63,7 @@ LOSS_OF = {
 def test_edited_code_of_pylate_runs(model, monkeypatch, caplog, edit, before):
     owner, name, old, new = EDITS[edit]
     loss_class = LOSS_OF.get(edit, losses.Contrastive)
-    batch, labels = batch_of(model), None
-    if loss_class is losses.Distillation:
-        batch = features(model, sentences(4, longest=8), sentences(12, seed=1))
-        labels = torch.rand(4, 3, dtype=torch.float64)
+    batch, labels = batch_for(loss_class, model)
     plain = run(loss_class(model), batch, labels)
     function = edited(getattr(owner, name), old, new)
     replacement = staticmethod(function) if owner is ColBERT else function
@@ -92,12 +81,11 @@ def test_edited_code_of_pylate_runs(model, monkeypatch, caplog, edit, before):
     if before:
         monkeypatch.setattr(owner, name, replacement)
     pylate_fastmaxsim.enable(stock_masking=True)
-    if not before:
-        monkeypatch.setattr(owner, name, replacement)
+    monkeypatch.setattr(owner, name, replacement)
     for _ in range(2):
         assert_equal(run(loss(), batch, labels), stock)
     if before or name not in ("forward", "colbert_kd_scores"):
-        assert len({line for line in caplog.messages if f"{name} is not the code of a release" in line}) > 0
+        assert f"{name} is not the code of a release" in caplog.text
 
 
 class FirstTokens:
@@ -111,10 +99,8 @@ class FirstTokens:
         return self.inner(cut, [masks[0], *(mask[:, :3] for mask in masks[1:])], **options)
 
 
-@pytest.mark.parametrize("module", ["pylate.losses.matryoshka", "mine"])
-def test_a_step_that_is_set_on_a_loss(model, caplog, module):
-    kind = types.new_class("FirstTokens", (FirstTokens,))
-    kind.__module__ = module
+def test_a_step_that_is_set_on_a_loss(model, caplog):
+    kind = type("FirstTokens", (FirstTokens,), {"__module__": "pylate.losses.matryoshka"})
     loss = losses.CachedContrastive(model, mini_batch_size=2)
     batch = batch_of(model)
     plain = run(loss, batch)[0]
@@ -125,9 +111,7 @@ def test_a_step_that_is_set_on_a_loss(model, caplog, module):
     for _ in range(2):
         assert_equal(run(loss, batch), stock)
     (line,) = (line for line in caplog.messages if "is not accelerated" in line)
-    assert line.startswith(
-        "CachedContrastive is not accelerated (running PyLate's padded implementation): its calculate_"
-    )
+    assert line.startswith("CachedContrastive is not accelerated") and "its calculate_" in line
     # Another loss of this class is.
     caplog.clear()
     run(losses.CachedContrastive(model), batch)
@@ -152,8 +136,7 @@ def test_a_subclass_with_a_step_of_its_own(model, caplog):
 def test_a_pylate_with_one_more_option(encoder):
     """The class is made anew from edited source before the plugin is imported."""
     code = f"""
-import inspect, logging
-from unittest.mock import Mock
+import inspect
 import pylate.losses.contrastive as c
 s = inspect.getsource(c.Contrastive)
 s = s.replace("temperature: float = 1.0,", "temperature: float = 1.0, mean: bool = False,")
@@ -164,26 +147,20 @@ exec(s, vars(c))
 import pylate_fastmaxsim
 from compared import batch_of, run
 from models import load_model
-from pylate import losses
 from pylate_fastmaxsim.integrations import doctor
-said = Mock()
-logging.getLogger("pylate_fastmaxsim").addFilter(lambda record: said(record.getMessage()) or True)
 model = load_model({str(encoder("bert"))!r}).double()
 batch = batch_of(model, queries=2, columns=1)
 loss = c.Contrastive(model, mean=True)
 stock = run(loss, batch)[0]
-cached = run(losses.CachedContrastive(model), batch)[0]
 assert run(c.Contrastive(model), batch)[0] != stock
 pylate_fastmaxsim.enable(stock_masking=True)
 assert run(loss, batch)[0] == stock
-lines = [call.args[0] for call in said.call_args_list if "is not accelerated" in call.args[0]]
-(line,) = lines
+(line,) = [line for line in doctor.report().fallbacks if "pylate.losses" in line]
 assert line.startswith("pylate.losses.contrastive.Contrastive.forward is not accelerated (running PyLate's own)"), line
-assert line in doctor.report().fallbacks
 assert "pylate.losses.cached_contrastive.CachedContrastive.forward" in doctor.report().patches
-assert abs(run(losses.CachedContrastive(model), batch)[0] - cached) < 1e-10 and len(lines) == 1
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=SUPPORT)
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=SUPPORT, capture_output=True, text=True)
+    assert done.stderr.count("Contrastive.forward is not accelerated") == 1
 
 
 def test_a_newer_release_with_the_same_source_is_accelerated(monkeypatch, model, caplog):
@@ -196,9 +173,7 @@ def test_a_newer_release_with_the_same_source_is_accelerated(monkeypatch, model,
 
 
 def test_names_that_a_release_does_not_have_any_more(monkeypatch, caplog):
-    provider = enable._provider
-
-    def without(name):
+    def without(name, provider=enable._provider):
         if name == "pylate.losses":
             raise ImportError("cannot import name 'RandContext'")
         return provider(name)
@@ -210,23 +185,14 @@ def test_names_that_a_release_does_not_have_any_more(monkeypatch, caplog):
     assert any("RandContext" in line for line in doctor.report().fallbacks)
 
 
-def score(queries):
-    """Docstring."""
-    return queries  # comment
-
-
 def test_comments_docstrings_and_annotations_change_no_digest():
     sources = [
-        ('"""Docstring."""', '"""Another."""'),
-        ("# comment", "# other"),
-        ("queries):", "queries: torch.Tensor) -> int:"),
-        ("return queries  # comment", "return -queries"),
+        'def score(queries):\n    """Docstring."""\n    return queries  # comment\n',
+        'def score(queries: torch.Tensor) -> int:\n    """Another."""\n    return queries\n',
+        'def score(queries):\n    """Docstring."""\n    return -queries  # comment\n',
     ]
-    digests = []
-    for old, new in sources:
-        text = 'def score(queries):\n    """Docstring."""\n    return queries  # comment\n'.replace(old, new)
-        digests.append(known_sources._text(known_sources.ast.parse(text)))
-    assert len(set(digests[:3])) == 1 and digests[3] != digests[0]
+    first, same, other = (known_sources._text(known_sources.ast.parse(text)) for text in sources)
+    assert first == same != other
 
 
 def test_what_stands_for_known_code_and_what_does_not():

@@ -36,7 +36,6 @@ from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.enable import available_patches
 
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
@@ -194,8 +193,3 @@ def test_the_list_is_complete():
     for file, nodes in files.items():
         more = set(filter(is_private, taken_in(nodes, defined))) - listed
         assert not more, f"{file.relative_to(PACKAGE)} needs {', '.join(sorted(more))}, which NAMES does not have."
-
-
-def test_what_is_patched_is_there():
-    for patch in available_patches():
-        assert inspect.getattr_static(patch.owner, patch.name, None) is not None, patch.target

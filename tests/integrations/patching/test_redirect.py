@@ -62,7 +62,6 @@ def test_a_copy_stays_what_the_function_was():
     score = make()
     stock = detached(score)
     assert inspect.signature(stock) == inspect.signature(score)
-    assert (stock.__qualname__, stock.__module__, stock.__doc__) == (score.__qualname__, __name__, "Docstring.")
     Redirection(score, stock)
     assert score(1, 2, d=4) == stock(1, 2, d=4) == ("stock", 1, 2, 3, (), 4, 5, {})
 
