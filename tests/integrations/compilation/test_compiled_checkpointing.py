@@ -110,8 +110,7 @@ def test_an_adapter_with_dropout_added_afterwards(encoder, checkpoints):
 def test_the_backward_runs_layers_that_were_compiled_in_between_as_the_forward_did(encoder, checkpoints):
     model = load_model(encoder("bert"))
     checkpointed(model)
-    batch = batch_of(model)
-    contrastive = losses.Contrastive(model)
+    batch, contrastive = batch_of(model), losses.Contrastive(model)
 
     def gradients() -> torch.Tensor:
         model.zero_grad()
@@ -133,9 +132,8 @@ def hidden_dropout(model, patched) -> None:
 
 
 def attention_dropout(model, patched) -> None:
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            patched.setattr(module, "attention_dropout", 0.1)
+    for layer in encoder_layers(model):
+        patched.setattr(layer.attn, "attention_dropout", 0.1)
 
 
 def hook(model, patched) -> None:
@@ -176,14 +174,9 @@ def _counted(calls, function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-class WithDropout(GradientCheckpointingLayer):
-    def __init__(self):
-        super().__init__()
-        self.dropout = 0.1
-
-
 def test_a_layer_that_is_dropped_is_freed():
-    layer = WithDropout()
+    layer = GradientCheckpointingLayer()
+    layer.dropout = 0.1
     try:
         checkpointing.compile_checkpointing([layer])
         alive = ref(layer)

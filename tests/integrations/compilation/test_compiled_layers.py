@@ -29,61 +29,46 @@ def half(_module, _args, output):
     return output / 2
 
 
-def last_linear(layer):
-    return [module for module in layer.modules() if isinstance(module, nn.Linear)][-1]
-
-
-@pytest.mark.parametrize(
-    ("family", "place", "before", "checkpointed"), [("bert", 0, False, False), ("modernbert", -1, True, True)]
-)
-def test_hooks_inside_of_one_layer(encoder, family, place, before, checkpointed):
-    model = load_model(encoder(family, num_hidden_layers=4)).double()
+def test_hooks_inside_of_one_layer(encoder):
+    model = load_model(encoder("modernbert", num_hidden_layers=4)).double()
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     plain = run(loss_function, batch)
-    layer = last_linear(encoder_layers(model)[place])
-    hook = layer.register_forward_hook(half)
-    expected = run(loss_function, batch)
-    assert expected[0] != plain[0]
-    if checkpointed:
-        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-    if not before:
-        hook.remove()
+    inner = [module for module in encoder_layers(model)[-1].modules() if isinstance(module, nn.Linear)][-1]
+    hook = inner.register_forward_hook(half)
+    hooked = run(loss_function, batch)
+    assert hooked[0] != plain[0]
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        first = run(loss_function, batch)
-        if not before:
-            assert_equal(first, plain)
-            layer.register_forward_hook(half)
-        for _ in range(2):
-            assert_equal(run(loss_function, batch), expected)
+        for expected in (hooked, plain, hooked):
+            for _ in range(2):
+                assert_equal(run(loss_function, batch), expected)
+            if expected is hooked:
+                hook.remove()
+            else:
+                hook = inner.register_forward_hook(half)
 
 
 # Which weights a backward is for is fixed where a graph is divided into forward and backward.
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-@pytest.mark.parametrize(("frozen_first", "checkpointed"), [(True, False), (False, True)])
-def test_weights_that_are_frozen_for_a_time(encoder, frozen_first, checkpointed):
-    model = load_model(encoder("modernbert")).double()
-    if checkpointed:
-        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+def test_weights_that_are_frozen_for_a_time(model):
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     # Their input, which is looked at in each call, is trained throughout.
     layers = nn.ModuleList(encoder_layers(model))
-    layers.requires_grad_(not frozen_first)
-    expected = [run(loss_function, batch)]
-    layers.requires_grad_(frozen_first)
-    expected.append(run(loss_function, batch))
+    expected = {}
+    for trained in (True, False):
+        layers.requires_grad_(trained)
+        expected[trained] = run(loss_function, batch)
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
-        for frozen in (frozen_first, not frozen_first, frozen_first):
-            layers.requires_grad_(not frozen)
+        for trained in (False, True, False):
+            layers.requires_grad_(trained)
             for _ in range(2):
-                assert_equal(run(loss_function, batch), expected[frozen != frozen_first])
+                assert_equal(run(loss_function, batch), expected[trained])
 
 
-@pytest.mark.parametrize(("family", "checkpointed"), [("modernbert", True), ("qwen3", False)])
-def test_outputs_of_layers_are_collected(encoder, caplog, family, checkpointed):
-    model = load_model(encoder(family)).double().train()
-    if checkpointed:
-        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs = {key: value for key, value in features(model, ["a query"])[0].items() if key != "token_type_ids"}
+def test_outputs_of_layers_are_collected(encoder, caplog):
+    model = load_model(encoder("modernbert")).double().train()
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    inputs = features(model, ["a query"])[0]
 
     def step():
         model.zero_grad()
@@ -103,12 +88,10 @@ def test_outputs_of_layers_are_collected(encoder, caplog, family, checkpointed):
 
 
 def test_copies_of_data_parallel_are_not_compiled(model, caplog):
-    layers = encoder_layers(model)
     pylate_fastmaxsim.enable(compile=True)
-    run(losses.Contrastive(model), batch_of(model))
-    assert all(layer._compiled_call_impl is not None for layer in layers)
-    run(losses.Contrastive(nn.DataParallel(model)), batch_of(model))
-    assert all(layer._compiled_call_impl is None for layer in layers)
+    for wrapped in (model, nn.DataParallel(model)):
+        run(losses.Contrastive(wrapped), batch_of(model))
+        assert all((layer._compiled_call_impl is None) == (wrapped is not model) for layer in encoder_layers(model))
     assert "compile=True does nothing: DataParallel copies the layers" in caplog.text
 
 
@@ -116,16 +99,15 @@ def test_settings_of_the_compiler_that_a_user_changes_stay(model):
     config = torch._dynamo.config
     before = config.recompile_limit, config.skip_nnmodule_hook_guards
     try:
-        with pylate_fastmaxsim.enabled(compile=True):
-            run(losses.Contrastive(model), batch_of(model))
-            config.recompile_limit = 200
-        assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == (200, before[1])
+        for limit in (None, 200):
+            with pylate_fastmaxsim.enabled(compile=True):
+                run(losses.Contrastive(model), batch_of(model))
+                assert (config.recompile_limit, config.skip_nnmodule_hook_guards) != before
+                if limit:
+                    config.recompile_limit = limit
+            assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == (limit or before[0], before[1])
     finally:
         config.recompile_limit = before[0]
-    with pylate_fastmaxsim.enabled(compile=True):
-        run(losses.Contrastive(model), batch_of(model))
-        assert (config.recompile_limit, config.skip_nnmodule_hook_guards) != before
-    assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == before
 
 
 def test_layers_in_a_list_of_blocks():
