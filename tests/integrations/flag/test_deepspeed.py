@@ -73,7 +73,7 @@ def _trained(
     batch, seen = _batch(core), []
     for _ in range(2):
         loss = loss_function([dict(column) for column in batch])
-        engine.backward(loss)
+        engine.backward(loss.sum())  # DeepSpeed takes no leaf, which the loss of CachedContrastive is
         engine.step()
         seen.append(loss.item())
     with deepspeed.zero.GatheredParameters(list(core.parameters())):
