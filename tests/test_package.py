@@ -45,7 +45,7 @@ ROOMS = {
         ("recipes",),
         ("cli", "run"),
     ),
-    "kernels": (("runtime",), ("primitives",), ("maxsim", "projection", "attention"), ("xtr",)),
+    "kernels": (("runtime",), ("primitives",), ("maxsim", "winner_backward", "projection", "attention"), ("xtr",)),
     "integrations": (
         ("log", "options"),
         ("patching",),

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from pylate_fastmaxsim.kernels.runtime.arch import next_power_of_2
 
-# Every field that is varied, for each family of kernels in `kernels.maxsim.tiles.Tiles`. Other fields keep the value of the table.
+# Every field that is varied, for the forward of MaxSim and each family of kernels in `BackwardTiles`. Other fields keep the
+# value of the table.
 CANDIDATES: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
         "block_m": (16, 32, 64, 128, 256),

@@ -1,8 +1,9 @@
-"""Find the fastest tile sizes of MaxSim's kernels on this GPU, and print rows for kernels/maxsim/tiles.py.
+"""Find the fastest tile sizes of MaxSim's kernels on this GPU, and print rows for the tables of tiles.
 
     python tools/tune.py --d 128 --dtype bf16 --budget 300
 
 The rows go to stdout, every measurement to stderr. A configuration must give the result of the table's own row.
+The forward's table is in kernels/maxsim/tiles.py, those of gradients are in kernels/winner_backward/tiles.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from pylate_fastmaxsim import TokenBatch
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim.kernels.maxsim import tiles as tile_tables
+from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tables
 from pylate_fastmaxsim.kernels.runtime import arch
+from pylate_fastmaxsim.kernels.winner_backward import tiles as gradient_tables
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The exact products of the default float32_matmul_precision; for 16-bit vectors it has no meaning.
@@ -100,10 +103,15 @@ def tune(dim: int, dtype: str, budget: float) -> Iterator[tuple[str, Search]]:
         )
 
 
+def tables_of(family: str) -> ModuleType:
+    """The module that holds the tables of a family."""
+    return forward_tables if family == "forward" else gradient_tables
+
+
 def table_name(family: str, dim: int, dtype: torch.dtype) -> str:
-    """Name of the table in kernels/maxsim/tiles.py that this GPU's row is in."""
+    """Name of the table that this GPU's row is in."""
     # The forward is measured with winners, as training needs it.
-    if family == "forward" and arch.table_row(tile_tables._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
+    if family == "forward" and arch.table_row(forward_tables._FORWARD_WITH_WINNERS, *_key(dim, dtype)):
         return "_FORWARD_WITH_WINNERS"
     return f"_{family.upper()}"
 
@@ -114,7 +122,7 @@ def _key(dim: int, dtype: torch.dtype) -> tuple[int, str, int]:
 
 def table_row(family: str, dim: int, dtype: torch.dtype) -> NamedTuple:
     """What the tables hold for this GPU."""
-    row = getattr(tile_tables, f"{family}_tiles")
+    row = getattr(tables_of(family), f"{family}_tiles")
     arguments = _key(dim, dtype)
     # Enough rows for a tile of any size.
     return row(*arguments, rows_in_all=2**20, want_winners=True) if family == "forward" else row(*arguments)
@@ -124,9 +132,10 @@ class _Case:
     """Inputs of one shape, and what the table's tiles make of them."""
 
     def __init__(self, shape: Shape, dim: int, dtype: torch.dtype) -> None:
-        from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
+        from pylate_fastmaxsim.kernels.maxsim import launch as scores
+        from pylate_fastmaxsim.kernels.winner_backward import launch as gradients
 
-        self._kernels = maxsim_launch
+        self._forward, self._gradients = scores.forward, gradients.backward
         generator = torch.Generator("cuda").manual_seed(0)
 
         def batch(count: int, length: int) -> TokenBatch:
@@ -139,15 +148,15 @@ class _Case:
             own = torch.arange(shape.queries * shape.candidates, device="cuda")
             candidates = own.view(shape.queries, shape.candidates) % shape.documents
         self._operands = ScoringOperands.of(queries, documents, candidates)
-        self._scores, self._winners = maxsim_launch.forward(self._operands, True, PRECISION)
+        self._scores, self._winners = self._forward(self._operands, True, PRECISION)
         self._grad = torch.randn(self._scores.shape, device="cuda", generator=generator)
-        self._grad_q, self._grad_d = self._backward(True, True, tile_tables.FROM_TABLES)
+        self._grad_q, self._grad_d = self._backward(True, True, gradient_tables.FROM_TABLES)
 
     def run(self, family: str, tiles: NamedTuple) -> tuple[Tensor, Tensor]:
         """The one kernel family, with these tiles."""
-        override = tile_tables.Tiles(**{family: tiles})
         if family == "forward":
-            return self._kernels.forward(self._operands, True, PRECISION, tiles=override)
+            return self._forward(self._operands, True, PRECISION, tiles)
+        override = gradient_tables.BackwardTiles(**{family: tiles})
         return self._backward(family == "query_gradient", family != "query_gradient", override)
 
     def problem(self, family: str, tiles: NamedTuple) -> str | None:
@@ -165,8 +174,8 @@ class _Case:
             return f"wrong gradient, off by {error:.1g}"
         return None
 
-    def _backward(self, need_q: bool, need_d: bool, tiles: tile_tables.Tiles) -> tuple[Tensor, Tensor]:
-        return self._kernels.backward(self._grad, self._winners, self._operands, PRECISION, need_q, need_d, tiles=tiles)
+    def _backward(self, need_q: bool, need_d: bool, tiles: gradient_tables.BackwardTiles) -> tuple[Tensor, Tensor]:
+        return self._gradients(self._grad, self._winners, self._operands, PRECISION, need_q, need_d, tiles)
 
 
 def _measure(family: str, cases: list[_Case], tiles: NamedTuple) -> Measured:

@@ -105,16 +105,17 @@ def maxsim(
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 
 
-def _path(values: Tensor) -> ModuleType:
-    """The module that scores such values."""
-    return _kernels() if runs_kernels(values) else blocked
+def _paths(values: Tensor) -> tuple[ModuleType, ModuleType]:
+    """The modules of forward and backward of such values."""
+    return _kernels() if runs_kernels(values) else (blocked, blocked)
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    from pylate_fastmaxsim.kernels.maxsim import launch
+def _kernels() -> tuple[ModuleType, ModuleType]:
+    from pylate_fastmaxsim.kernels.maxsim import launch as scores
+    from pylate_fastmaxsim.kernels.winner_backward import launch as gradients
 
-    return launch
+    return scores, gradients
 
 
 # Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
@@ -133,15 +134,16 @@ torch.library.define(
 # The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
 def _scores_and_winners(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
     values = operands.q_values
-    return _path(values).forward(operands, want_winners, float32_precision(values.dtype))
+    path, _ = _paths(values)
+    return path.forward(operands, want_winners, float32_precision(values.dtype))
 
 
 def _gradients(
     grad_scores: Tensor, winners: Tensor, operands: ScoringOperands, need_q: bool, need_d: bool
 ) -> tuple[Tensor, Tensor]:
     values = operands.q_values
-    precision = float32_precision(values.dtype)
-    return _path(values).backward(grad_scores, winners, operands, precision, need_q, need_d)
+    _, path = _paths(values)
+    return path.backward(grad_scores, winners, operands, float32_precision(values.dtype), need_q, need_d)
 
 
 @torch.library.impl("pylate_fastmaxsim::maxsim_forward", "CompositeExplicitAutograd")

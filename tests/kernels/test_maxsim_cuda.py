@@ -13,13 +13,15 @@ from pylate_fastmaxsim import TokenBatch
 
 pytest.importorskip("triton")
 
-from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch  # noqa: E402
+import maxsim_kernels  # noqa: E402
+
+from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
 
-run = partial(exactness.run, maxsim_launch)
-check = partial(exactness.check, maxsim_launch)
+run = partial(exactness.run, maxsim_kernels)
+check = partial(exactness.check, maxsim_kernels)
 
 
 def problem(layout, queries, documents, dim=128, dtype=torch.bfloat16, slots=4, keep=None, gap=0):
@@ -46,7 +48,7 @@ def test_lower_float32_precision(precision, dim, layout):
 
 
 def test_random_shapes(capsys):
-    assert random_shapes.main(["--count", "200", "--families", "16"], maxsim_launch, DEVICE) == 0, (
+    assert random_shapes.main(["--count", "200", "--families", "16"], maxsim_kernels, DEVICE) == 0, (
         capsys.readouterr().out
     )
 
@@ -56,7 +58,7 @@ def test_random_shapes(capsys):
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("scanned", [0, 2**13], ids=["ordered", "scanned"])
 def test_no_more_pairs_than_documents(monkeypatch, scanned, repeated, longest, gap):
-    monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
+    monkeypatch.setattr(winner_backward, "_SCANNED_PAIRS", scanned)
     generator = torch.Generator().manual_seed(0)
     queries = ragged(generator, 8, longest, 96, torch.bfloat16, gap=gap)
     documents = ragged(generator, 40, 300, 96, torch.bfloat16, gap=gap)

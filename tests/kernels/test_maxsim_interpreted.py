@@ -6,29 +6,33 @@ import torch
 pytest.importorskip("triton")
 
 import exactness
+import maxsim_kernels
 from exactness import winner_index
 from interpreter import interpreted, spread_out  # noqa: F401
 
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
+from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
+from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
 
 # Small tiles: the interpreter pays per operation and per element, and several tiles must take part.
-TILES = maxsim_tiles.Tiles(
-    maxsim_tiles.ForwardTiles(16, 32, 64, 3, 4, 1),
-    maxsim_tiles.QueryGradientTiles(4, 64, 2, 1),
-    maxsim_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
-    maxsim_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
+TILES = maxsim_kernels.Tiles(
+    forward_tiles.ForwardTiles(16, 32, 64, 3, 4, 1),
+    backward_tiles.BackwardTiles(
+        backward_tiles.QueryGradientTiles(4, 64, 2, 1),
+        backward_tiles.DocumentGradientTiles(16, 16, 64, 32, 1, 4, 1),
+        backward_tiles.CandidateGradientTiles(16, 16, 64, 4, 1),
+    ),
 )
 
 
 @pytest.fixture(autouse=True)
 def _several_documents_a_program(monkeypatch):
     # So few rows would otherwise leave one document to each program.
-    monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
+    monkeypatch.setattr(forward_tiles, "_ENOUGH_ROWS", 0)
 
 
 def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, gap=1):
@@ -48,7 +52,7 @@ def ragged(generator, lengths, dim, dtype=torch.float32, keep=None, gap=1):
 def check(queries, documents, candidates=None, zero_floor=None, tiles=TILES):
     tolerance = 1e-5 if queries.values.dtype == torch.float32 else 1e-2
     problem = queries, documents, candidates, zero_floor
-    scores, winners = exactness.check(maxsim_launch, *problem, tolerance=tolerance, tiles=tiles)
+    scores, winners = exactness.check(maxsim_kernels, *problem, tolerance=tolerance, tiles=tiles)
     in_double = [batch.with_values(batch.values.double()) for batch in (queries, documents)]
     assert torch.equal(winner_index(winners), reference.maxsim_winners(*in_double, candidates, zero_floor))
     return scores, winners
@@ -85,8 +89,8 @@ def test_half(generator, dtype, layout):
     ids=["ordered-short", "ordered-long", "scanned-short", "scanned-long"],
 )
 def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
-    monkeypatch.setattr(maxsim_launch, "_SCANNED_PAIRS", scanned)
-    monkeypatch.setattr(maxsim_launch, "_BLOCK_SCAN", 4)
+    monkeypatch.setattr(winner_backward, "_SCANNED_PAIRS", scanned)
+    monkeypatch.setattr(winner_backward, "_BLOCK_SCAN", 4)
     queries = ragged(generator, [4, longest, 1], 48, gap=gap)
     documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
     check(queries, documents, torch.tensor(candidates))
@@ -101,8 +105,8 @@ def test_queries_longer_than_a_tile(generator, layout, dim):
 
 def test_tiles_of_the_table(generator):
     queries = ragged(generator, [3, 40, 130], 32)
-    check(queries, ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
-    check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=maxsim_tiles.Tiles())
+    check(queries, ragged(generator, [70, 1], 32), tiles=maxsim_kernels.OF_TABLES)
+    check(ragged(generator, [3, 1], 32), ragged(generator, [70, 1], 32), tiles=maxsim_kernels.OF_TABLES)
 
 
 @pytest.mark.parametrize("lengths", [[255, 2], [256, 300]])
@@ -113,17 +117,17 @@ def test_winner_types(generator, lengths):
 
 @pytest.mark.parametrize("entries", [1, 100])
 def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
-    monkeypatch.setattr(maxsim_launch, "_BUCKET_ENTRIES", entries)
+    monkeypatch.setattr(winner_backward, "_BUCKET_ENTRIES", entries)
     check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
 
 
 @pytest.mark.parametrize("comparisons", [0, 2**26], ids=["sorted", "quadratic"])
 def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparisons):
-    monkeypatch.setattr(maxsim_launch, "_QUADRATIC_ORDER", comparisons)
+    monkeypatch.setattr(winner_backward, "_QUADRATIC_ORDER", comparisons)
     queries, documents = ragged(generator, [4, 20, 0, 1], 16), ragged(generator, [2, 30, 0, 19, 5], 16)
     candidates = torch.tensor([[4, 1, 1], [1, 0, 4], [3, 3, 3], [1, 2, 4]])
     check(queries, documents, candidates)
-    pairs, offsets = maxsim_launch._candidate_order(candidates, 5)
+    pairs, offsets = winner_backward._candidate_order(candidates, 5)
     assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
 
 
@@ -134,15 +138,15 @@ def test_strided_tensors(generator, layout, keep):
     zero_floor = torch.tensor([False, True, True])
     operands = ScoringOperands.of(*batches, candidates, zero_floor)
     strided = ScoringOperands(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in operands))
-    scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
-    own_scores, own_winners = maxsim_launch.forward(strided, True, "highest", TILES)
+    scores, winners = maxsim_kernels.forward(operands, True, "highest", TILES)
+    own_scores, own_winners = maxsim_kernels.forward(strided, True, "highest", TILES)
     assert torch.equal(own_scores, scores)
     assert torch.equal(winner_index(own_winners), winner_index(winners))
     for grad in (torch.randn(scores.shape, generator=generator), torch.ones(1, 1).expand(scores.shape)):
-        expected = maxsim_launch.backward(grad.contiguous(), winners, operands, "highest", True, True, TILES)
+        expected = maxsim_kernels.backward(grad.contiguous(), winners, operands, "highest", True, True, TILES)
         if grad.is_contiguous():
             grad = spread_out(grad)
-        actual = maxsim_launch.backward(grad, winners, strided, "highest", True, True, TILES)
+        actual = maxsim_kernels.backward(grad, winners, strided, "highest", True, True, TILES)
         assert all(map(torch.equal, actual, expected))
 
 
@@ -185,7 +189,7 @@ def test_the_first_of_equal_maxima_wins_in_tiles_of_any_width(generator, width, 
         start = int(documents.starts[short])
         documents.values[start : start + int(documents.lengths[short])] = -torch.inf
     operands = ScoringOperands.of(queries, documents, candidates, None)
-    _, winners = maxsim_launch.forward(operands, True, "highest", tiles)
+    _, winners = maxsim_kernels.forward(operands, True, "highest", tiles)
     assert torch.equal(winner_index(winners), reference.maxsim_winners(queries, documents, candidates))
 
 
@@ -193,15 +197,15 @@ def test_nan_shows_and_stays_where_it_is_used(generator):
     queries, documents = ragged(generator, [3, 2, 0], 16, gap=0), ragged(generator, [20, 40, 5], 16, gap=0)
     nan = documents.starts[1] + torch.tensor([30, 35])
     documents.values[nan] = torch.nan
-    scores, winners = maxsim_launch.forward(ScoringOperands.of(queries, documents), True, "highest", TILES)
+    scores, winners = maxsim_kernels.forward(ScoringOperands.of(queries, documents), True, "highest", TILES)
     assert scores.isnan().tolist() == [[False, True, False]] * 2 + [[False] * 3]
     assert torch.equal(winners.long(), reference.maxsim_winners(queries, documents))
     keep = torch.ones(65, dtype=torch.bool)
     keep[nan] = False
     masked = TokenBatch(documents.values, documents.starts, documents.lengths, 40, keep)
-    assert not maxsim_launch.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)[0].isnan().any()
+    assert not maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)[0].isnan().any()
     queries.values[queries.starts[0] + 1] = torch.nan
-    scores, _ = maxsim_launch.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)
+    scores, _ = maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)
     assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
 
 
@@ -215,24 +219,24 @@ def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, cand
     candidates = None if candidates is None else torch.tensor(candidates)
     queries.values[queries.starts[0] : queries.starts[0] + longest] = torch.nan
     operands = ScoringOperands.of(queries, documents, candidates, None)
-    scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
+    scores, winners = maxsim_kernels.forward(operands, True, "highest", TILES)
     grad = torch.ones_like(scores)
     grad[0] = 0.0
-    _, grad_d = maxsim_launch.backward(grad, winners, operands, "highest", True, True, TILES)
+    _, grad_d = maxsim_kernels.backward(grad, winners, operands, "highest", True, True, TILES)
     assert grad_d.isfinite().all() and grad_d.any()
     # NaN is not 0.
-    _, grad_d = maxsim_launch.backward(grad * float("nan"), winners, operands, "highest", True, True, TILES)
+    _, grad_d = maxsim_kernels.backward(grad * float("nan"), winners, operands, "highest", True, True, TILES)
     assert grad_d.isnan().any()
 
 
 def test_only_one_gradient(generator):
     queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
     operands = ScoringOperands.of(queries, documents)
-    scores, winners = maxsim_launch.forward(operands, True, "highest", TILES)
+    scores, winners = maxsim_kernels.forward(operands, True, "highest", TILES)
     arguments = torch.ones_like(scores), winners, operands, "highest"
-    both = maxsim_launch.backward(*arguments, True, True, TILES)
+    both = maxsim_kernels.backward(*arguments, True, True, TILES)
     for side, needs in enumerate(((True, False), (False, True))):
-        gradients = maxsim_launch.backward(*arguments, *needs, TILES)
+        gradients = maxsim_kernels.backward(*arguments, *needs, TILES)
         assert torch.equal(gradients[side], both[side]) and gradients[1 - side].numel() == 0
 
 
@@ -241,9 +245,9 @@ def test_empty(generator, q_lengths, d_lengths, slots):
     queries, documents = ragged(generator, q_lengths, 16), ragged(generator, d_lengths, 16)
     candidates = None if slots is None else torch.zeros(len(q_lengths), slots, dtype=torch.int64)
     operands = ScoringOperands.of(queries, documents, candidates, None)
-    scores, winners = maxsim_launch.forward(operands, True, "highest")
+    scores, winners = maxsim_kernels.forward(operands, True, "highest")
     assert scores.shape == (len(q_lengths), len(d_lengths) if slots is None else slots) and not scores.any()
     assert winners.shape == (scores.shape[1], len(queries.values))
-    grad_q, grad_d = maxsim_launch.backward(scores, winners, operands, "highest", True, True)
+    grad_q, grad_d = maxsim_kernels.backward(scores, winners, operands, "highest", True, True)
     assert grad_q.shape == queries.values.shape and not grad_q.any()
     assert grad_d.shape == documents.values.shape and not grad_d.any()

@@ -7,10 +7,11 @@ from on_gpu import DEVICE, ragged
 
 pytest.importorskip("triton")
 
+import maxsim_kernels  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
-from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -22,14 +23,14 @@ INPUTS = {
 }
 TABLES = {
     "forward": (
-        maxsim_tiles._FORWARD,
-        maxsim_tiles._FORWARD_OF_FEW_ROWS,
-        maxsim_tiles._FORWARD_WITH_WINNERS,
-        maxsim_tiles._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
+        forward_tiles._FORWARD,
+        forward_tiles._FORWARD_OF_FEW_ROWS,
+        forward_tiles._FORWARD_WITH_WINNERS,
+        forward_tiles._FORWARD_OF_LONG_QUERIES_WITH_WINNERS,
     ),
-    "query_gradient": (maxsim_tiles._QUERY_GRADIENT,),
-    "document_gradient": (maxsim_tiles._DOCUMENT_GRADIENT,),
-    "candidate_gradient": (maxsim_tiles._CANDIDATE_GRADIENT,),
+    "query_gradient": (backward_tiles._QUERY_GRADIENT,),
+    "document_gradient": (backward_tiles._DOCUMENT_GRADIENT,),
+    "candidate_gradient": (backward_tiles._CANDIDATE_GRADIENT,),
 }
 
 
@@ -49,7 +50,7 @@ def configurations():
 @pytest.mark.parametrize("seed", range(3))
 def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
     # As many documents a program as the table says, of which so few rows would leave one.
-    monkeypatch.setattr(maxsim_tiles, "_ENOUGH_ROWS", 0)
+    monkeypatch.setattr(forward_tiles, "_ENOUGH_ROWS", 0)
     dtype, precision = INPUTS[kind]
     generator = torch.Generator().manual_seed(seed)
     masked = (None, 0.7, 0.9)[seed]
@@ -58,8 +59,11 @@ def test_tiles(family, kind, dim, tiles, seed, monkeypatch):
     candidates = None
     if family == "candidate_gradient" or (family != "document_gradient" and seed == 1):
         candidates = torch.randint(37, (19, 5), generator=generator).to(DEVICE)
-    chosen = maxsim_tiles.Tiles(**{family: tiles})
+    if family == "forward":
+        chosen = maxsim_kernels.Tiles(tiles)
+    else:
+        chosen = maxsim_kernels.Tiles(backward=backward_tiles.BackwardTiles(**{family: tiles}))
     try:
-        exactness.check(maxsim_launch, queries, documents, candidates, precision=precision, tiles=chosen)
+        exactness.check(maxsim_kernels, queries, documents, candidates, precision=precision, tiles=chosen)
     except OutOfResources as error:
         pytest.skip(f"made for a GPU with more shared memory: {error}")

@@ -13,7 +13,7 @@ from pylate_fastmaxsim._operands import ScoringOperands
 
 pytest.importorskip("triton")
 
-from pylate_fastmaxsim.kernels.maxsim import launch as maxsim_launch  # noqa: E402
+from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward  # noqa: E402
 from pylate_fastmaxsim.kernels.xtr import launch as xtr_launch  # noqa: E402
 
 pytestmark = pytest.mark.cuda
@@ -24,7 +24,7 @@ def run(queries, documents, k, candidates=None, zero_floor=None, precision="high
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     sums, counts, winners = xtr_launch.forward(operands, k, normalizer == "retrieved", True, precision)
     weights = 1 / counts.clamp(min=1e-3)
-    grads = maxsim_launch.backward(weights, winners, operands, precision, True, True)
+    grads = winner_backward.backward(weights, winners, operands, precision, True, True)
     return sums * weights, winners, *grads
 
 

@@ -1,6 +1,6 @@
 """Compares MaxSim's kernels or CPU path with the float64 definition.
 
-A path is a module with ``forward`` and ``backward``: ``kernels.maxsim.launch`` or ``cpu.maxsim``. In a near tie another
+A path is a module with ``forward`` and ``backward``: ``maxsim_kernels`` or ``cpu.maxsim``. In a near tie another
 token may win than in float64. So gradients are compared with those of the path's own winners, and winners by their
 scores.
 """

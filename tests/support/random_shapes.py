@@ -152,6 +152,6 @@ def main(arguments: list[str] | None = None, path: ModuleType = blocked, device:
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         sys.exit(main())
-    from pylate_fastmaxsim.kernels.maxsim import launch
+    import maxsim_kernels
 
-    sys.exit(main(path=launch, device="cuda"))
+    sys.exit(main(path=maxsim_kernels, device="cuda"))

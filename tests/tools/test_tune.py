@@ -10,10 +10,11 @@ pytest.importorskip("triton")
 import tune
 from tile_search import CANDIDATES, Measured, Search, TuningError, choices, search
 
-from pylate_fastmaxsim.kernels.maxsim import tiles as maxsim_tiles
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.runtime import arch
+from pylate_fastmaxsim.kernels.winner_backward.tiles import BackwardTiles, QueryGradientTiles
 
-ROW = maxsim_tiles.QueryGradientTiles(4, 128, 8, 2)
+ROW = QueryGradientTiles(4, 128, 8, 2)
 VALUES = {"block_rows": (1, 2, 4, 8), "unroll": (4, 8, 16), "num_warps": (1, 2, 4)}
 
 
@@ -36,7 +37,7 @@ class Pretended:
 
 
 def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the_table():
-    best = maxsim_tiles.QueryGradientTiles(8, 128, 16, 1)
+    best = QueryGradientTiles(8, 128, 16, 1)
     measure = Pretended(best)
     found = search(ROW, VALUES, measure, never)
     assert found.best.tiles == best and found.table.tiles == ROW and found.finished
@@ -46,7 +47,7 @@ def test_the_search_finds_the_fastest_and_measures_it_again_after_the_row_of_the
 
 
 def test_what_is_wrong_is_reported_and_never_chosen():
-    best = maxsim_tiles.QueryGradientTiles(8, 128, 8, 2)
+    best = QueryGradientTiles(8, 128, 8, 2)
     found = search(ROW, VALUES, Pretended(best, wrong=[best]), never)
     assert found.best.tiles != best and found.best.problem is None
     assert [one.problem for one in found.measured if one.tiles == best] == ["wrong gradient"]
@@ -64,7 +65,7 @@ def test_a_gain_that_does_not_come_again_changes_nothing():
 
 
 def test_the_budget_ends_the_search_with_what_was_found():
-    measure = Pretended(maxsim_tiles.QueryGradientTiles(8, 128, 16, 1))
+    measure = Pretended(QueryGradientTiles(8, 128, 16, 1))
     found = search(ROW, VALUES, measure, lambda: len(measure.asked) >= 4)
     assert not found.finished and len(found.measured) == 4
     assert found.best.tiles == ROW._replace(block_rows=8)
@@ -79,7 +80,7 @@ def test_a_row_of_the_table_that_fails_is_an_error():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
     monkeypatch.setattr(arch, "architecture", lambda device: 90)
-    assert set(CANDIDATES) == set(maxsim_tiles.Tiles._fields) == set(tune.SHAPES)
+    assert set(CANDIDATES) == {"forward", *BackwardTiles._fields} == set(tune.SHAPES)
     for family in CANDIDATES:
         row = tune.table_row(family, dim, dtype)
         for name, values in choices(family, dim).items():
@@ -88,13 +89,13 @@ def test_the_candidates_are_fields_of_the_tables(dim, dtype, monkeypatch):
 
 
 def test_the_row_can_be_pasted_and_says_where():
-    best = Measured(maxsim_tiles.ForwardTiles(64, 64, 128, 4, 8, 3, None), (1.0, 4.0))
-    own = Measured(maxsim_tiles.ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
+    best = Measured(ForwardTiles(64, 64, 128, 4, 8, 3, None), (1.0, 4.0))
+    own = Measured(ForwardTiles(256, 64, 128, 4, 8, 3, None), (2.0, 4.0))
     out = Measured(own.tiles._replace(num_warps=4), problem="OutOfResources: shared memory")
     found = Search(own, best, [own, out, best], True)
     comment, row = tune.row_text("_FORWARD", 86, "half", 128, found).splitlines()
     assert comment == '# _FORWARD[86, "half"]: 1.41 times as fast as the table\'s row'
-    assert eval(row, vars(maxsim_tiles)) == ((128, best.tiles),)
+    assert eval(row, vars(tune.tables_of("forward"))) == ((128, best.tiles),)
     lines = tune.measured_text("forward", found, tune.IN_BATCH).splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == ["block_m=64", "the table's row", "num_warps=4"]
 
@@ -103,11 +104,12 @@ def test_the_row_can_be_pasted_and_says_where():
 @pytest.mark.parametrize("family", CANDIDATES)
 def test_a_pasted_row_is_the_one_that_training_takes(architecture, dim, dtype, family, monkeypatch):
     monkeypatch.setattr(arch, "architecture", lambda device: architecture)
-    table, kind = getattr(maxsim_tiles, tune.table_name(family, dim, dtype)), arch.arithmetic(dtype, tune.PRECISION)
+    tables, kind = tune.tables_of(family), arch.arithmetic(dtype, tune.PRECISION)
+    table = getattr(tables, tune.table_name(family, dim, dtype))
     smaller = tune.table_row(family, dim, dtype)._replace(num_warps=1)
     own = table.get((architecture, kind), [])
     monkeypatch.setitem(table, (architecture, kind), [(dim, smaller), *own])
-    tiles = getattr(maxsim_tiles, f"{family}_tiles")
+    tiles = getattr(tables, f"{family}_tiles")
     tiles.cache_clear()
     try:
         assert tune.table_row(family, dim, dtype).num_warps == 1
@@ -123,7 +125,7 @@ def test_on_a_gpu_it_prints_a_row_for_every_family(capsys):
     rows = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     assert len(rows) == len(CANDIDATES)
     for row, family in zip(rows, CANDIDATES, strict=True):
-        ((dim, tiles),) = eval(row, vars(maxsim_tiles))
+        ((dim, tiles),) = eval(row, vars(tune.tables_of(family)))
         assert dim == 128 and type(tiles) is type(tune.table_row(family, 128, torch.bfloat16))
 
 
@@ -132,6 +134,6 @@ def test_tiles_with_a_wrong_result_are_found_out(monkeypatch):
     case = tune._Case(tune.Shape(8, 32, 16, 100), 128, torch.bfloat16)
     row = tune.table_row("document_gradient", 128, torch.bfloat16)
     assert case.problem("document_gradient", row) is None
-    backward = case._kernels.backward
-    monkeypatch.setattr(case._kernels, "backward", lambda *args, **kwargs: [1.1 * g for g in backward(*args, **kwargs)])
+    backward = case._gradients
+    monkeypatch.setattr(case, "_gradients", lambda *args, **kwargs: [1.1 * g for g in backward(*args, **kwargs)])
     assert case.problem("document_gradient", row).startswith("wrong gradient, off by 0.1")

@@ -5,40 +5,19 @@ from torch import Tensor
 
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
-from pylate_fastmaxsim.kernels.maxsim.candidate_order import candidate_order_kernel
-from pylate_fastmaxsim.kernels.maxsim.document_gradient import (
-    candidate_document_gradient_kernel,
-    document_gradient_kernel,
-)
 from pylate_fastmaxsim.kernels.maxsim.forward import forward_kernel
 from pylate_fastmaxsim.kernels.maxsim.plan import forward_plan
-from pylate_fastmaxsim.kernels.maxsim.query_gradient import query_gradient_kernel
-from pylate_fastmaxsim.kernels.maxsim.tiles import (
-    FROM_TABLES,
-    Tiles,
-    candidate_gradient_tiles,
-    document_gradient_tiles,
-    query_gradient_tiles,
-)
-from pylate_fastmaxsim.kernels.maxsim.winner_buckets import count_kernel, place_kernel, row_query_kernel
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
-from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv
+from pylate_fastmaxsim.kernels.runtime.arch import architecture
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
-
-# Query rows times documents that are bucketed at once: 32 MiB of entries and weights, and at most as much of counts.
-_BUCKET_ENTRIES = 2**22
-# Up to so many comparisons the quadratic sort of candidates is faster than the launches of a library's sort.
-_QUADRATIC_ORDER = 2**26
-# Up to so many candidates each document's program reads all of them, which is faster than sorting them first.
-_SCANNED_PAIRS = 2**13
-_BLOCK_SCAN = 2048
 
 
 def forward(
     operands: ScoringOperands,
     want_winners: bool,
     precision: str,
-    tiles: Tiles = FROM_TABLES,
+    tiles: ForwardTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
     operands = contiguous(operands)
@@ -60,7 +39,7 @@ def forward(
 
     plan = forward_plan(
         architecture(q_values.device), q_values.dtype, precision, dim, num_queries, operands.max_q_length, num_slots,
-        candidates is not None, want_winners, index_dtype, tiles.forward,
+        candidates is not None, want_winners, index_dtype, tiles,
     )  # fmt: skip
     # Of a query that is cut into blocks, what each of them adds to its scores.
     size = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
@@ -91,218 +70,3 @@ def forward(
             **plan.constants,
         )
     return (scores if plan.row_blocks == 1 else scores.sum(dim=0)), winners
-
-
-def backward(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    need_q: bool,
-    need_d: bool,
-    tiles: Tiles = FROM_TABLES,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
-
-    Masks and floor play no part: the rows that they exclude have no winner.
-    """
-    operands = contiguous(operands)
-    q_values, d_values = operands.q_values, operands.d_values
-    sizes = operands.max_q_length, operands.max_d_length, winners.numel(), q_values.shape[1]
-    nothing_scored = 0 in (*grad_scores.shape, *sizes)
-    grad_q = _gradient_of(q_values, need_q, operands.q_gapless and not nothing_scored)
-    grad_d = _gradient_of(d_values, need_d, operands.d_gapless and not nothing_scored)
-    if nothing_scored:
-        return grad_q, grad_d
-    grad_scores = grad_scores.contiguous()
-    with on_device_of(q_values):
-        row_query = None
-        if need_d and operands.candidates is None:
-            # Rows of no query stay unwritten. They have no winner, so nothing reads them.
-            row_query = torch.empty(q_values.shape[0], dtype=torch.int32, device=q_values.device)
-        if need_q:
-            _query_gradient(grad_scores, winners, operands, precision, tiles, grad_q, row_query)
-        elif row_query is not None:
-            grid = (operands.q_starts.shape[0],)
-            row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
-        if need_d and operands.candidates is None:
-            _document_gradient(grad_scores, winners, row_query, operands, precision, tiles, grad_d)
-        elif need_d:
-            _candidate_document_gradient(grad_scores, winners, operands, precision, tiles, grad_d)
-    return grad_q, grad_d
-
-
-def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
-    """Memory for the gradient of `values`, of zeros unless the kernel writes every row."""
-    if not needed:
-        return values.new_empty(0)
-    make = torch.empty_like if written else torch.zeros_like
-    return make(values, memory_format=torch.contiguous_format)
-
-
-def _query_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    tiles: Tiles,
-    grad_q: Tensor,
-    row_query: Tensor | None,
-) -> None:
-    d_values = operands.d_values
-    dim = d_values.shape[1]
-    kind = arithmetic(d_values.dtype, precision)
-    tile = tiles.query_gradient or query_gradient_tiles(architecture(d_values.device), kind, dim)
-    row_blocks = cdiv(operands.max_q_length, tile.block_rows)
-    query_gradient_kernel[(operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))](
-        grad_scores,
-        winners,
-        operands.q_starts,
-        operands.q_lengths,
-        d_values,
-        operands.d_starts,
-        operands.candidates,
-        grad_q,
-        row_query,
-        grad_scores.shape[1],
-        winners.shape[1],
-        row_blocks,
-        DIM=dim,
-        SENTINEL=no_winner(winners.dtype),
-        BLOCK_ROWS=tile.block_rows,
-        BLOCK_D=tile.block_d,
-        UNROLL=tile.unroll,
-        num_warps=tile.num_warps,
-    )
-
-
-def _document_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    row_query: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    tiles: Tiles,
-    grad_d: Tensor,
-) -> None:
-    q_values, d_starts, d_lengths = operands.q_values, operands.d_starts, operands.d_lengths
-    num_rows, dim = q_values.shape
-    kind = arithmetic(q_values.dtype, precision)
-    tile = tiles.document_gradient or document_gradient_tiles(architecture(q_values.device), kind, dim)
-    device = q_values.device
-    num_documents = d_starts.shape[0]
-    tiles_per_document = cdiv(operands.max_d_length, tile.block_t)
-    num_chunks = cdiv(num_rows, tile.block_scan)
-    # Buckets hold an entry and a weight for each row and document, and a count and its prefix sum for each tile and
-    # chunk. Taking some documents at a time bounds that.
-    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_rows, tiles_per_document * num_chunks)))
-    entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
-    counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=torch.int32, device=device)
-    buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
-    weights = torch.empty((at_once, num_rows), dtype=torch.float32, device=device)
-    for first_document in range(0, num_documents, at_once):
-        count = min(at_once, num_documents - first_document)
-        sizes = (first_document, num_documents, num_rows, num_chunks, tiles_per_document)
-        options = {
-            "SENTINEL": no_winner(winners.dtype),
-            "BLOCK_T": tile.block_t,
-            "BLOCK_SCAN": tile.block_scan,
-            "num_warps": tile.scan_warps,
-        }
-        grid = (count * num_chunks,)
-        count_kernel[grid](grad_scores, winners, row_query, d_lengths, counts, *sizes, **options)
-        begins = torch.cumsum(counts, dim=1, dtype=torch.int32)
-        place_kernel[grid](grad_scores, winners, row_query, d_lengths, begins, buckets, weights, *sizes, **options)
-        document_gradient_kernel[(count * tiles_per_document,)](
-            q_values,
-            d_starts,
-            d_lengths,
-            buckets,
-            weights,
-            begins,
-            grad_d,
-            first_document,
-            num_rows,
-            num_chunks,
-            tiles_per_document,
-            DIM=dim,
-            WRITE_ZEROS=operands.d_gapless,
-            PRECISION=INPUT_PRECISION[precision],
-            BLOCK_T=tile.block_t,
-            BLOCK_R=tile.block_r,
-            BLOCK_D=tile.block_d,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-
-
-def _candidate_document_gradient(
-    grad_scores: Tensor,
-    winners: Tensor,
-    operands: ScoringOperands,
-    precision: str,
-    tiles: Tiles,
-    grad_d: Tensor,
-) -> None:
-    q_values, candidates = operands.q_values, operands.candidates
-    num_rows, dim = q_values.shape
-    kind = arithmetic(q_values.dtype, precision)
-    tile = tiles.candidate_gradient or candidate_gradient_tiles(architecture(q_values.device), kind, dim)
-    num_documents = operands.d_starts.shape[0]
-    num_pairs = candidates.numel()
-    short_queries = operands.max_q_length <= tile.block_r
-    # In distillation each document is the candidate of one query: one program does all its tiles, and programs for the
-    # other tiles would find nothing to do.
-    alone = short_queries and num_pairs <= num_documents
-    programs_per_document = 1 if alone else cdiv(operands.max_d_length, tile.block_t)
-    pairs = pair_offsets = None
-    if not alone or num_pairs > _SCANNED_PAIRS:
-        pairs, pair_offsets = _candidate_order(candidates, num_documents)
-    grid = (num_documents * programs_per_document, cdiv(dim, tile.block_d))
-    candidate_document_gradient_kernel[grid](
-        grad_scores,
-        winners,
-        q_values,
-        operands.q_starts,
-        operands.q_lengths,
-        operands.d_starts,
-        operands.d_lengths,
-        candidates,
-        pairs,
-        pair_offsets,
-        grad_d,
-        num_pairs,
-        candidates.shape[1],
-        num_rows,
-        programs_per_document,
-        DIM=dim,
-        SENTINEL=no_winner(winners.dtype),
-        SHORT_QUERIES=short_queries,
-        WRITE_ZEROS=operands.d_gapless,
-        PRECISION=INPUT_PRECISION[precision],
-        BLOCK_T=tile.block_t,
-        BLOCK_R=tile.block_r,
-        BLOCK_D=tile.block_d,
-        BLOCK_SCAN=_BLOCK_SCAN,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
-    )
-
-
-def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
-    """Flat indices of `candidates` in the order of documents, and where those of each document begin, ``[Nd + 1]``.
-
-    The order of the pairs of one document never varies, so that their sum repeats bit by bit.
-    """
-    num_pairs = candidates.numel()
-    if num_pairs * (num_pairs + num_documents) > _QUADRATIC_ORDER:
-        named, pairs = torch.sort(candidates.reshape(-1), stable=True)
-        return pairs, torch.searchsorted(named, torch.arange(num_documents + 1, device=named.device))
-    pairs = candidates.new_empty(num_pairs)
-    pair_offsets = candidates.new_empty(num_documents + 1)
-    block = 8
-    candidate_order_kernel[(cdiv(num_pairs + num_documents + 1, block),)](
-        candidates, pairs, pair_offsets, num_pairs, num_documents, BLOCK=block, BLOCK_SCAN=1024
-    )
-    return pairs, pair_offsets

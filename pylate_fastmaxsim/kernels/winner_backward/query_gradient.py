@@ -1,4 +1,4 @@
-"""Query gradient of MaxSim: each query row gathers the document tokens that won for it."""
+"""Query gradient: each query row gathers the document tokens that won for it."""
 
 import triton
 import triton.language as tl

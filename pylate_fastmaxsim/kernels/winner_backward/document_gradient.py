@@ -1,4 +1,4 @@
-"""Document gradient of MaxSim, without float atomics: each token sums the query rows it won for, in a fixed order."""
+"""Document gradient, without float atomics: each token sums the query rows it won for, in a fixed order."""
 
 import triton
 import triton.language as tl
