@@ -6,7 +6,10 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 __version__ = "0.1.0"
 
-__all__ = ["TokenBatch", "maxsim", "maxsim_from_hidden", "xtr_scores", "enable", "disable", "enabled", "__version__"]
+__all__ = [
+    "TokenBatch", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "Max", "TopK", "Softmax", "LogSumExp",
+    "enable", "disable", "enabled", "__version__",
+]  # fmt: skip
 
 
 # Loaded on first use: `enable` imports PyLate, and `import pylate_fastmaxsim` should not.
@@ -14,6 +17,11 @@ _MODULES = {
     "maxsim": "pylate_fastmaxsim.ops.maxsim",
     "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",
+    "pooled_scores": "pylate_fastmaxsim.ops.pooled",
+    "Max": "pylate_fastmaxsim.ops.pooled",
+    "TopK": "pylate_fastmaxsim.ops.pooled",
+    "Softmax": "pylate_fastmaxsim.ops.pooled",
+    "LogSumExp": "pylate_fastmaxsim.ops.pooled",
     "enable": "pylate_fastmaxsim.integrations.enable",
     "disable": "pylate_fastmaxsim.integrations.enable",
     "enabled": "pylate_fastmaxsim.integrations.enable",

@@ -79,3 +79,11 @@ _NO_GRADIENTS = ScoringOperands(*[None] * NUM_FIELDS)
 def gradients_of(grad_q: Tensor | None, grad_d: Tensor | None) -> ScoringOperands:
     """Gradients in the places of the operands: of ``q_values`` and ``d_values``, None elsewhere."""
     return _NO_GRADIENTS._replace(q_values=grad_q, d_values=grad_d)
+
+
+class PoolingNumbers(NamedTuple):
+    """A pooling other than the maximum as kernels take it: top-k where ``k`` is not 0, else softmax or log-sum-exp."""
+
+    k: int
+    temperature: float
+    log_sum_exp: bool

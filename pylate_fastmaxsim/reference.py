@@ -1,4 +1,4 @@
-"""MaxSim, XTR scores, projection and attention in plain PyTorch: the definitions that faster paths are tested against.
+"""MaxSim, pooled and XTR scores, projection and attention in plain PyTorch: the definitions that tests compare with.
 
 Everything is padded, and the whole similarity tensor is held.
 """
@@ -11,24 +11,35 @@ from torch import Tensor
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
+def _similarities(
+    queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Similarities ``[Nq, P, Lq, Ld]``, live query tokens ``[Nq, Lq]``, and the documents' live tokens ``[Nd, Ld]``.
+
+    The latter once more in the shape that broadcasts over the similarities.
+    """
+    query_values, query_mask = queries.to_padded()
+    document_values, document_mask = documents.to_padded()
+    if candidates is None:
+        similarities = torch.einsum("qsh,dth->qdst", query_values, document_values)
+        live = document_mask[None, :, None, :]
+    else:
+        similarities = torch.einsum("qsh,qdth->qdst", query_values, document_values[candidates])
+        live = document_mask[candidates][:, :, None, :]
+    return similarities, query_mask, document_mask, live
+
+
 def _token_maxima(
     queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, zero_floor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Best similarity of each query token in each document, ``[Nq, P, Lq]``, where it is, and the live query tokens."""
-    query_values, query_mask = queries.to_padded()
-    document_values, document_mask = documents.to_padded()
+    similarities, query_mask, document_mask, live = _similarities(queries, documents, candidates)
 
     # The maximum starts at 0 where there is no live token or where the caller asks for it.
     floor_is_zero = ~document_mask.any(dim=1)
     if zero_floor is not None:
         floor_is_zero = floor_is_zero | zero_floor
-
-    if candidates is None:
-        similarities = torch.einsum("qsh,dth->qdst", query_values, document_values)
-        live, floor_is_zero = document_mask[None, :, None, :], floor_is_zero[None, :, None]
-    else:
-        similarities = torch.einsum("qsh,qdth->qdst", query_values, document_values[candidates])
-        live, floor_is_zero = document_mask[candidates][:, :, None, :], floor_is_zero[candidates][:, :, None]
+    floor_is_zero = floor_is_zero[None, :, None] if candidates is None else floor_is_zero[candidates][:, :, None]
     return *_best(similarities, live, floor_is_zero), query_mask
 
 
@@ -85,6 +96,117 @@ def maxsim(
     """
     maxima, _, query_mask = _token_maxima(queries, documents, candidates, zero_floor)
     return maxima.masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
+
+
+def top_k_scores(queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None = None) -> Tensor:
+    """Score queries against documents: each live query token takes the mean of its k largest similarities; then the sum.
+
+    Where fewer than k tokens of a document live, it is the mean of those. A document without one scores 0. Of equal
+    similarities the lower position comes first, and NaN is larger than any number.
+
+    Returns
+    -------
+    Tensor
+        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates ``[Nq, K]``, in the dtype of the values.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [2.0, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
+    >>> reference.top_k_scores(queries, documents, k=2)
+    tensor([[1.5000, 1.0000]])
+    """
+    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
+    largest, _, taken = _k_largest(similarities, live, k)
+    means = largest.masked_fill(~taken, 0).sum(dim=-1) / taken.sum(dim=-1).clamp(min=1)
+    return means.masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
+
+
+def top_k_winners(queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None = None) -> Tensor:
+    """Positions of the tokens that :func:`top_k_scores` takes, ``[P, k, Tq]``, in the form of :func:`maxsim_winners`."""
+    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
+    _, position, taken = _k_largest(similarities, live, k)
+    position = position.masked_fill(~taken, -1)
+    position = torch.nn.functional.pad(position, (0, k - position.shape[-1]), value=-1)
+    return torch.stack([_by_row(rank, query_mask, queries) for rank in position.unbind(dim=-1)], dim=1)
+
+
+def _k_largest(similarities: Tensor, live: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest similarities to live tokens, largest first, their positions, and which of them there are."""
+    live = live.expand_as(similarities)
+    values, order = similarities.masked_fill(~live, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    # Live tokens first where similarities are -inf themselves.
+    first = live.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    order = order.gather(-1, first)
+    return values.gather(-1, first), order, live.gather(-1, order)
+
+
+def softmax_scores(
+    queries: TokenBatch, documents: TokenBatch, temperature: float, candidates: Tensor | None = None
+) -> Tensor:
+    """Score queries against documents: each live query token takes a weighted mean of its similarities S; then the sum.
+
+    The weights are ``softmax(S / temperature)`` over the live tokens of a document. A document without one scores 0.
+
+    Returns
+    -------
+    Tensor
+        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates ``[Nq, K]``, in the dtype of the values.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [0.5, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
+    >>> reference.softmax_scores(queries, documents, temperature=1.0)
+    tensor([[0.7259, 1.0000]])
+    """
+    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
+    weights = _tempered(similarities, temperature, live).softmax(dim=-1)
+    pooled = (weights * similarities).masked_fill(~live, 0).sum(dim=-1)
+    return _sum_of_live(pooled, query_mask, live)
+
+
+def log_sum_exp_scores(
+    queries: TokenBatch, documents: TokenBatch, temperature: float, candidates: Tensor | None = None
+) -> Tensor:
+    """Score queries against documents: each live query token takes ``temperature * log sum exp(S / temperature)``.
+
+    S are its similarities to the live tokens of a document; then the sum over query tokens. A document without a live
+    token scores 0.
+
+    Returns
+    -------
+    Tensor
+        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates ``[Nq, K]``, in the dtype of the values.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
+    >>> documents = TokenBatch.from_list([torch.tensor([[0.5, 0.0], [0.5, -1.0], [1.0, 0.0]]), torch.ones(1, 2)])
+    >>> reference.log_sum_exp_scores(queries, documents, temperature=1.0)
+    tensor([[1.7944, 1.0000]])
+    """
+    similarities, query_mask, _, live = _similarities(queries, documents, candidates)
+    pooled = temperature * _tempered(similarities, temperature, live).logsumexp(dim=-1)
+    return _sum_of_live(pooled, query_mask, live)
+
+
+def _tempered(similarities: Tensor, temperature: float, live: Tensor) -> Tensor:
+    """Similarities divided by the temperature, -inf where masked. Of a document without a live token none is masked."""
+    empty = ~live.any(dim=-1, keepdim=True)  # a softmax of -inf alone would pass NaN into gradients
+    return (similarities / temperature).masked_fill(~(live | empty), -torch.inf)
+
+
+def _sum_of_live(pooled: Tensor, query_mask: Tensor, live: Tensor) -> Tensor:
+    """Sum over the live query tokens, 0 for a document without a live token."""
+    counts = query_mask[:, None, :] & live.any(dim=-1)
+    return pooled.masked_fill(~counts, 0).sum(dim=-1)
 
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normalize: bool = True) -> Tensor:

@@ -1,0 +1,351 @@
+"""Scores with another pooling over document tokens than the maximum, as differentiable operators."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, PoolingNumbers, ScoringOperands, gradients_of
+from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._winners import winner_dtype
+from pylate_fastmaxsim.cpu import pooled as blocked
+from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, prepared, recording
+from pylate_fastmaxsim.tokens import TokenBatch
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest similarity: MaxSim."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The mean of the ``k`` largest similarities, or of all where a document has fewer live tokens.
+
+    Of equal similarities the lower position comes first.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k", require_count("TopK", "k", self.k))
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The mean of the similarities S with the weights ``softmax(S / temperature)``."""
+
+    temperature: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", _temperature("Softmax", self.temperature))
+
+
+@dataclass(frozen=True)
+class LogSumExp:
+    """``temperature * log sum exp(S / temperature)`` of the similarities S: colpali-engine's smooth maximum."""
+
+    temperature: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", _temperature("LogSumExp", self.temperature))
+
+
+Pooling = Max | TopK | Softmax | LogSumExp
+
+
+def _temperature(where: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{where}: temperature must be a number above 0, got {value!r}.")
+    if not (0 < value < math.inf):
+        raise ValueError(f"{where}: temperature must be a number above 0, got {value}.")
+    return float(value)
+
+
+def check_pooling(where: str, pooling: object) -> None:
+    """Raise TypeError unless ``pooling`` is one; ``where`` is the name in the error."""
+    if not isinstance(pooling, Pooling):
+        raise TypeError(f"{where}: pooling must be Max(), TopK(k), Softmax(t) or LogSumExp(t), got {pooling!r}.")
+
+
+def pooled_scores(
+    queries: TokenBatch | Tensor,
+    documents: TokenBatch | Tensor,
+    candidates: Tensor | None = None,
+    *,
+    pooling: Pooling,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    grad_filter: GradFilter = None,
+) -> Tensor:
+    """Score queries against documents: each live query token pools its similarities to the live tokens of a document.
+
+    ``score[i, j] = sum over live s of (pooling over live t of <q_is, d_jt>)``, without holding the similarities. Top-k
+    keeps the positions of its k tokens for the backward; softmax and log-sum-exp keep one or two numbers for each query
+    token and document, and compute the similarities again. Differentiable once in both arguments. A document without
+    a live token scores 0 and passes no gradient. NaN in a live token gives NaN in every score that uses it. Repeatable
+    bit by bit.
+
+    Parameters
+    ----------
+    queries
+        Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
+    documents
+        Nd documents, likewise, of the same d, dtype and device.
+    candidates
+        Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
+        ``None``: all. The range is checked on a CPU only.
+    pooling
+        ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``. With ``Max()`` and ``TopK(1)``
+        this is :func:`~pylate_fastmaxsim.maxsim`. Temperatures are in units of a similarity.
+    queries_mask
+        With padded queries: tokens that count, ``[Nq, Lq]``, bool or 0/1, any pattern. ``None``: all.
+    documents_mask
+        With padded documents: tokens that count, ``[Nd, Ld]``. ``None``: all.
+    grad_filter
+        As in :func:`~pylate_fastmaxsim.maxsim`.
+
+    Returns
+    -------
+    Tensor
+        Scores, ``[Nq, Nd]``, or ``[Nq, K]`` with candidates; float32, or float64 for float64 input.
+
+    Raises
+    ------
+    ValueError
+        As in :func:`~pylate_fastmaxsim.maxsim`.
+    TypeError
+        An argument is of the wrong type.
+    NotImplementedError
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
+
+    Notes
+    -----
+    Autocast, float32 precision and sums are as in :func:`~pylate_fastmaxsim.maxsim`. The kernels take k up to 64; a
+    larger k is computed on the same device in blocks of PyTorch, which wait for it. Softmax pooling is that of "Spike
+    hijacking in late-interaction retrieval".
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import LogSumExp, Softmax, TopK, pooled_scores
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]])
+    >>> pooled_scores(queries, documents, pooling=TopK(2))
+    tensor([[1.5000]])
+    >>> pooled_scores(queries, documents, pooling=Softmax(0.1))
+    tensor([[1.9932]])
+    >>> pooled_scores(queries, documents, pooling=LogSumExp(0.1))
+    tensor([[2.0014]])
+    """
+    check_pooling("pooled_scores", pooling)
+    if isinstance(pooling, Max) or pooling == TopK(1):
+        return maxsim(
+            queries, documents, candidates,
+            queries_mask=queries_mask, documents_mask=documents_mask, grad_filter=grad_filter,
+        )  # fmt: skip
+    grad_filters.check(grad_filter, "pooled_scores")
+    operands = prepared("pooled_scores", queries, documents, candidates, queries_mask, documents_mask, None)
+    numbers_ = numbers_of(pooling)
+    differentiate = recording("pooled_scores", operands)
+    if torch.compiler.is_compiling():
+        scores, _ = torch.ops.pylate_fastmaxsim.pooled_forward(*operands, *numbers_, differentiate)
+    elif differentiate:
+        scores, _ = _Eager.apply(operands.q_values, operands.d_values, operands, numbers_)
+    else:
+        scores, _ = _eager_forward(operands, numbers_, False)
+    return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+
+
+def numbers_of(pooling: Pooling) -> PoolingNumbers:
+    """The pooling as arguments of the registered operators; not of ``Max()``."""
+    if isinstance(pooling, TopK):
+        return PoolingNumbers(pooling.k, 1.0, False)
+    return PoolingNumbers(0, pooling.temperature, isinstance(pooling, LogSumExp))
+
+
+def _path(values: Tensor, pooling: PoolingNumbers) -> ModuleType:
+    """The module that pools such values."""
+    return blocked
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from pylate_fastmaxsim.kernels.pooled import launch
+
+    return launch
+
+
+_POOLING_SCHEMA = "int k, float temperature, bool log_sum_exp"
+torch.library.define(
+    "pylate_fastmaxsim::pooled_forward",
+    f"({SCHEMA}, {_POOLING_SCHEMA}, bool want_state) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "pylate_fastmaxsim::pooled_backward",
+    f"(Tensor grad_scores, Tensor state, {SCHEMA}, {_POOLING_SCHEMA}, bool need_q, bool need_d) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_END_OF_POOLING = NUM_FIELDS + len(PoolingNumbers._fields)
+
+
+def _split(arguments: tuple) -> tuple[ScoringOperands, PoolingNumbers, tuple]:
+    return (
+        ScoringOperands(*arguments[:NUM_FIELDS]),
+        PoolingNumbers(*arguments[NUM_FIELDS:_END_OF_POOLING]),
+        arguments[_END_OF_POOLING:],
+    )
+
+
+def _mean_of(sums: Tensor, operands: ScoringOperands, k: int) -> Tensor:
+    """Sums of the k largest ``[Nq, P]`` divided by how many there are in each document."""
+    counts = operands.d_lengths
+    if operands.d_keep is not None:
+        before = torch.nn.functional.pad(operands.d_keep.cumsum(0), (1, 0))
+        counts = before[operands.d_starts + counts] - before[operands.d_starts]
+    counts = counts.clamp(1, k)
+    return sums / (counts if operands.candidates is None else counts[operands.candidates])
+
+
+def _scores_and_state(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool):
+    values = operands.q_values
+    sums, state = _path(values, pooling).forward(operands, pooling, want_state, float32_precision(values.dtype))
+    return (_mean_of(sums, operands, pooling.k) if pooling.k else sums), state
+
+
+def _gradients(grad_scores, state, operands, pooling, need_q, need_d) -> tuple[Tensor, Tensor]:
+    values = operands.q_values
+    if pooling.k:
+        grad_scores = _mean_of(grad_scores, operands, pooling.k)
+    precision = float32_precision(values.dtype)
+    return _path(values, pooling).backward(grad_scores, state, operands, pooling, precision, need_q, need_d)
+
+
+def _state_layout(
+    operands: ScoringOperands, pooling: PoolingNumbers, want: bool
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of what the forward keeps: winners, or numbers for each query row and document."""
+    if not want:
+        return (0, 0, 0), torch.uint8 if pooling.k else sum_dtype(operands.q_values.dtype)
+    slots, rows = operands.num_slots, operands.q_values.shape[0]
+    if pooling.k:
+        return (slots, pooling.k, rows), winner_dtype(operands.max_d_length)
+    return (1 if pooling.log_sum_exp else 2, slots, rows), sum_dtype(operands.q_values.dtype)
+
+
+@torch.library.impl("pylate_fastmaxsim::pooled_forward", "CompositeExplicitAutograd")
+def _forward(*arguments):
+    operands, pooling, (want_state,) = _split(arguments)
+    check_numbers("pooled_scores", operands, want_state)
+    scores, state = _scores_and_state(operands, pooling, want_state)
+    if state is None:
+        # A registered operator returns tensors.
+        shape, dtype = _state_layout(operands, pooling, want=False)
+        state = scores.new_empty(shape, dtype=dtype)
+    return scores, state
+
+
+@torch.library.impl("pylate_fastmaxsim::pooled_backward", "CompositeExplicitAutograd")
+def _backward(grad_scores, state, *arguments):
+    operands, pooling, needed = _split(arguments)
+    return _gradients(grad_scores, state, operands, pooling, *needed)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::pooled_forward")
+def _forward_fake(*arguments):
+    operands, pooling, (want_state,) = _split(arguments)
+    values = operands.q_values
+    scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
+    shape, dtype = _state_layout(operands, pooling, want_state)
+    return scores, values.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::pooled_backward")
+def _backward_fake(grad_scores, state, *arguments):
+    operands, _, (need_q, need_d) = _split(arguments)
+    return tuple(
+        values.new_empty(values.shape if need else 0)
+        for values, need in ((operands.q_values, need_q), (operands.d_values, need_d))
+    )
+
+
+def _save(ctx, operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool, state: Tensor) -> None:
+    ctx.save_for_backward(state, *operands.tensors)
+    ctx.sizes, ctx.pooling, ctx.has_state = operands.sizes, pooling, want_state
+    ctx.set_materialize_grads(False)
+
+
+def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: bool) -> tuple[Tensor | None, ...]:
+    if grad_scores is None:
+        return None, None
+    check_winners("pooled_scores", ctx.has_state)
+    state, *tensors = ctx.saved_tensors
+    operands = ScoringOperands(*tensors, *ctx.sizes)
+    # As for MaxSim: second derivatives, compiled backwards and batches of gradients take the registered operator.
+    directly = (
+        is_plain(grad_scores)
+        and not torch.is_grad_enabled()
+        and not torch._C._functorch.is_legacy_batchedtensor(grad_scores)
+    )
+    if directly:
+        grad_q, grad_d = _gradients(grad_scores, state, operands, ctx.pooling, need_q, need_d)
+    else:
+        grad_q, grad_d = torch.ops.pylate_fastmaxsim.pooled_backward(
+            grad_scores, state, *operands, *ctx.pooling, need_q, need_d
+        )
+    return grad_q if need_q else None, grad_d if need_d else None
+
+
+def _setup_context(ctx, inputs, output):
+    operands, pooling, (want_state,) = _split(inputs)
+    _save(ctx, operands, pooling, want_state, output[1])
+
+
+def _differentiate(ctx, grad_scores, _):
+    needed = ScoringOperands(*ctx.needs_input_grad[:NUM_FIELDS])
+    gradients = _needed_gradients(ctx, grad_scores, needed.q_values, needed.d_values)
+    return *gradients_of(*gradients), *[None] * (len(PoolingNumbers._fields) + 1)
+
+
+def _differentiate_twice(ctx, *_):
+    raise NotImplementedError(
+        "pooled_scores: second derivatives are not supported; its backward cannot be differentiated."
+    )
+
+
+torch.library.register_autograd("pylate_fastmaxsim::pooled_forward", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd("pylate_fastmaxsim::pooled_backward", _differentiate_twice)
+
+
+def _eager_forward(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool):
+    # The dispatcher costs the host more than a launch.
+    if is_plain(operands.q_values, operands.d_values):
+        return _scores_and_state(operands, pooling, want_state)
+    return torch.ops.pylate_fastmaxsim.pooled_forward(*operands, *pooling, want_state)
+
+
+class _Eager(torch.autograd.Function):
+    """The registered autograd formula in less host time, as for MaxSim."""
+
+    @staticmethod
+    def forward(ctx, q_values, d_values, operands, pooling):
+        scores, state = _eager_forward(operands, pooling, True)
+        ctx.mark_non_differentiable(state)
+        _save(ctx, operands, pooling, True, state)
+        return scores, state
+
+    @staticmethod
+    def backward(ctx, grad_scores, _):
+        return *_needed_gradients(ctx, grad_scores, *ctx.needs_input_grad[:2]), None, None
