@@ -7,8 +7,8 @@ from pylate_fastmaxsim.tokens import TokenBatch
 __version__ = "0.1.0"
 
 __all__ = [
-    "TokenBatch", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "Max", "TopK", "Softmax", "LogSumExp",
-    "enable", "disable", "enabled", "__version__",
+    "TokenBatch", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
+    "Max", "TopK", "Softmax", "LogSumExp", "enable", "disable", "enabled", "__version__",
 ]  # fmt: skip
 
 
@@ -18,6 +18,7 @@ _MODULES = {
     "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",
     "pooled_scores": "pylate_fastmaxsim.ops.pooled",
+    "PooledScores": "pylate_fastmaxsim.integrations.score_metric",
     "Max": "pylate_fastmaxsim.ops.pooled",
     "TopK": "pylate_fastmaxsim.ops.pooled",
     "Softmax": "pylate_fastmaxsim.ops.pooled",

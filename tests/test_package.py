@@ -47,7 +47,7 @@ ROOMS = {
     ),
     "kernels": (("runtime",), ("primitives",), ("maxsim", "winner_backward", "projection", "attention"), ("xtr",)),
     "integrations": (
-        ("log", "options"),
+        ("log", "options", "score_metric"),
         ("patching",),
         ("models",),
         ("compilation",),

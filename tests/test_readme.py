@@ -114,7 +114,7 @@ def test_every_trial_is_listed_by_its_key():
 
 def test_options_are_those_of_enable():
     table = README.partition("| option of `enable()` |")[2].partition("\n\n")[0]
-    written = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", table, flags=re.MULTILINE)
+    written = re.findall(r"^\| `(\w+)` \| `([\w()]+)` \|", table, flags=re.MULTILINE)
     parameters = inspect.signature(pylate_fastmaxsim.enable).parameters.values()
     assert written == [(parameter.name, str(parameter.default)) for parameter in parameters]
 

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import ModuleType
 
 from pylate_fastmaxsim.integrations.hosts import Host, left_alone, usable_hosts
@@ -26,6 +26,7 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch, PatchSet
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 _lock = threading.RLock()
@@ -50,6 +51,7 @@ def enable(
     grad_filter: GradFilter = None,
     ring: bool = False,
     fused_head: bool = True,
+    pooling: Pooling = Max(),
 ) -> None:
     """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
 
@@ -98,6 +100,11 @@ def enable(
     fused_head
         If the model ends with an ordinary Dense, project hidden states and normalise them in one pass. Token embeddings
         are computed in float32 on the chip and kept in the dtype that the encoder computes in. PyLate only.
+    pooling
+        How a query token pools its similarities to the tokens of a document, in every score that is accelerated:
+        ``Max()``, ``TopK(k)``, ``Softmax(temperature)`` or ``LogSumExp(temperature)``; see
+        :func:`~pylate_fastmaxsim.pooled_scores`. XTR scores, which have a choice of tokens of their own, stay as they
+        are, and so do losses with a ``score_metric`` of their own and indexes of other libraries.
 
     Raises
     ------
@@ -107,9 +114,9 @@ def enable(
         be, a line of log says why they are left alone.
     ValueError
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
-        ``"auto"`` nor ``None``.
+        ``"auto"`` nor ``None``, or ``stock_masking=True`` comes with another pooling than ``Max()``.
     TypeError
-        Another option is neither True nor False, nor is ``padding_free`` ``"always"``.
+        ``pooling`` is not one, or another option is neither True nor False, nor is ``padding_free`` ``"always"``.
 
     Notes
     -----
@@ -125,12 +132,18 @@ def enable(
     >>> pylate_fastmaxsim.disable()
     """
     grad_filters.check(grad_filter)
-    new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head)
-    for name, value in asdict(new).items():
-        if name == "grad_filter" or isinstance(value, bool) or (name == "padding_free" and value == "always"):
+    new = Options(padding_free, compile, stock_masking, grad_filter, ring, fused_head, pooling)
+    check_pooling("enable", pooling)
+    for name, value in vars(new).items():
+        if name in ("grad_filter", "pooling") or isinstance(value, bool) or (name, value) == ("padding_free", "always"):
             continue
         allowed = "True, False or 'always'" if name == "padding_free" else "True or False"
         raise TypeError(f"{name} must be {allowed}, got {value!r}.")
+    if stock_masking and not isinstance(pooling, Max):
+        raise ValueError(
+            "stock_masking=True takes pooling=Max() only, since PyLate's rule for masked tokens is one for the maximum, "
+            f"got {pooling!r}."
+        )
     if forbidden():
         _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
@@ -139,12 +152,16 @@ def enable(
     _logger.info(
         "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.%s",
         " and ".join(f"{host.name} {host.version}" for host in _patched) + (" is" if len(_patched) == 1 else " are"),
-        ", ".join(f"{name} {on_or_off(value)}" for name, value in asdict(new).items()),
+        ", ".join(f"{name} {on_or_off(value)}" for name, value in vars(new).items()),
         " With PyLate, a loss of your own gets fused scores, but its texts are encoded with padding." * has_pylate,
     )
     asked = [f"{name}=True" for name in ("stock_masking", "ring") if getattr(new, name)]
     if asked and not has_pylate:
         _logger.warning("%s has no effect: only PyLate's losses take it.", " and ".join(asked))
+    if not isinstance(pooling, Max):
+        log_once(
+            "pooling=%s: indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum.", pooling
+        )
 
 
 def disable() -> None:
@@ -171,6 +188,7 @@ def enabled(
     grad_filter: GradFilter = None,
     ring: bool = False,
     fused_head: bool = True,
+    pooling: Pooling = Max(),
 ) -> Iterator[None]:
     """:func:`enable` for the length of a ``with`` block. Afterwards the options from before are in force again.
 
@@ -195,6 +213,7 @@ def enabled(
             grad_filter=grad_filter,
             ring=ring,
             fused_head=fused_head,
+            pooling=pooling,
         )
         _blocks.append(block)
     try:

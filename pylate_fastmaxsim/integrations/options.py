@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
+from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
 
 # "always": also where a model has code of somebody's own.
 PaddingFree = bool | Literal["always"]
+
+# Poolings by the names that they have in the command line and in recipes.
+POOLINGS = {"max": Max, "top_k": TopK, "softmax": Softmax, "log_sum_exp": LogSumExp}
 
 _ON = ("", "1", "true", "on", "yes")
 _OFF = ("0", "false", "off", "no")
@@ -26,6 +30,7 @@ class Options:
     grad_filter: GradFilter = None
     ring: bool = False
     fused_head: bool = True
+    pooling: Pooling = Max()
 
 
 def current_options() -> Options | None:
@@ -39,8 +44,33 @@ def set_options(new: Options | None) -> None:
     _options = new
 
 
-def on_or_off(value: bool | str | None) -> str:
+def pooling_from_text(text: str) -> Pooling:
+    """The pooling that a command line names.
+
+    Raises
+    ------
+    ValueError
+        The text names none, or its number is not allowed.
+
+    Examples
+    --------
+    >>> pooling_from_text("top_k=4"), pooling_from_text("softmax=0.5"), pooling_from_text("max")
+    (TopK(k=4), Softmax(temperature=0.5), Max())
+    """
+    name, _, number = text.partition("=")
+    kind = POOLINGS.get(name)
+    try:
+        return kind() if text == "max" else kind((int if kind is TopK else float)(number))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"pooling must be max, top_k=K, softmax=T or log_sum_exp=T, with K from 1 and T above 0, got {text!r}."
+        ) from None
+
+
+def on_or_off(value: bool | str | Pooling | None) -> str:
     """The value of an option as a line of log has it."""
+    if isinstance(value, Pooling):
+        return repr(value)
     return value if isinstance(value, str) else "on" if value else "off"
 
 

@@ -15,6 +15,8 @@ from types import ModuleType
 
 from pylate_fastmaxsim.integrations.enable import enable
 from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, brings_host
+from pylate_fastmaxsim.integrations.options import pooling_from_text
+from pylate_fastmaxsim.ops.pooled import Pooling
 
 _logger = logging.getLogger("pylate_fastmaxsim")
 
@@ -118,10 +120,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--grad-filter", choices=["auto"], help="skip the backward of pairs with tiny gradients")
     parser.add_argument("--ring", action="store_true", help="pass documents from GPU to GPU in place of gathering them")
     parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="project, then normalize")
+    parser.add_argument("--pooling", type=_pooling, help="max, top_k=K, softmax=T or log_sum_exp=T, in place of MaxSim")
     parser.add_argument("-m", dest="as_module", action="store_true", default=False, help="run a module")
     # The script and its arguments together: between two positionals argparse would drop a `--`.
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT.py ARGS", help="what to run")
     return parser
+
+
+def _pooling(text: str) -> Pooling:
+    try:
+        return pooling_from_text(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _show_log() -> None:

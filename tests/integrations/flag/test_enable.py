@@ -196,6 +196,23 @@ def test_an_option_that_is_not_a_bool_is_an_error():
     assert current_options() is None
 
 
+def test_a_pooling_that_is_none_or_does_not_go_with_stock_masking_is_an_error():
+    with pytest.raises(TypeError, match=r"enable: pooling must be Max\(\), .* got 'top_k=4'"):
+        pylate_fastmaxsim.enable(pooling="top_k=4")
+    with pytest.raises(ValueError, match=r"stock_masking=True takes pooling=Max\(\) only, .* got TopK\(k=4\)"):
+        pylate_fastmaxsim.enable(pooling=pylate_fastmaxsim.TopK(4), stock_masking=True)
+    assert current_options() is None
+
+
+def test_another_pooling_says_that_indexes_of_others_keep_the_maximum(caplog):
+    for pooling in (pylate_fastmaxsim.TopK(4), pylate_fastmaxsim.Max()):
+        caplog.clear()
+        pylate_fastmaxsim.enable(pooling=pooling)
+        assert current_options().pooling == pooling
+        said = "indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum" in caplog.text
+        assert said == (pooling == pylate_fastmaxsim.TopK(4))
+
+
 def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "pylate", None)
     monkeypatch.setitem(sys.modules, "colpali_engine", None)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from pylate_fastmaxsim import TopK
 from pylate_fastmaxsim.integrations import run_script
 
 pytest.importorskip("pylate")
@@ -82,12 +83,21 @@ def test_enable_is_called_once_a_host_is_there(run, tmp_path, monkeypatch, caplo
     monkeypatch.setattr(run_script, "HOST_PACKAGES", names)
     monkeypatch.setattr(run_script, "brings_host", lambda name: True)
     monkeypatch.setattr(run_script, "enable", lambda **given: calls.append((given, sorted(names & sys.modules.keys()))))
-    run(["--stock-masking", "--padding-free", "always", "--no-fused-head", "train.py"])
+    run(["--padding-free", "always", "--no-fused-head", "--pooling", "top_k=4", "train.py"])
     for name in names:
         sys.modules.pop(name, None)
-    options = {"stock_masking": True, "padding_free": "always", "fused_head": False}
+    options = {"padding_free": "always", "fused_head": False, "pooling": TopK(4)}
     assert calls == [(options, loaded) for loaded in hosts]
     assert ("Nothing was accelerated" in caplog.text) == (not hosts)
+
+
+@pytest.mark.parametrize("text", ["top_k=0", "top_k=2.5", "top_k", "softmax=-1", "mean", "max=1"])
+def test_a_pooling_that_is_none_is_an_error_of_the_command(run, capsys, text):
+    with pytest.raises(SystemExit):
+        run(["--pooling", text, "train.py"])
+    assert f"pooling must be max, top_k=K, softmax=T or log_sum_exp=T, with K from 1 and T above 0, got '{text}'" in (
+        capsys.readouterr().err
+    )
 
 
 def test_an_exception_prints_the_script_s_own_traceback(run, tmp_path, capsys):

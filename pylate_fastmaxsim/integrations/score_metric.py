@@ -1,0 +1,137 @@
+"""``PooledScores``: scores with any pooling, for losses that take a function of padded embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, pooled_scores
+from pylate_fastmaxsim.tokens import TokenBatch
+
+Embeddings = Tensor | np.ndarray | list
+
+
+@dataclass(eq=False)
+class PooledScores:
+    """:func:`~pylate_fastmaxsim.pooled_scores` as the ``score_metric`` of a loss of PyLate.
+
+    Also the ``similarity_fct`` of a loss of Sentence Transformers' MultiVectorEncoder. It scores with and without
+    :func:`~pylate_fastmaxsim.enable`. With it on, the batches of such a loss are encoded without padding as well, and
+    this pooling is used whatever ``enable(pooling=...)`` says. A masked token is left out, also with ``stock_masking``.
+
+    Parameters
+    ----------
+    pooling
+        How a query token pools its similarities to a document's tokens. It may be changed while training, and is read in
+        each call.
+    length_normalize
+        Divide the scores of a query by the number of its live tokens: MeanMaxSim with ``Max()``.
+    own_documents
+        Score each query against its own documents, as distillation and pairwise losses need it, in place of all
+        documents, as contrastive losses do.
+
+    Raises
+    ------
+    TypeError
+        ``pooling`` is not one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import PooledScores, TopK
+    >>> metric = PooledScores(TopK(2), length_normalize=True)
+    >>> metric
+    PooledScores(pooling=TopK(k=2), length_normalize=True, own_documents=False)
+    >>> metric(torch.ones(3, 4, 8), torch.ones(3, 2, 5, 8)).shape
+    torch.Size([3, 6])
+    >>> PooledScores(own_documents=True)(torch.ones(3, 4, 8), torch.ones(3, 2, 5, 8)).shape
+    torch.Size([3, 2])
+
+    A loss is then ``losses.Contrastive(model, score_metric=metric)``.
+    """
+
+    pooling: Pooling = Max()
+    _: KW_ONLY
+    length_normalize: bool = False
+    own_documents: bool = False
+
+    def __post_init__(self) -> None:
+        check_pooling("PooledScores", self.pooling)
+
+    def __call__(
+        self,
+        queries_embeddings: Embeddings,
+        documents_embeddings: Embeddings,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Score padded embeddings; masks are bool or 0/1.
+
+        Parameters
+        ----------
+        queries_embeddings
+            ``[Nq, Lq, d]``, or a list of matrices ``[L, d]``.
+        documents_embeddings
+            One document for each place in the batch, ``[Nd, Ld, d]`` or a list of matrices, or N, ``[Nd, N, Ld, d]``.
+        queries_mask
+            Query tokens that count, ``[Nq, Lq]``. ``None``: all.
+        documents_mask
+            Document tokens that count, ``[Nd, Ld]`` or ``[Nd, N, Ld]``. ``None``: all.
+
+        Returns
+        -------
+        Tensor
+            ``[Nq, Nd]`` or ``[Nq, Nd * N]``, the documents of the first place first. With ``own_documents`` ``[Nq]`` or
+            ``[Nq, N]``. float32, or float64 for float64 embeddings.
+
+        Raises
+        ------
+        ValueError
+            As :func:`~pylate_fastmaxsim.pooled_scores`; with ``own_documents`` also if Nq is not Nd.
+        TypeError
+            As :func:`~pylate_fastmaxsim.pooled_scores`.
+        """
+        queries, documents = map(_tokens, (queries_embeddings, documents_embeddings))
+        count, groups = len(documents), isinstance(documents, Tensor) and documents.dim() == 4
+        if groups:
+            documents = documents.flatten(0, 1)
+            documents_mask = None if documents_mask is None else documents_mask.flatten(0, 1)
+        candidates = None
+        if self.own_documents:
+            if len(queries) != count:
+                raise ValueError(
+                    f"PooledScores: with own_documents=True there must be as many queries as documents or groups of "
+                    f"documents, got {len(queries)} and {count}; a contrastive loss takes own_documents=False."
+                )
+            candidates = torch.arange(len(documents), device=queries.device).view(count, -1)
+        scores = pooled_scores(
+            queries, documents, candidates,
+            pooling=self.pooling, queries_mask=queries_mask, documents_mask=documents_mask,
+        )  # fmt: skip
+        if self.length_normalize:
+            scores = scores / live_tokens(queries, queries_mask)[:, None]
+        return scores if groups or not self.own_documents else scores.squeeze(1)
+
+    def get_config_dict(self) -> dict[str, object]:
+        """The settings, which Sentence Transformers writes in a model card."""
+        return {name: getattr(self, name) for name in ("pooling", "length_normalize", "own_documents")}
+
+
+def live_tokens(queries: TokenBatch | Tensor, mask: Tensor | None) -> Tensor:
+    """How many tokens of each query count, ``[Nq]``, at least 1."""
+    if mask is not None:
+        return (mask != 0).sum(1).clamp(min=1)
+    if isinstance(queries, TokenBatch):
+        return queries.lengths.clamp(min=1)
+    return torch.full((len(queries),), max(1, queries.shape[1]), device=queries.device)
+
+
+def _tokens(embeddings: Embeddings) -> TokenBatch | Tensor:
+    if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
+        return torch.from_numpy(embeddings)
+    if isinstance(embeddings, (list, tuple, np.ndarray)):
+        return TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
+    return embeddings
