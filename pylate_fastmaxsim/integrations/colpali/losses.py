@@ -5,6 +5,9 @@ its similarity of 0 competes, so that a page that was padded scores a query toke
 score it lower. Here rows of zeros are not computed, and such a document starts its maxima at 0: the same scores.
 Of equal maxima the first takes the whole gradient, where ``amax`` divides it among them; the gradient that a winning
 row of zeros gets there, which the model multiplies by 0, is 0 here.
+
+In the sum of exponentials of ``use_smooth_max`` rows of zeros take part, each as ``exp(0)``, in queries and documents.
+There they are computed like any other row.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import (
     FallbackToHost,
@@ -34,25 +36,26 @@ from pylate_fastmaxsim.integrations.patching.fallback import (
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import LogSumExp, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _replaces = partial(replaces, host="colpali-engine")
-# By which the losses with negatives make a score of similarities, as it came.
-_aggregate = stock_losses.ColbertModule._aggregate
+# By which losses make a score of similarities, as they came.
+_AGGREGATION = {name: getattr(stock_losses.ColbertModule, name) for name in ("_aggregate", "_smooth_max")}
 
 
 def patches() -> list[Patch]:
     """What to replace in colpali-engine.
 
-    ``ColbertLoss``, ``ColbertPairwiseCELoss`` and ``ColbertSigmoidLoss`` score through ``maxsim_inbatch``; every
-    processor's ``score`` calls ``score_multi_vector``.
+    ``ColbertLoss``, ``ColbertPairwiseCELoss`` and ``ColbertSigmoidLoss`` score through ``_inbatch_scores``, which calls
+    ``maxsim_inbatch`` without ``use_smooth_max``; every processor's ``score`` calls ``score_multi_vector``.
     """
     return [
         Patch(stock_scores, "maxsim_inbatch", maxsim_inbatch),
         Patch(stock_scores, "maxsim_kd", maxsim_kd),
+        Patch(stock_losses.ColbertModule, "_inbatch_scores", inbatch_scores),
         Patch(stock_losses.ColbertNegativeCELoss, "forward", negative_ce),
         Patch(stock_losses.ColbertPairwiseNegativeCELoss, "forward", pairwise_negative_ce),
-        Patch(stock_losses.ColbertModule, "_smooth_max", smooth_max),
         Patch(BaseVisualRetrieverProcessor, "score_multi_vector", staticmethod(score_multi_vector)),
         Patch(ColPali, "forward", without_logits),
     ]
@@ -74,6 +77,16 @@ def maxsim_kd(options: Options, query: Tensor, doc: Tensor) -> Tensor:
     return _score(options, _live(query), _live(doc.flatten(0, 1)), own_documents(doc))
 
 
+@_replaces(stock_losses.ColbertModule._inbatch_scores)
+def inbatch_scores(options: Options, self: nn.Module, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
+    if not self.use_smooth_max:
+        return inbatch_scores.__wrapped__(self, query_embeddings, doc_embeddings)
+    _check_loss(self)
+    _check(query_embeddings, doc_embeddings, 3)
+    scores = _smooth_score(options, self, query_embeddings, doc_embeddings)
+    return self._apply_normalization(scores, _counts(query_embeddings)) if self.normalize_scores else scores
+
+
 def _with_negatives(
     options: Options,
     self: nn.Module,
@@ -84,21 +97,23 @@ def _with_negatives(
     offset: int = 0,
 ) -> Tensor:
     """Softplus of each negative's lead over the positive, and a share of a loss over the documents of the batch."""
-    _check_backend()
-    # Not self._aggregate.__func__, which for torch.compile is another function each time.
-    if "_aggregate" in vars(self) or type(self)._aggregate is not _aggregate:
-        raise FallbackToHost("its _aggregate is not colpali-engine's own")
+    _check_loss(self)
     _check(query_embeddings, doc_embeddings, 3)
     _check(query_embeddings, neg_doc_embeddings, 4)
     batch_size = len(query_embeddings)
     if len(neg_doc_embeddings) != batch_size or offset + batch_size > len(doc_embeddings):
         raise FallbackToHost("queries, documents and negatives differ in number")
-    queries = _live(query_embeddings)
     own = torch.arange(offset, offset + batch_size, device=query_embeddings.device)[:, None]
-    positive = _score(options, queries, _live(doc_embeddings), own)
-    negative = _score(options, queries, _live(neg_doc_embeddings.flatten(0, 1)), own_documents(neg_doc_embeddings))
+    negatives, own_negatives = neg_doc_embeddings.flatten(0, 1), own_documents(neg_doc_embeddings)
+    if self.use_smooth_max:
+        positive = _smooth_score(options, self, query_embeddings, doc_embeddings, own)
+        negative = _smooth_score(options, self, query_embeddings, negatives, own_negatives)
+    else:
+        queries = _live(query_embeddings)
+        positive = _score(options, queries, _live(doc_embeddings), own)
+        negative = _score(options, queries, _live(negatives), own_negatives)
     if self.normalize_scores:
-        lengths = (query_embeddings[:, :, 0] != 0).sum(dim=1)
+        lengths = _counts(query_embeddings)
         positive, negative = self._apply_normalization(positive, lengths), self._apply_normalization(negative, lengths)
     loss = F.softplus((negative - positive) / self.temperature).mean()
     if self.in_batch_term_weight > 0:
@@ -109,24 +124,12 @@ def _with_negatives(
 
 @_replaces(stock_losses.ColbertNegativeCELoss.forward)
 def negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
-    if self.use_smooth_max:
-        return negative_ce.__wrapped__(self, *args, **kwargs)
     return _with_negatives(options, self, self.inner_loss, *args, **kwargs)
 
 
 @_replaces(stock_losses.ColbertPairwiseNegativeCELoss.forward)
 def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> Tensor:
-    if self.use_smooth_max:
-        return pairwise_negative_ce.__wrapped__(self, *args, **kwargs)
     return _with_negatives(options, self, self.inner_pairwise, *args, **kwargs)
-
-
-@wraps(stock_losses.ColbertModule._smooth_max)
-def smooth_max(self: nn.Module, *args, **kwargs) -> Tensor:
-    # Every loss with use_smooth_max comes through here, and through none of the functions above.
-    if current_options() is not None:
-        log_once("use_smooth_max is not accelerated (running colpali-engine's own): it needs every similarity.")
-    return smooth_max.__wrapped__(self, *args, **kwargs)
 
 
 @_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
@@ -193,6 +196,18 @@ def _score(options: Options, queries: _Live, documents: _Live, candidates: Tenso
     )
 
 
+def _smooth_score(
+    options: Options, loss: nn.Module, queries: Tensor, documents: Tensor, candidates: Tensor | None = None
+) -> Tensor:
+    pooling = LogSumExp(loss.tau)
+    return pooled_scores(queries, documents, candidates, pooling=pooling, grad_filter=options.grad_filter)
+
+
+def _counts(queries: Tensor) -> Tensor:
+    """What stock divides by to normalise the scores of each query, ``[N]``."""
+    return (queries[:, :, 0] != 0).sum(dim=1)
+
+
 def _padded(sequences: Tensor | Sequence[Tensor], device: str | torch.device) -> Tensor:
     if isinstance(sequences, Tensor):
         return sequences.to(device)
@@ -203,6 +218,16 @@ def _check(queries: Tensor, documents: Tensor, documents_dim: int) -> None:
     check(queries, documents, 3, documents_dim)
     if documents.shape[-2] == 0:
         raise FallbackToHost("documents have no vectors")
+
+
+def _check_loss(loss: nn.Module) -> None:
+    _check_backend()
+    for name, stock in _AGGREGATION.items():
+        # Not getattr(loss, name).__func__, which for torch.compile is another function each time.
+        if name in vars(loss) or getattr(type(loss), name) is not stock:
+            raise FallbackToHost(f"its {name} is not colpali-engine's own")
+    if loss.use_smooth_max and isinstance(loss.tau, Tensor):
+        raise FallbackToHost("its tau is a tensor, which may be trained")
 
 
 def _check_backend() -> None:

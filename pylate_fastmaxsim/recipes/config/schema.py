@@ -171,8 +171,7 @@ VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WI
 class LossSection:
     """A loss of colpali-engine, if its name begins with ``colbert``, or of PyLate. null keeps the default of an option.
 
-    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``use_smooth_max`` needs every
-    similarity and is not accelerated.
+    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on.
     """
 
     name: Literal[

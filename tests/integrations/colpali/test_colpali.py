@@ -38,7 +38,7 @@ WHERE = [
     (processing_utils, "maxsim_inbatch"),
     (colpali_losses.ColbertNegativeCELoss, "forward"),
     (colpali_losses.ColbertPairwiseNegativeCELoss, "forward"),
-    (colpali_losses.ColbertModule, "_smooth_max"),
+    (colpali_losses.ColbertModule, "_inbatch_scores"),
     (BaseVisualRetrieverProcessor, "score_multi_vector"),
     (ColPali, "forward"),
 ]
@@ -88,7 +88,7 @@ class Batch:
         """The loss and the gradients of the vectors before a model multiplies them by its mask."""
         leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
         inputs = [leaf * mask for leaf, mask in zip(leaves, self.masks, strict=True)]
-        used = 3 if "Negative" in type(loss).__name__ else 2
+        used = 3 if hasattr(loss, "in_batch_term_weight") else 2
         names = ("query_embeddings", "doc_embeddings", "neg_doc_embeddings")
         value = loss(**dict(zip(names[:used], inputs[:used], strict=True)), offset=offset)
         value.backward()
@@ -121,6 +121,7 @@ def off():
 @pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
 def test_losses_and_gradients_for_every_padding(name, side):
     assert_same(Batch(side), getattr(colpali_losses, name)())
+    assert_same(Batch(side), getattr(colpali_losses, name)(use_smooth_max=True, tau=0.02))
 
 
 OPTIONS = [
@@ -146,8 +147,11 @@ def test_the_share_of_the_batch(name, weight):
 @pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", *WITH_NEGATIVES])
 def test_documents_of_other_ranks_and_an_offset(name, filtering):
     # As ContrastiveTrainer gathers them: this rank's documents are the last four of eight.
-    loss = getattr(colpali_losses, name)(pos_aware_negative_filtering=filtering, filter_threshold=0.8)
-    assert_same(Batch("left", extra_documents=4), loss, offset=4)
+    for smooth in (False, True):
+        loss = getattr(colpali_losses, name)(
+            pos_aware_negative_filtering=filtering, filter_threshold=0.8, use_smooth_max=smooth, tau=0.02
+        )
+        assert_same(Batch("left", extra_documents=4), loss, offset=4)
 
 
 def test_a_diverged_embedding_shows():
@@ -157,13 +161,24 @@ def test_a_diverged_embedding_shows():
         assert stock_scores.maxsim_inbatch(query, pages).isnan().tolist() == [[False, True]] * 2
 
 
-def test_smooth_max_falls_back_and_says_so_once(caplog):
+@pytest.mark.parametrize("name", IN_BATCH + WITH_NEGATIVES)
+def test_no_similarity_tensor(name, monkeypatch, caplog):
     with pylate_fastmaxsim.enabled():
-        for name in IN_BATCH + WITH_NEGATIVES:
-            Batch("left").run(getattr(colpali_losses, name)(use_smooth_max=True), 0)
-            Batch("left").run(getattr(colpali_losses, name)(), 0)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["use_smooth_max is not accelerated (running colpali-engine's own): it needs every similarity."]
+        monkeypatch.setattr(torch, "einsum", None)
+        for smooth in (False, True):
+            Batch("left").run(getattr(colpali_losses, name)(use_smooth_max=smooth), 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertNegativeCELoss"])
+def test_a_trained_tau_has_its_gradient(name, caplog):
+    loss = getattr(colpali_losses, name)(use_smooth_max=True, temperature=0.5)
+    del loss.tau
+    loss.tau = torch.nn.Parameter(torch.tensor(0.2))
+    if name == "ColbertNegativeCELoss":
+        loss.inner_loss.tau = loss.tau
+    assert_same(Batch("left"), loss)
+    assert "its tau is a tensor" in caplog.text and loss.tau.grad != 0
 
 
 def test_the_backend_that_the_environment_asks_for(monkeypatch, caplog):
@@ -194,7 +209,7 @@ def test_compiled_as_one_graph(name, smooth, caplog):
     options = {"normalize_scores": False, "use_smooth_max": smooth}
     assert_same(Batch("left"), getattr(colpali_losses, name)(temperature=0.5, **options), compiled=True)
     said = [record.getMessage() for record in caplog.records if record.name == "pylate_fastmaxsim"]
-    assert len(said) == smooth
+    assert not said
 
 
 def mean_of_two(scores, use_smooth_max, dim_max, dim_sum):
@@ -215,6 +230,16 @@ def test_another_aggregation_of_the_losses_with_negatives_counts(name, where, ca
     with pylate_fastmaxsim.enabled():
         assert loss(*inputs) == expected != usual
     assert f"{name}.forward is not accelerated (running colpali-engine's own)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertNegativeCELoss"])
+def test_another_smooth_maximum_counts(name, caplog):
+    stock = getattr(colpali_losses, name)
+    loss = type("Other", (stock,), {"_smooth_max": lambda self, scores, dim: scores.mean(dim)})(use_smooth_max=True)
+    value, _ = Batch("left").run(loss, 0)
+    with pylate_fastmaxsim.enabled():
+        assert Batch("left").run(loss, 0)[0] == value
+    assert "its _smooth_max is not colpali-engine's own" in caplog.text
 
 
 @pytest.mark.parametrize("while_enabled", [False, True])

@@ -116,7 +116,7 @@ NAMES = [
     (PeftModel, "get_base_model", "the model inside adapters"),
     (nn.Linear(1, 1)._replicate_for_data_parallel(), "_is_replica", "a MultiVectorEncoder in DataParallel"),
     (XTRScores, "_score", "XTR scores"),
-    (ColbertModule, "_aggregate _apply_normalization _smooth_max", "losses of colpali-engine"),
+    (ColbertModule, "_aggregate _apply_normalization _inbatch_scores _smooth_max", "losses of colpali-engine"),
     (Dataset.from_dict({}), "_fingerprint", "the cache of distillation data"),
 ]
 
