@@ -212,6 +212,8 @@ class TrainingSection:
     ``precision: auto`` means bf16 where the GPU has it, else fp16, and fp32 on a CPU. ``max_steps``,
     where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
     cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
+    ``log_gradient_concentration`` is every how many steps it is logged how concentrated gradients are on few document
+    tokens (``model.kind`` colbert only, docs/diagnostics.md); null: never.
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)
@@ -235,6 +237,7 @@ class TrainingSection:
     save_steps: int | None = key(500, minimum=1)
     save_total_limit: int | None = key(2, minimum=1)
     report_to: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
+    log_gradient_concentration: int | None = key(None, minimum=1)
     use_cpu: bool = False
 
 

@@ -32,7 +32,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
             "training.lr_scheduler_type must not be reduce_lr_on_plateau, which needs evaluations during the training; a "
             "recipe has one at its end."
         )
-    del options["precision"]
+    del options["precision"], options["log_gradient_concentration"]
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
     precision = _precision(recipe, on_gpu)

@@ -34,6 +34,7 @@ FREE_TO_CHANGE = {
     "training.save_steps",
     "training.save_total_limit",
     "training.report_to",
+    "training.log_gradient_concentration",
     "training.gradient_checkpointing",
     "training.dataloader_num_workers",
     "evaluation.batch_size",

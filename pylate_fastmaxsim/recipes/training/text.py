@@ -10,8 +10,13 @@ from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer
 
-from pylate_fastmaxsim.recipes.config.schema import LossSection
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.ops.pooled import Max
+from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
+from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+from pylate_fastmaxsim.tokens import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +29,9 @@ LOSSES = {
     "cached_contrastive": losses.CachedContrastive,
     "distillation": losses.Distillation,
 }
+
+# Pairs of which gradients are measured: few, so that it costs less than a step.
+MEASURED_PAIRS = 32
 
 
 def build_trainer(
@@ -46,4 +54,31 @@ def build_trainer(
         train_dataset=rows,
         loss=LOSSES[loss.name](model=model, **loss.options),
         data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
+    )
+
+
+def gradient_concentration_logger(recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
+    """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
+
+    The loss that it measures is that of the recipe if it is contrastive, but over these pairs. Of a distillation it
+    measures only scores, of the query and the first of its documents. The pooling is that of the options in force.
+    """
+    rows = trainer.train_dataset[:MEASURED_PAIRS]
+    queries, documents, *_ = rows.values()
+    documents = [one if isinstance(one, str) else one[0] for one in documents]
+
+    def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
+        model = trainer.model
+        return (
+            encode(model, queries, MEASURED_PAIRS, is_query=True),
+            encode(model, documents, MEASURED_PAIRS, is_query=False),
+        )
+
+    options = current_options()
+    return LogGradientConcentration(
+        trainer,
+        encode_pairs,
+        recipe.training.log_gradient_concentration,
+        pooling=Max() if options is None else options.pooling,
+        temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
     )

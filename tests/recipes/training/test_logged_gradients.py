@@ -1,0 +1,134 @@
+"""A training logs its gradient concentration, and is otherwise the same."""
+
+import json
+import re
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from models import load_model
+from paths import ROOT
+from pylate import losses, utils
+from recipe_runs import same_model
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from tiny_recipe import hub_dataset, kd_subsets, text, tiny, write
+from torch.nn import functional as F
+from transformers import TrainerCallback
+
+from pylate_fastmaxsim import Max, Softmax, TokenBatch, TopK, enabled, pooled_scores
+from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training import train as training
+from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.training.text import gradient_concentration_logger
+
+PREFIX = "gradient_concentration/"
+
+
+class Logged(TrainerCallback):
+    """What reporting tools see."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append((state.global_step, dict(logs)))
+
+
+def test_a_recipe_logs_it_and_trains_the_same_model(tmp_path, monkeypatch):
+    logged, build = Logged(), training.build_trainer
+
+    def observed(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(logged)
+        return trainer
+
+    monkeypatch.setattr(training, "build_trainer", observed)
+
+    def recipe(name, **keys):
+        return load_recipe(write(tmp_path, tiny(tmp_path, name, training={"max_steps": 4, "save_steps": None, **keys})))
+
+    plain = training.train(recipe("plain"))
+    assert not any(key.startswith(PREFIX) for _, logs in logged.logs for key in logs)
+    logged.logs.clear()
+    result = training.train(recipe("logged", log_gradient_concentration=2))
+    rows = [(step, logs) for step, logs in logged.logs if any(key.startswith(PREFIX) for key in logs)]
+    assert [step for step, _ in rows] == [0, 2, 4]
+    for _, logs in rows:
+        assert 0 < logs[PREFIX + "score_gini"] < 1 and logs[PREFIX + "score_documents"] == 32
+        assert 0 < logs[PREFIX + "loss_winning_share"] <= 1
+    # All losses are logged as without it.
+    assert result["losses"] == plain["losses"] and len(plain["losses"]) == 4
+    assert same_model(tmp_path / "plain", tmp_path / "logged")
+
+
+def test_the_script_of_the_docs_logs_what_the_function_measures(encoder, tmp_path):
+    model = load_model(encoder("modernbert"))
+    rows = {"query": [text(i, 4) for i in range(8)], "positive": [f"{text(i, 9)} {i}" for i in range(8)]}
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+            save_strategy="no", learning_rate=0.0,
+        ),
+        train_dataset=Dataset.from_dict(rows),
+        loss=losses.Contrastive(model=model),
+        data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
+    )  # fmt: skip
+
+    page = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
+    function, callback = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(function, {})
+    names = {"model": model, "trainer": trainer, "queries": rows["query"], "positives": rows["positive"]}
+    for of_page, of_test in (("every=100", "every=1"), ("=Max()", "=Softmax(0.1)"), ("=0.05", "=0.5")):
+        assert of_page in callback
+        callback = callback.replace(of_page, of_test)
+    exec(callback, names | {"Softmax": Softmax})
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if PREFIX + "loss_gini" in entry]
+    assert [entry["step"] for entry in logs] == [0, 1]
+
+    queries, documents = (
+        TokenBatch.from_list(model.encode(rows[column], is_query=column == "query", convert_to_tensor=True))
+        for column in rows
+    )
+    positives = torch.arange(8)[:, None]
+    of_score = gradient_concentration(queries, documents, positives, pooling=Softmax(0.1))
+    scores = pooled_scores(queries, documents, pooling=Softmax(0.1)).requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(scores / 0.5, positives[:, 0]), scores)
+    of_loss = gradient_concentration(queries, documents, pooling=Softmax(0.1), loss_gradient=gradient)
+    for figures in map(asdict, (of_score, of_loss)):
+        of = figures.pop("of")
+        assert {name: logs[0][f"{PREFIX}{of}_{name}"] for name in figures} == pytest.approx(figures, rel=1e-4)
+
+
+def test_of_a_distillation_it_is_of_scores_only(tmp_path):
+    data = {"source": "distillation", "name": str(hub_dataset(tmp_path / "kd", **kd_subsets())), "files": None}
+    keys = {"max_steps": 1, "save_steps": 1, "log_gradient_concentration": 1}
+    recipe = tiny(tmp_path, data=data, loss={"name": "distillation"}, training=keys, evaluation={"rows": 0})
+    training.train(load_recipe(write(tmp_path, recipe)))
+    history = json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+    names = {name for entry in history for name in entry if name.startswith(PREFIX)}
+    assert PREFIX + "score_gini" in names and not any("loss" in name for name in names)
+
+
+def test_the_pooling_is_that_of_the_options_in_force(tmp_path):
+    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"query": ["a"], "positive": ["b"]}))
+    recipe = load_recipe(write(tmp_path, tiny(tmp_path, training={"log_gradient_concentration": 5})))
+    assert gradient_concentration_logger(recipe, trainer)._pooling == Max()
+    with enabled(pooling=TopK(2)):
+        assert gradient_concentration_logger(recipe, trainer)._pooling == TopK(2)
+
+
+def test_of_pages_it_is_refused():
+    with pytest.raises(RecipeError, match="^training.log_gradient_concentration does not apply to model.kind colqwen2"):
+        load_recipe(ROOT / "recipes" / "colqwen_vidore.yaml", ["training.log_gradient_concentration=5"])
+
+
+def test_of_a_sharded_model_it_is_refused(tmp_path):
+    callback = LogGradientConcentration(SimpleNamespace(is_fsdp_enabled=True), None, 1)
+    with pytest.raises(RecipeError, match="^Gradient concentration is not logged under FSDP and DeepSpeed"):
+        callback.on_train_begin(None, None, None)
