@@ -60,7 +60,7 @@ ROOMS = {
     "recipes": (
         ("errors", "memory"),
         ("config", "files"),
-        ("plugin", "backend"),
+        ("plugin", "backend", "pooling", "scores"),
         ("data",),
         ("models",),
         ("evaluation",),

@@ -8,6 +8,7 @@ from pathlib import Path
 from pylate_fastmaxsim.recipes.config.schema import (
     FILE_TYPES,
     LOSSES_WITH_NEGATIVES,
+    POOLING_KEYS,
     SOURCE_KEYS,
     VISUAL_LOSSES,
     DataSection,
@@ -34,15 +35,16 @@ VISUAL_LOSS_OPTIONS = {
 VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
 VISUAL_FAST_KEYS = ("enabled", "grad_filter")
 LOSS_OPTIONS = {
-    "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices"},
+    "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices", "pooling"},
     "cached_contrastive": {
         "temperature",
         "size_average",
         "mini_batch_size",
         "score_mini_batch_size",
         "gather_across_devices",
+        "pooling",
     },
-    "distillation": {"size_average", "normalize_scores"},
+    "distillation": {"size_average", "normalize_scores", "pooling"},
     **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
     **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
 }
@@ -75,6 +77,8 @@ def check(recipe: Recipe) -> None:
     for option in ("temperature", "tau"):
         if getattr(recipe.loss, option) == 0:
             raise RecipeError(f"loss.{option} must be greater than 0, got 0.0.")
+    if recipe.loss.pooling is not None:
+        _check_pooling(recipe)
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
     _check_evaluation(recipe.evaluation)
@@ -145,6 +149,33 @@ def _check_visual(recipe: Recipe) -> None:
     }.items():
         if given:
             raise RecipeError(f"{key} does not apply to model.kind {kind}.")
+
+
+def _check_pooling(recipe: Recipe) -> None:
+    pooling = recipe.loss.pooling
+    given = [name for name in POOLING_KEYS if getattr(pooling, name) is not None]
+    if len(given) != 1:
+        raise RecipeError(
+            f"loss.pooling must have exactly one of {', '.join(POOLING_KEYS)}, got {' and '.join(given) or 'none'}; replace "
+            "it as a whole with --set loss.pooling={top_k: 4}, for example."
+        )
+    if (pooling.start is None) != (pooling.schedule is None):
+        missing = "start" if pooling.start is None else "schedule"
+        raise RecipeError(
+            f"loss.pooling.{missing} is missing; a schedule has a start, the value in the first step, and a schedule, linear "
+            "or cosine."
+        )
+    for name in (*given, "start"):
+        value = getattr(pooling, name)
+        if value == 0:
+            raise RecipeError(f"loss.pooling.{name} must be greater than 0, got 0.0.")
+    if pooling.top_k is not None and pooling.start is not None and not pooling.start.is_integer():
+        raise RecipeError(f"loss.pooling.start must be an integer with top_k, got {pooling.start}.")
+    if recipe.fast.stock_masking:
+        raise RecipeError(
+            "fast.stock_masking must be false with loss.pooling: masked tokens are left out of every pooling but the "
+            "maximum."
+        )
 
 
 def _check_evaluation(evaluation: EvaluationSection) -> None:

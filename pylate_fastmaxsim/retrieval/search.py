@@ -1,4 +1,4 @@
-"""Exact MaxSim search over a streamed corpus: all documents are scored, and each query's best stay on the device."""
+"""Exact search over a streamed corpus: all documents are scored, and each query's best stay on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import sum_dtype
-from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import Max, Pooling, pooled_scores
 from pylate_fastmaxsim.retrieval.checks import require_batches
 from pylate_fastmaxsim.retrieval.topk import merge
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -20,8 +20,10 @@ SCORES_AT_ONCE = 1 << 26
 
 
 @torch.no_grad()
-def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` documents of each query with the highest MaxSim score, found without an index.
+def search(
+    queries: TokenBatch, documents: Iterable[TokenBatch], k: int, *, pooling: Pooling = Max()
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` documents of each query with the highest MaxSim or pooled score, found without an index.
 
     Takes one batch of documents at a time and keeps only the best scores, so the corpus may have any size. The larger
     the batches, the better they fill a GPU. Of equal scores the earlier document comes first.
@@ -34,6 +36,8 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
         Batches of documents, each of the d, dtype and device of the queries; they may come from a generator.
     k
         Number of documents to return for each query, at least 1.
+    pooling
+        As in :func:`pylate_fastmaxsim.pooled_scores`.
 
     Returns
     -------
@@ -48,7 +52,7 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
     ValueError
         ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
     TypeError
-        ``k`` is no integer, queries are no ``TokenBatch``, documents are one batch and not several, or something in
+        ``k`` is no integer, ``pooling`` is not one, queries are no ``TokenBatch``, documents are one batch and not several, or something in
         them is no ``TokenBatch``.
 
     Examples
@@ -74,7 +78,10 @@ def search(queries: TokenBatch, documents: Iterable[TokenBatch], k: int) -> tupl
         if len(batch) == 0:
             continue
         rows = torch.arange(len(queries), device=queries.device).split(max(1, SCORES_AT_ONCE // len(batch)))
-        merged = [merge(scores[part], positions[part], maxsim(queries.select(part), batch), seen, k) for part in rows]
+        merged = [
+            merge(scores[part], positions[part], pooled_scores(queries.select(part), batch, pooling=pooling), seen, k)
+            for part in rows
+        ]
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)
     return scores, positions

@@ -77,8 +77,18 @@ def caption(comparison: dict[str, Any]) -> str:
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
     return (
         f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves} "
-        f"The whole comparison took {summary['wall_seconds']['whole']:.0f} s."
+        f"The whole comparison took {summary['wall_seconds']['whole']:.0f} s.{_on_the_pooling(comparison['recipe'])}"
         f"{_on_the_allocator(comparison['runs'].values())}"
+    )
+
+
+def _on_the_pooling(recipe: dict[str, Any]) -> str:
+    """What the stock run scored with, if the recipe has another pooling than the maximum."""
+    if recipe.get("loss", {}).get("pooling") is None:
+        return ""
+    return (
+        " Stock PyLate has no pooling but the maximum: the stock run scored with the same pooling in plain PyTorch (einsum"
+        " and a top-k, softmax or log-sum-exp of all similarities), in training and evaluation."
     )
 
 

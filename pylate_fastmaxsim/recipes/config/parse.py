@@ -42,7 +42,10 @@ def build(section: type, values: Any, path: str) -> Any:
         dotted = f"{path}.{name}" if path else name
         if name in values:
             limits = field.metadata.get("minimum"), field.metadata.get("maximum")
-            value = _convert(values[name], hints[name], limits, dotted)
+            word = field.metadata.get("null")
+            if word is not None and isinstance(values[name], str) and values[name] != word:
+                raise RecipeError(f"{dotted} must be {word} or {_allowed(hints[name], limits)}, got {values[name]!r}.")
+            value = None if values[name] == word else _convert(values[name], hints[name], limits, dotted)
             arguments[name] = _expanded(value, dotted) if field.metadata.get("path") else value
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RecipeError(f"{dotted} is missing; it must be {_allowed(hints[name], NO_LIMITS)}.")

@@ -10,10 +10,15 @@ LARGEST_SEED = 2**32 - 1
 
 
 def key(
-    default: Any = MISSING, *, minimum: float | None = None, maximum: float | None = None, path: bool = False
+    default: Any = MISSING,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    path: bool = False,
+    null: str | None = None,
 ) -> Any:
-    """A key with its default, its limits, and whether it is a path, in which ``~`` is the home directory."""
-    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "path": path})
+    """A key with its default, its limits, whether it is a path, in which ``~`` is the home directory, and a word for null."""
+    return field(default=default, metadata={"minimum": minimum, "maximum": maximum, "path": path, "null": null})
 
 
 @dataclass(frozen=True)
@@ -167,11 +172,38 @@ LOSSES_WITH_NEGATIVES = ("colbert_negative_ce", "colbert_pairwise_negative_ce")
 VISUAL_LOSSES = ("colbert", "colbert_pairwise_ce", "colbert_sigmoid", *LOSSES_WITH_NEGATIVES)
 
 
+# The poolings that a recipe may name.
+POOLING_KEYS = ("top_k", "softmax", "log_sum_exp")
+
+
+@dataclass(frozen=True)
+class PoolingSection:
+    """How a query token pools its similarities to a document's tokens, in place of their maximum: one of three.
+
+    ``top_k`` is the k of ``TopK``, ``softmax`` and ``log_sum_exp`` are the temperatures of ``Softmax`` and
+    ``LogSumExp``; see :func:`pylate_fastmaxsim.pooled_scores`. The value changes over the training if there is a
+    ``schedule``: from ``start`` in the first step to the one named by the pooling in the last, in equal steps or along
+    half a cosine. k is rounded. Evaluation uses the value at the end.
+    """
+
+    top_k: int | None = key(None, minimum=1)
+    softmax: float | None = key(None, minimum=0)
+    log_sum_exp: float | None = key(None, minimum=0)
+    start: float | None = key(None, minimum=0)
+    schedule: Literal["linear", "cosine"] | None = None
+
+    @property
+    def name(self) -> str:
+        """The key of the pooling."""
+        return next(name for name in POOLING_KEYS if getattr(self, name) is not None)
+
+
 @dataclass(frozen=True)
 class LossSection:
     """A loss of colpali-engine, if its name begins with ``colbert``, or of PyLate. null keeps the default of an option.
 
-    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on.
+    ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``pooling`` is that of the scores of
+    PyLate's losses and of the evaluation; null or ``max`` is the maximum.
     """
 
     name: Literal[
@@ -198,11 +230,13 @@ class LossSection:
     in_batch_term_weight: float | None = key(None, minimum=0, maximum=1)
     norm_tol: float | None = key(None, minimum=0)
     max_batch_size: int | None = key(None, minimum=1)
+    pooling: PoolingSection | None = key(None, null="max")
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the loss that are not null."""
-        return {name: value for name, value in asdict(self).items() if name != "name" and value is not None}
+        """The arguments of the loss that are not null, under its own names."""
+        own = {name: value for name, value in asdict(self).items() if name not in ("name", "pooling")}
+        return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)

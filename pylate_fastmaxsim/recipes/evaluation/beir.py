@@ -15,6 +15,7 @@ from pylate.models import ColBERT
 from tqdm import tqdm
 
 from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
@@ -199,23 +200,27 @@ def _subsets(name: str) -> list[str]:
         raise table_failure(KEY, error) from error
 
 
-def evaluate_collection(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, float]:
-    """nDCG@10, MRR@10 and Recall@100 of exact MaxSim search, averaged over the judged queries."""
+def evaluate_collection(
+    model: ColBERT, collection: Collection, batch_size: int, pooling: Pooling = Max()
+) -> dict[str, float]:
+    """nDCG@10, MRR@10 and Recall@100 of exact search, averaged over the judged queries."""
     # ranx compiles for seconds when it is imported.
     from ranx import Qrels, Run, evaluate
 
-    run = Run(retrieve(model, collection, batch_size))
+    run = Run(retrieve(model, collection, batch_size, pooling))
     scores = evaluate(Qrels(collection.judgements), run, list(METRICS), make_comparable=True)
     return {name: float(scores[name]) for name in METRICS}
 
 
-def retrieve(model: ColBERT, collection: Collection, batch_size: int) -> dict[str, dict[str, float]]:
+def retrieve(
+    model: ColBERT, collection: Collection, batch_size: int, pooling: Pooling = Max()
+) -> dict[str, dict[str, float]]:
     """The scores of the best documents of each query, by their ids.
 
     A document that is the query itself is no result, as in ArguAna and Quora.
     """
     queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH + 1)
+    scores, positions = search(queries, _encoded(model, collection.corpus, batch_size), DEPTH + 1, pooling=pooling)
     return {
         query: _results(collection, query, found, best)
         for query, found, best in zip(collection.queries, positions.tolist(), scores.tolist(), strict=True)

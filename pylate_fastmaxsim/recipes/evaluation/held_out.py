@@ -14,6 +14,8 @@ from pylate.evaluation import (
 from pylate.models import ColBERT
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.evaluation.pooling import score_functions
+from pylate_fastmaxsim.recipes.pooling import final_pooling
 
 NAME = "held-out"
 
@@ -65,6 +67,7 @@ def retrieval_evaluator(recipe: Recipe, held_out: Dataset, model: ColBERT) -> Py
         {document: text for text, document in corpus.items()},
         relevant,
         corpus_chunk_size=at_once(len(queries), model),
+        score_functions=score_functions(final_pooling(recipe.loss.pooling)),
         **_options(recipe),
     )
 

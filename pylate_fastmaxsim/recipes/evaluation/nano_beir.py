@@ -6,11 +6,13 @@ from pylate.evaluation import NanoBEIREvaluator
 from pylate.evaluation.nano_beir_evaluator import MAPPING_DATASET_NAME_TO_ID
 from pylate.models import ColBERT
 
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import METRICS
 from pylate_fastmaxsim.recipes.evaluation.held_out import at_once
+from pylate_fastmaxsim.recipes.evaluation.pooling import score_functions
 
 KEY = "evaluation.nano_beir"
 
@@ -24,7 +26,7 @@ def check_names(names: list[str]) -> None:
         raise RecipeError(f"{KEY} must name each set once, got {', '.join(names)}.")
 
 
-def load_nano_beir(section: EvaluationSection) -> NanoBEIREvaluator:
+def load_nano_beir(section: EvaluationSection, pooling: Pooling = Max()) -> NanoBEIREvaluator:
     """PyLate's evaluator for the sets of ``evaluation.nano_beir``, which are loaded.
 
     Raises
@@ -40,6 +42,7 @@ def load_nano_beir(section: EvaluationSection) -> NanoBEIREvaluator:
                 batch_size=section.batch_size,
                 show_progress_bar=True,
                 write_csv=False,
+                score_functions=score_functions(pooling),
             )
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error

@@ -9,14 +9,17 @@ from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import evaluate_nano_beir
+from pylate_fastmaxsim.recipes.evaluation.pooling import pooled_pairs
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
+from pylate_fastmaxsim.recipes.pooling import final_pooling
 
 
 def evaluate(recipe: Recipe, model: ColBERT, data: RecipeData) -> dict[str, float]:
     """Metrics by name, of the one of the three that the recipe has."""
-    with only_finite(model):
+    pooling = final_pooling(recipe.loss.pooling)
+    with only_finite(model), pooled_pairs(pooling):
         if data.collection is not None:
-            return evaluate_collection(model, data.collection, recipe.evaluation.batch_size)
+            return evaluate_collection(model, data.collection, recipe.evaluation.batch_size, pooling)
         if data.nano_beir is not None:
             return evaluate_nano_beir(model, data.nano_beir)
         return held_out.evaluate_held_out(recipe, model, data.held_out)

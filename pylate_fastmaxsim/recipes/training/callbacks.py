@@ -99,7 +99,7 @@ class LogGradientConcentration(TrainerCallback):
     every
         Steps of the optimizer from one measurement to the next.
     pooling
-        That of the training.
+        That of the training, or a function that returns it where it changes.
     temperature
         That of the contrastive loss with in-batch negatives whose gradient is measured beside that of the scores of the
         pairs. ``None``: only of the scores.
@@ -119,7 +119,7 @@ class LogGradientConcentration(TrainerCallback):
         trainer: Trainer,
         encode: Callable[[], tuple[TokenBatch | Tensor, TokenBatch | Tensor]],
         every: int,
-        pooling: Pooling = Max(),
+        pooling: Pooling | Callable[[], Pooling] = Max(),
         temperature: float | None = 1.0,
     ) -> None:
         self._trainer = trainer
@@ -156,13 +156,14 @@ class LogGradientConcentration(TrainerCallback):
 
     def _figures(self, queries: TokenBatch | Tensor, documents: TokenBatch | Tensor) -> dict[str, float]:
         targets = torch.arange(len(queries), device=queries.device)
-        measured = [gradient_concentration(queries, documents, targets[:, None], pooling=self._pooling)]
+        pooling = self._pooling() if callable(self._pooling) else self._pooling
+        measured = [gradient_concentration(queries, documents, targets[:, None], pooling=pooling)]
         if self._temperature is not None:
-            scores = pooled_scores(queries, documents, pooling=self._pooling)
+            scores = pooled_scores(queries, documents, pooling=pooling)
             with torch.enable_grad():
                 leaf = scores.detach().requires_grad_()
                 (gradient,) = torch.autograd.grad(F.cross_entropy(leaf / self._temperature, targets), leaf)
-            measured.append(gradient_concentration(queries, documents, pooling=self._pooling, loss_gradient=gradient))
+            measured.append(gradient_concentration(queries, documents, pooling=pooling, loss_gradient=gradient))
         return {
             f"gradient_concentration/{of}_{name}": value
             for figures in map(asdict, measured)

@@ -15,6 +15,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
 
 def name_recipe(folder: Path, recipe: Recipe) -> None:
@@ -25,6 +26,11 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
             f"\n## Training recipe\n\nTrained with the recipe `{recipe.name}` of pylate-fastmaxsim "
             f"{pylate_fastmaxsim.__version__} ({host} {version(host)}):\n\n```yaml\n{dump_recipe(recipe)}```\n"
         )
+        if (pooling := recipe.loss.pooling) is not None:
+            card.write(
+                f"\nPooling of the similarities, where MaxSim takes the maximum: {described(pooling)}. To score like this: "
+                f"`pylate_fastmaxsim.enable(pooling={final_pooling(pooling)})`.\n"
+            )
 
 
 def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT) -> None:

@@ -137,7 +137,8 @@ def _require_same_processes(checkpoint: Path, processes: int) -> None:
 
 def _warn_of_other_masking(recipe: Recipe, earlier: dict[str, Any]) -> None:
     before = earlier["fast"]["enabled"]
-    if recipe.fast.enabled != before and not recipe.fast.stock_masking and not recipe.model.visual:
+    pooled = recipe.loss.pooling is not None  # masked tokens are left out with and without the plugin
+    if recipe.fast.enabled != before and not (recipe.fast.stock_masking or recipe.model.visual or pooled):
         logger.warning(
             "pylate-fastmaxsim is %s, but the checkpoints in %s were made with it %s: stock PyLate lets masked document "
             "tokens win and this package does not, so scores differ from here on.",

@@ -10,11 +10,13 @@ from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import Trainer
 
-from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.pooling import pooling_at
+from pylate_fastmaxsim.recipes.scores import score_metric
 from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.training.pooling import FollowSchedule
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -48,20 +50,28 @@ def build_trainer(
             "loss.normalize_scores scales the model's scores of each query to [0, 1], and with two documents to 0 and 1 "
             "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."
         )
-    return (trainer_class or RecipeTrainer)(
+    options = loss.options
+    if loss.pooling is not None:
+        metric = score_metric(pooling_at(loss.pooling, 0, 2), own_documents=loss.name == "distillation")
+        options["score_metric"] = metric
+    trainer = (trainer_class or RecipeTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
-        loss=LOSSES[loss.name](model=model, **loss.options),
+        loss=LOSSES[loss.name](model=model, **options),
         data_collator=utils.ColBERTCollator(tokenize_fn=model.tokenize),
     )
+    if loss.pooling is not None and loss.pooling.schedule is not None:
+        # Before the callbacks that report what is logged.
+        trainer.callback_handler.callbacks.insert(0, FollowSchedule(loss.pooling, metric))
+    return trainer
 
 
 def gradient_concentration_logger(recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
     """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
 
     The loss that it measures is that of the recipe if it is contrastive, but over these pairs. Of a distillation it
-    measures only scores, of the query and the first of its documents. The pooling is that of the options in force.
+    measures only scores, of the query and the first of its documents. The pooling is that of the loss.
     """
     rows = trainer.train_dataset[:MEASURED_PAIRS]
     queries, documents, *_ = rows.values()
@@ -74,11 +84,10 @@ def gradient_concentration_logger(recipe: Recipe, trainer: Trainer) -> LogGradie
             encode(model, documents, MEASURED_PAIRS, is_query=False),
         )
 
-    options = current_options()
     return LogGradientConcentration(
         trainer,
         encode_pairs,
         recipe.training.log_gradient_concentration,
-        pooling=Max() if options is None else options.pooling,
+        pooling=Max() if recipe.loss.pooling is None else lambda: trainer.loss.score_metric.pooling,
         temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
     )

@@ -79,6 +79,23 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
 
+@pytest.mark.e2e
+def test_stock_is_given_the_pooling_of_the_recipe(tmp_path):
+    pooling = {"softmax": 0.05, "start": 1.0, "schedule": "cosine"}
+    recipe = tiny(tmp_path, training={"max_steps": 6}, loss={"pooling": pooling})
+    recipe["model"]["build"]["dropout"] = 0.0
+    done = command("compare", write(tmp_path, recipe), "model.document_length=64")
+    assert done.exit_code == 0, done.output
+    comparison = json.loads((tmp_path / "out" / "compare.json").read_text())
+    stock, fast = comparison["runs"]["stock"], comparison["runs"]["fast"]
+    assert stock["ndcg@10"] > 0 and fast["status"] == "finished"
+    assert comparison["summary"]["largest_loss_difference"] < 1e-4
+    assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
+    said = "Stock PyLate has no pooling but the maximum: the stock run scored with the same pooling in plain PyTorch"
+    assert said in " ".join(done.stdout.split())
+    assert said in Page((tmp_path / "out" / "compare.html").read_text()).text
+
+
 def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatch):
     ran = []
 

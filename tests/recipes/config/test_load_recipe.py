@@ -8,7 +8,8 @@ import pytest
 from paths import RECIPES
 from tiny_recipe import tiny, write
 
-from pylate_fastmaxsim.recipes.config.schema import FastSection
+from pylate_fastmaxsim.recipes.config.dump import dump_recipe
+from pylate_fastmaxsim.recipes.config.schema import FastSection, PoolingSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 
@@ -57,6 +58,28 @@ def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_p
         ("model.build.num_attention_heads=3", "model.build.hidden_size must be a multiple of 2 * num_attention_heads"),
         ("loss.mini_batch_size=8", "loss.mini_batch_size does not apply to the contrastive loss, which takes "),
         ("loss.temperature=0", "loss.temperature must be greater than 0, got 0.0."),
+        (
+            "loss.pooling=mean",
+            "loss.pooling must be max or a section with the keys top_k, softmax, log_sum_exp, start, ",
+        ),
+        ("loss.pooling.top_k=2.5", "loss.pooling.top_k must be an integer of at least 1 or null, got 2.5."),
+        ("loss.pooling={}", "loss.pooling must have exactly one of top_k, softmax, log_sum_exp, got none; "),
+        ("loss.pooling={top_k: 4, softmax: 1}", "top_k, softmax, log_sum_exp, got top_k and softmax; replace it as a "),
+        ("loss.pooling.softmax=0", "loss.pooling.softmax must be greater than 0, got 0.0."),
+        ("loss.pooling={softmax: 1, start: 2}", "loss.pooling.schedule is missing; a schedule has a start, "),
+        ("loss.pooling={softmax: 1, schedule: linear}", "loss.pooling.start is missing; a schedule has a start, "),
+        (
+            "loss.pooling={softmax: 1, start: 0, schedule: linear}",
+            "loss.pooling.start must be greater than 0, got 0.0.",
+        ),
+        (
+            "loss.pooling={top_k: 1, start: 2.5, schedule: linear}",
+            "loss.pooling.start must be an integer with top_k, got ",
+        ),
+        (
+            "loss.pooling={top_k: 1, schedule: step}",
+            "loss.pooling.schedule must be one of linear, cosine or null, got ",
+        ),
         ("evaluation.beir=some/data", "evaluation must have at most one of rows, beir and nano_beir."),
         ("output_dir=''", "output_dir must not be empty."),
         ("training", "--set training: write it as key=value, for example training.max_steps=100."),
@@ -108,6 +131,7 @@ def test_options_of_the_flag_that_do_not_concern_pages_are_refused():
     ("override", "sentence"),
     [
         ("loss.name=contrastive", "loss.name must be one of colbert, colbert_pairwise_ce, .* got 'contrastive'"),
+        ("loss.pooling.top_k=4", "loss.pooling does not apply to the colbert loss, which takes .*use_smooth_max"),
         ("loss.tau=0", "loss.tau must be greater than 0, got 0.0."),
         ("loss.in_batch_term_weight=0.5", "loss.in_batch_term_weight does not apply to the colbert loss"),
         ("model.query_length=32", "model.query_length does not apply to model.kind colqwen2"),
@@ -155,6 +179,17 @@ def test_merge_keys_bring_in_what_a_section_does_not_say_itself(tmp_path):
     (tmp_path / "merged.yaml").write_text(text)
     build = load_recipe(tmp_path / "merged.yaml").model.build
     assert (build.hidden_size, build.dropout, build.num_hidden_layers) == (32, 0.5, 1)
+
+
+def test_a_pooling_is_one_key_or_the_word_max(tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    assert load_recipe(file, ["loss.pooling=max"]) == load_recipe(file, ["loss.pooling=null"]) == load_recipe(file)
+    annealed = load_recipe(file, ["loss.pooling.top_k=2", "loss.pooling.start=16", "loss.pooling.schedule=linear"])
+    assert annealed.loss.pooling == PoolingSection(top_k=2, start=16.0, schedule="linear")
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(annealed))
+    assert load_recipe(tmp_path / "dumped.yaml") == annealed
+    with pytest.raises(RecipeError, match="^fast.stock_masking must be false with loss.pooling: "):
+        load_recipe(file, ["loss.pooling.top_k=2", "fast.stock_masking=true"])
 
 
 def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from tiny_recipe import hub_dataset, kd_subsets, text, tiny, write
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim import Max, Softmax, TokenBatch, TopK, enabled, pooled_scores
+from pylate_fastmaxsim import PooledScores, Softmax, TokenBatch, TopK, pooled_scores
 from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -115,12 +115,19 @@ def test_of_a_distillation_it_is_of_scores_only(tmp_path):
     assert PREFIX + "score_gini" in names and not any("loss" in name for name in names)
 
 
-def test_the_pooling_is_that_of_the_options_in_force(tmp_path):
-    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"query": ["a"], "positive": ["b"]}))
-    recipe = load_recipe(write(tmp_path, tiny(tmp_path, training={"log_gradient_concentration": 5})))
-    assert gradient_concentration_logger(recipe, trainer)._pooling == Max()
-    with enabled(pooling=TopK(2)):
-        assert gradient_concentration_logger(recipe, trainer)._pooling == TopK(2)
+def test_the_pooling_is_that_of_the_loss_at_this_step(tmp_path):
+    loss = SimpleNamespace(score_metric=PooledScores(TopK(8)))
+    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"query": ["a"], "positive": ["b"]}), loss=loss)
+    file = write(tmp_path, tiny(tmp_path, training={"log_gradient_concentration": 5}))
+    batches = [TokenBatch.from_list([torch.randn(9, 4) for _ in range(3)]) for _ in range(2)]
+
+    def figures(*overrides):
+        return gradient_concentration_logger(load_recipe(file, overrides), trainer)._figures(*batches)
+
+    of_pooling = [figures("loss.pooling.top_k=2")]
+    loss.score_metric.pooling = TopK(1)
+    of_pooling.append(figures("loss.pooling.top_k=2"))
+    assert of_pooling[0] != of_pooling[1] == figures()
 
 
 def test_of_pages_it_is_refused():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from recipe_runs import command, interrupt, same_model
 from tiny_recipe import fell_back, text, tiny, write
+from transformers import TrainerCallback
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -46,12 +47,27 @@ def test_the_command_trains_saves_and_evaluates(tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
+class Reported(TrainerCallback):
+    """Stands where TensorBoard's callback would, and keeps what it is told of the pooling in each step."""
+
+    told: list[tuple[int, float]] = []
+
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
+        if "loss" in logs:
+            self.told.append((state.global_step, logs["pooling_temperature"]))
+
+
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
+    pooling = {"softmax": 0.05, "start": 0.7, "schedule": "linear"}
+
     def recipe(name):
         # 36 training rows: the interruption falls into the second epoch, between two checkpoints.
-        return load_recipe(write(tmp_path, tiny(tmp_path, name)))
+        return load_recipe(write(tmp_path, tiny(tmp_path, name, loss={"pooling": pooling})))
 
+    monkeypatch.setattr(Reported, "told", [])
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda names: [Reported])
     whole = training.train(recipe("whole"))
+    assert Reported.told == [(step, pytest.approx(0.75 - 0.05 * step)) for step in range(1, 15)]
     assert interrupt(recipe("parts"), monkeypatch, step=10) == "checkpoint-11"
     assert not (tmp_path / "parts" / "train.json").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -59,6 +75,9 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, m
     parts = training.train(recipe("moved"))
     assert parts["resumed_from"] == "checkpoint-11"
     assert parts["losses"] == whole["losses"] and len(whole["losses"]) == 14
+    assert Reported.told[14:] == Reported.told[:14]
+    said = "takes the maximum: Softmax(temperature=0.7) to Softmax(temperature=0.05) (linear over the training)."
+    assert said in (tmp_path / "moved" / "model" / "README.md").read_text()
     assert parts["ndcg@10"] == whole["ndcg@10"] and same_model(tmp_path / "whole", tmp_path / "moved")
     assert {path.name for path in (tmp_path / "moved").glob("checkpoint-*")} == {"checkpoint-12", "checkpoint-14"}
 

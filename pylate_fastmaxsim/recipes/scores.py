@@ -1,0 +1,84 @@
+"""Pooled scores as score metrics of PyLate's losses: in plain PyTorch where the plugin is off, fused where it is on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.score_metric import PooledScores
+from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK
+
+
+class PlainPooledScores:
+    """PyLate's scores with another pooling than the maximum, as one would write them in PyTorch.
+
+    Like ``pylate.scores.ColBERTScores`` and ``colbert_kd_scores``, in the dtype of ``einsum``, under autocast too. One
+    group of documents at a time has its similarities in memory. Masked document tokens are left out, where PyLate
+    multiplies their similarities by 0. Every document needs a token that is not masked.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import Softmax
+    >>> from pylate_fastmaxsim.recipes.scores import PlainPooledScores
+    >>> scores = PlainPooledScores(Softmax(0.5))
+    >>> scores(torch.ones(3, 4, 8), torch.ones(3, 2, 5, 8)).shape  # 3 queries, 2 documents for each
+    torch.Size([3, 6])
+    """
+
+    def __init__(self, pooling: Pooling, own_documents: bool = False) -> None:
+        self.pooling = pooling
+        self.own_documents = own_documents
+
+    def __call__(
+        self,
+        queries_embeddings: Tensor,
+        documents_embeddings: Tensor,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Scores ``[Nq, Nd * N]`` of queries ``[Nq, Lq, d]`` and documents ``[Nd, N, Ld, d]``, or ``[Nq, N]`` of own ones."""
+        if documents_mask is None:
+            documents_mask = documents_embeddings.new_ones(documents_embeddings.shape[:-1], dtype=torch.bool)
+        if queries_mask is None:
+            queries_mask = queries_embeddings.new_ones(queries_embeddings.shape[:-1], dtype=torch.bool)
+        groups = []
+        for documents, live in zip(documents_embeddings.unbind(1), documents_mask.bool().unbind(1), strict=True):
+            if self.own_documents:
+                similarities, live = torch.einsum("ash,ath->ast", queries_embeddings, documents), live[:, None]
+                counts = queries_mask
+            else:
+                similarities, live = torch.einsum("ash,bth->abst", queries_embeddings, documents), live[None, :, None]
+                counts = queries_mask[:, None]
+            groups.append((pooled(similarities, live, self.pooling) * counts).sum(dim=-1))
+        scores = torch.stack(groups, dim=-1)
+        return scores if self.own_documents else scores.flatten(1)
+
+
+def pooled(similarities: Tensor, live: Tensor, pooling: Pooling) -> Tensor:
+    """Similarities ``[..., t]`` pooled over the live ones of ``t``; ``live`` is a mask that broadcasts to them."""
+    match pooling:
+        case Max():
+            return similarities.masked_fill(~live, -torch.inf).amax(dim=-1)
+        case TopK(k=k):
+            best = similarities.masked_fill(~live, -torch.inf).topk(min(k, similarities.shape[-1])).values
+            found = best > -torch.inf
+            return best.masked_fill(~found, 0).sum(dim=-1) / found.sum(dim=-1)
+        case Softmax(temperature=temperature):
+            weights = (similarities / temperature).masked_fill(~live, -torch.inf).softmax(dim=-1)
+            return (weights * similarities).sum(dim=-1)
+        case LogSumExp(temperature=temperature):
+            return temperature * (similarities / temperature).masked_fill(~live, -torch.inf).logsumexp(dim=-1)
+
+
+ScoreMetric = PooledScores | PlainPooledScores
+
+
+def score_metric(pooling: Pooling, own_documents: bool) -> ScoreMetric:
+    """The metric for the state that the plugin is in; its attribute ``pooling`` may be changed.
+
+    With ``own_documents`` each query is scored against its own documents, as in distillation.
+    """
+    kind = PlainPooledScores if current_options() is None else PooledScores
+    return kind(pooling, own_documents=own_documents)
