@@ -1,0 +1,225 @@
+"""Attacks on the documents of a ranking by injected tokens, for several poolings in one pass over the similarities.
+
+What ``grades`` and the rows of a sweep are, :mod:`~pylate_fastmaxsim.diagnostics.robustness` says.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim.diagnostics.robustness import check_documents, check_sweep, retrieval_metrics
+from pylate_fastmaxsim.diagnostics.running_states import pooled, pooled_with, state_of
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.tokens import TokenBatch
+
+COUNTS = (0, 25, 50, 100, 200, 400)
+NOISE = 0.5
+
+# Which tokens are injected, and whether into all documents or those that are not gold.
+TARGETED, RANDOM, EVERYWHERE = "targeted", "random", "targeted, in all documents"
+
+QUERIES_AT_ONCE = 8
+SIMILARITIES_AT_ONCE = 1 << 23
+
+
+class Injected(NamedTuple):
+    """Tokens that are injected into documents in the ranking of each query, ``[Nq, K, d]``, of unit length."""
+
+    targeted: Tensor
+    random: Tensor
+
+
+@torch.no_grad()
+def injected_tokens(queries: TokenBatch, count: int, noise: float = NOISE, seed: int = 0) -> Injected:
+    """The tokens of the attack on each query, and as many random ones. Fewer tokens are the first of these.
+
+    Targeted token i lies near a live token q of the query: ``q / |q| + noise * g``, scaled to unit length, with normal g of
+    expected squared length 1; its cosine with q is about ``1 / sqrt(1 + noise**2)``. The query's tokens take turns in a
+    random order. Random tokens are uniform on the unit sphere. The numbers are drawn on a CPU, so that they are the same
+    on every device.
+
+    Raises
+    ------
+    ValueError
+        A query has no live token.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch
+    >>> from pylate_fastmaxsim.diagnostics.injection import injected_tokens
+    >>> queries = TokenBatch.from_list([torch.eye(4)[:2]])
+    >>> targeted, random = injected_tokens(queries, count=3, noise=0.0)
+    >>> targeted.sum(dim=(0, 1)).sort().values, random.norm(dim=2)
+    (tensor([0., 0., 1., 2.]), tensor([[1., 1., 1.]]))
+    """
+    values, mask = queries.to_padded()
+    counts = mask.sum(dim=1)
+    if not bool((counts > 0).all()):
+        raise ValueError("injected_tokens: each query must have a live token.")
+    generator = torch.Generator().manual_seed(seed)
+    targeted, random = [], []
+    for tokens, live in zip(values.to(sum_dtype(values.dtype)), mask.cpu(), strict=True):
+        places = live.nonzero().flatten()
+        turns = places[torch.randperm(len(places), generator=generator)]
+        turns = turns.repeat(-(-count // len(turns)))[:count]
+        normal, free = torch.randn(2, count, queries.dim, generator=generator).to(tokens)
+        near = torch.nn.functional.normalize(tokens[turns.to(tokens.device)], dim=1)
+        targeted.append(torch.nn.functional.normalize(near + noise * normal / queries.dim**0.5, dim=1))
+        random.append(torch.nn.functional.normalize(free, dim=1))
+    return Injected(torch.stack(targeted), torch.stack(random))
+
+
+@torch.no_grad()
+def injection_sweep(
+    queries: TokenBatch,
+    documents: TokenBatch,
+    grades: Tensor,
+    poolings: Sequence[Pooling],
+    counts: Sequence[int] = COUNTS,
+    noise: float = NOISE,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Rank documents of which some carry injected tokens, with all poolings in one pass over the similarities.
+
+    Each query is ranked by itself: in its ranking, and there only, documents carry ``K`` more tokens, the same in all of
+    them (see :func:`injected_tokens`). So each document is attacked on behalf of one query at a time. Nothing is copied:
+    what is injected joins the running states of the documents.
+
+    ``attack`` is ``targeted``: tokens near those of the query in all documents that are not gold, as the hardest
+    negatives; ``random``: unit vectors in the same documents, as a control; or ``targeted, in all documents``: the
+    targeted tokens in the gold documents too, as another control.
+
+    Parameters
+    ----------
+    queries, documents
+        Nq queries and Nd documents.
+    grades
+        ``[Nq, Nd]``.
+    poolings
+        What to score with, each.
+    counts
+        Values of K, from 0.
+    noise, seed
+        Of :func:`injected_tokens`.
+
+    Returns
+    -------
+    A row for each attack, K and pooling: ``attack``, ``tokens`` (K), ``pooling``, ``ndcg@10``, ``recall@1``,
+    ``hijack_rate`` and ``injected_weight``. The last two are over all pairs of a live query token and a document that is
+    not gold: the share of them in which an injected token has the largest similarity, whatever the pooling, and the
+    share of the pooling's weight on injected tokens (of ``TopK`` the winners, of ``Softmax`` and ``LogSumExp`` the
+    softmax weights; of ``Max`` both shares are the same).
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit, a query has no gold document or no live token, or an embedding is NaN or infinite.
+    TypeError
+        A pooling is none.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import Max, TokenBatch
+    >>> from pylate_fastmaxsim.diagnostics.injection import injection_sweep
+    >>> from pylate_fastmaxsim.diagnostics.robustness import grades_of
+    >>> queries = TokenBatch.from_list([torch.eye(4)[:2]])
+    >>> documents = TokenBatch.from_list([0.5 * torch.eye(4)[:2], torch.eye(4)[2:]])
+    >>> rows = injection_sweep(queries, documents, grades_of([[0]], 2), [Max()], counts=(0, 4), noise=0.0)
+    >>> [(row["attack"], row["tokens"], row["recall@1"], row["hijack_rate"]) for row in rows[:2]]
+    [('targeted', 0, 1.0, 0.0), ('targeted', 4, 0.0, 1.0)]
+    """
+    check_sweep("injection_sweep", queries, grades, poolings)
+    check_documents("injection_sweep", documents, grades)
+    if not counts or len(set(counts)) < len(counts) or not all(isinstance(each, int) and each >= 0 for each in counts):
+        raise ValueError(f"injection_sweep: counts must be different whole numbers from 0, got {counts!r}.")
+    tokens = injected_tokens(queries, max(counts), noise, seed)
+    sums: dict[tuple[str, int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for part in torch.arange(len(queries), device=queries.device).split(QUERIES_AT_ONCE):
+        some, attacks = queries.select(part), Injected(*(each[part] for each in tokens))
+        for setting, values in _block(some, documents, grades[part], attacks, poolings, counts):
+            for name, value in values.items():
+                sums[setting][name] += value.item()
+    pairs = max(1, int((queries.to_padded()[1].sum(dim=1)[:, None] * _not_gold(grades)).sum()))
+    rows = []
+    for attack in (TARGETED, RANDOM, EVERYWHERE):
+        for count in counts:
+            for place, pooling in enumerate(poolings):
+                total = sums[attack, count, place]
+                metrics = {name: total[name] / len(queries) for name in ("ndcg@10", "recall@1")}
+                shares = {name: total[name] / pairs for name in ("hijack_rate", "injected_weight")}
+                rows.append({"attack": attack, "tokens": count, "pooling": pooling, **metrics, **shares})
+    return rows
+
+
+def _block(
+    queries: TokenBatch,
+    documents: TokenBatch,
+    grades: Tensor,
+    tokens: Injected,
+    poolings: Sequence[Pooling],
+    counts: Sequence[int],
+) -> Iterator[tuple[tuple[str, int, int], dict[str, Tensor]]]:
+    """For a few queries the sums of each metric, by attack, number of tokens and place of the pooling."""
+    values, mask = queries.to_padded()
+    values = values.to(sum_dtype(values.dtype))
+    not_gold = _not_gold(grades)
+    # What is injected is the same for all documents: its states are [Q, S, 1, n].
+    near = {TARGETED: values @ tokens.targeted.mT, RANDOM: values @ tokens.random.mT}
+    plain = values.new_zeros(len(poolings), *grades.shape)
+    scores = defaultdict(lambda: values.new_zeros(grades.shape))
+    shares = defaultdict(lambda: values.new_zeros(()))
+    for chosen, similarities in _similarities(values, documents):
+        counted = mask[:, :, None] & not_gold[:, None, chosen]
+        largest = state_of(Max(), similarities)
+        states = [state_of(pooling, similarities) for pooling in poolings]
+        for place, (pooling, state) in enumerate(zip(poolings, states, strict=True)):
+            plain[place][:, chosen] = _sum(pooled(pooling, state), mask[:, :, None], dim=1)
+        for attack, injected in near.items():
+            for count in counts:
+                some = injected[:, :, None, :count]
+                _, hijacked = pooled_with(Max(), largest, state_of(Max(), some))
+                shares[attack, count, "hijack_rate"] += _sum(hijacked, counted)
+                for place, (pooling, state) in enumerate(zip(poolings, states, strict=True)):
+                    similarity, share = pooled_with(pooling, state, state_of(pooling, some))
+                    scores[attack, count, place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
+                    shares[attack, count, place] += _sum(share, counted)
+    for (attack, count, place), all_attacked in scores.items():
+        weights = {"hijack_rate": shares[attack, count, "hijack_rate"], "injected_weight": shares[attack, count, place]}
+        rankings = {attack: torch.where(not_gold, all_attacked, plain[place])}
+        if attack == TARGETED:
+            rankings[EVERYWHERE] = all_attacked
+        for name, ranked in rankings.items():
+            metrics = retrieval_metrics(ranked, grades)
+            yield (name, count, place), {**{key: each.sum() for key, each in metrics.items()}, **weights}
+
+
+def _similarities(values: Tensor, documents: TokenBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some documents ``[G]``, and their similarities ``[Q, S, G, L]`` to queries ``[Q, S, d]``, -inf for no token."""
+    rows = values.flatten(0, 1)
+    by_length = documents.lengths.argsort(descending=True, stable=True)
+    begin = 0
+    while begin < len(by_length):
+        longest = int(documents.lengths[by_length[begin]])
+        chosen = by_length[begin : begin + max(1, SIMILARITIES_AT_ONCE // max(1, longest * len(rows)))]
+        vectors, live = replace(documents.select(chosen), max_length=longest).to_padded()
+        similarities = rows @ vectors.to(rows.dtype).flatten(0, 1).mT
+        yield chosen, similarities.view(*values.shape[:2], *live.shape).masked_fill_(~live, -torch.inf)
+        begin += len(chosen)
+
+
+def _sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    return values.masked_fill(~mask, 0).sum(dim=dim)
+
+
+def _not_gold(grades: Tensor) -> Tensor:
+    """Documents in the ranking of a query that are not gold for it, so neither those of NaN."""
+    return grades <= 0

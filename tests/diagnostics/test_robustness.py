@@ -1,0 +1,91 @@
+"""Rankings of longer documents: metrics, what is appended to which document, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch
+from pylate_fastmaxsim.diagnostics.robustness import (
+    draw_fillers,
+    grades_of,
+    length_sweep,
+    lengthened,
+    retrieval_metrics,
+)
+
+
+def test_metrics_by_hand():
+    scores = torch.tensor([[1.0, 3.0, 2.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 4.0, 3.0, 2.0]])
+    grades = torch.tensor([[2.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, torch.nan, 1.0, -1.0]])
+    found = retrieval_metrics(scores, grades)
+    first = (1 / math.log2(3) + 2 / math.log2(4)) / (2 + 1 / math.log2(3))
+    # The second query's gold document ties with an earlier one; the third's best one is no result.
+    torch.testing.assert_close(found["ndcg@10"], torch.tensor([first, 1 / math.log2(3), 1.0]))
+    assert found["recall@1"].tolist() == [0, 0, 1]
+    assert retrieval_metrics(-scores[:1], grades[:1])["recall@1"].tolist() == [0]
+    assert retrieval_metrics(torch.tensor([[5.0, 3.0, 2.0, 0.0]]), grades[:1])["recall@1"].tolist() == [0.5]
+
+
+def test_only_the_best_ten_count():
+    scores = torch.arange(12.0, 0, -1)[None]
+    assert retrieval_metrics(scores, grades_of([[9]], 12))["ndcg@10"] > 0
+    assert retrieval_metrics(scores, grades_of([[10]], 12))["ndcg@10"] == 0
+
+
+def test_longer_documents_begin_with_the_shorter_ones_and_never_hold_themselves():
+    rows = [torch.full((length, 1), float(place)) for place, length in enumerate((2, 1, 3, 0))]
+    documents = TokenBatch.from_list(rows)
+    longer = dict(lengthened(documents, documents, times=(1, 2, 5), own=[0, 1, 2, 3]))
+    assert longer[5].lengths.tolist() == [10, 5, 15, 0]
+    for document in range(3):
+        values = {
+            times: batch.values[batch.starts[document] :][: batch.lengths[document]] for times, batch in longer.items()
+        }
+        assert torch.equal(values[1], rows[document])
+        assert torch.equal(values[5][: len(values[2])], values[2])
+        assert not (values[5][len(rows[document]) :] == document).any()
+    again = dict(lengthened(documents, documents, times=(5,), own=[0, 1, 2, 3]))
+    assert torch.equal(again[5].values, longer[5].values)
+
+
+def test_tokens_that_are_left_out_are_not_counted():
+    documents = TokenBatch.from_padded(torch.ones(1, 3, 2), torch.tensor([[1, 0, 1]]))
+    [row] = length_sweep(documents, lengthened(documents, documents, (3,)), grades_of([[0]], 1), [Max()])
+    assert row["tokens"] == 6
+
+
+def test_a_mean_falls_with_length_and_the_maximum_does_not():
+    """The gold document is one token among appended ones; the other one matches a little everywhere."""
+    queries = TokenBatch.from_list([torch.tensor([[1.0, 0.0]])])
+    gold, other = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8]] * 8)
+    filler = torch.tensor([[0.0, 1.0]])
+    documents = [
+        (times, TokenBatch.from_list([torch.cat([gold, *[filler] * (times - 1)]), other[:times]])) for times in (1, 8)
+    ]
+    rows = length_sweep(queries, documents, grades_of([[0]], 2), [Max(), Softmax(1.0), LogSumExp(0.05)])
+    assert [(row["times"], row["recall@1"]) for row in rows] == [(1, 1), (1, 1), (1, 1), (8, 1), (8, 0), (8, 1)]
+    assert rows[0]["pooling"] == Max() and rows[3]["tokens"] == 8
+
+
+def test_what_does_not_fit_together_is_refused():
+    batch = TokenBatch.from_list([torch.ones(2, 3)] * 2)
+    for grades, said in (
+        (torch.eye(3), "grades must be [Nq, Nd] with Nq = 2"),
+        (torch.tensor([[1.0, 0.0], [0.0, 0.0]]), "query 1 has none"),
+        (torch.ones(2, 3), "there must be Nd = 3 documents, as in grades, got 2"),
+    ):
+        with pytest.raises(ValueError) as error:
+            length_sweep(batch, [(1, batch)], grades, [Max()])
+        assert said in str(error.value)
+    bad = TokenBatch.from_list([torch.full((2, 3), torch.nan)] * 2)
+    with pytest.raises(ValueError, match="embeddings of documents must be finite"):
+        length_sweep(batch, [(1, bad)], torch.eye(2), [Max()])
+    with pytest.raises(TypeError, match="length_sweep: pooling must be Max"):
+        length_sweep(batch, [(1, batch)], torch.eye(2), ["max"])
+    for lengths, own in (([0, 0], None), ([2], [0])):
+        with pytest.raises(ValueError, match="another document to append"):
+            draw_fillers([2], lengths, times=2, own=own)
+    assert draw_fillers([2], [], times=1) == [[]]
