@@ -134,7 +134,7 @@ def gradient_concentration(
         queries = TokenBatch.from_padded(q_values, q_mask)
         documents = TokenBatch.from_padded(d_values, d_mask)
         norms = _gradient_of_tokens(queries, documents, candidates, pooling, loss_gradient).norm(dim=-1)
-        won = _won(queries, documents, candidates, pooling).sum()
+        won = _won(queries, documents, candidates, pooling).sum().double()
         lengths = d_mask.sum(dim=1)
         gini, uncorrected, counted = _mean_gini(norms.view(d_mask.shape), lengths)
         figures = torch.stack([gini, uncorrected, counted, won / lengths.sum(), won / (lengths > 0).sum()])
