@@ -27,15 +27,16 @@ def no_winner(dtype: torch.dtype) -> int:
     return 255 if dtype == torch.uint8 else -1
 
 
-def queries_at_once(q_length: int, num_documents: int, max_d_length: int) -> int:
+def queries_at_once(q_length: int, num_documents: int, state_bytes: int) -> int:
     """How many queries to score at a time, at least 1, so that their share of memory stays bounded.
 
-    That is winners, scores, their softmax and its gradient.
+    That is the state for the backward, scores, their softmax and its gradient. ``state_bytes`` is that of each query
+    token and document: of MaxSim the size of a winner.
 
     Examples
     --------
-    >>> queries_at_once(q_length=32, num_documents=8192, max_d_length=300)
+    >>> queries_at_once(q_length=32, num_documents=8192, state_bytes=2)
     819
     """
-    one = num_documents * (q_length * winner_dtype(max_d_length).itemsize + _BYTES_OF_A_SCORE)
+    one = num_documents * (q_length * state_bytes + _BYTES_OF_A_SCORE)
     return max(1, _AT_ONCE_BYTES // max(1, one))

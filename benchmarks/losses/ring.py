@@ -53,8 +53,8 @@ def measure(step: Step, device: torch.device, iterations: int) -> dict:
 
 def run_cell(cell: dict, device: torch.device, iterations: int) -> dict:
     in_ring, kept = RING_PATHS[cell["path"]]
-    default = distributed_ring.KEPT_WINNER_BYTES
-    distributed_ring.KEPT_WINNER_BYTES = default if kept is None else kept
+    default = distributed_ring.KEPT_STATE_BYTES
+    distributed_ring.KEPT_STATE_BYTES = default if kept is None else kept
     try:
         with pylate_fastmaxsim.enabled(ring=in_ring, padding_free="always"):  # as in cell.py
             step = Step(
@@ -71,7 +71,7 @@ def run_cell(cell: dict, device: torch.device, iterations: int) -> dict:
     except torch.OutOfMemoryError as error:
         return {"failure": failure(error)}
     finally:
-        distributed_ring.KEPT_WINNER_BYTES = default
+        distributed_ring.KEPT_STATE_BYTES = default
 
 
 def main() -> None:

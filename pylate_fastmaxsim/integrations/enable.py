@@ -147,6 +147,8 @@ def enable(
     if forbidden():
         _logger.info("PYLATE_FASTMAXSIM=%s: nothing is accelerated.", os.environ["PYLATE_FASTMAXSIM"])
         return
+    if not isinstance(pooling, Max):
+        _refuse_unpooled(pooling)
     _switch_to(new)
     has_pylate = any(host.name == "PyLate" for host in _patched)
     _logger.info(
@@ -243,7 +245,7 @@ def available_patches() -> list[Patch]:
 def not_accelerated() -> list[str]:
     """A sentence for each host and each function of a host that is left as it is, and why."""
     hosts, reasons = usable_hosts()
-    return [*left_alone(reasons), *_patches_of(hosts)[1]]
+    return [*left_alone(reasons), *_patches_of(hosts)[1].values()]
 
 
 def all_patches() -> list[Patch]:
@@ -257,27 +259,35 @@ def _available() -> tuple[list[Host], list[Patch]]:
     if not hosts:
         raise ImportError(" ".join(reasons.values()))
     patches, lines = _patches_of(hosts)
-    for line in (*left_alone(reasons), *lines):
+    for line in (*left_alone(reasons), *lines.values()):
         log_once("%s", line)
     return hosts, patches
 
 
-def _patches_of(hosts: Iterable[Host]) -> tuple[list[Patch], list[str]]:
-    """The patches to apply, and a sentence for each that is not."""
-    patches, lines = [], []
+def _patches_of(hosts: Iterable[Host]) -> tuple[list[Patch], dict[str | Patch, str]]:
+    """The patches to apply, and a sentence for each that is not, or for a provider that has none for a release."""
+    patches, lines = [], {}
     for host, name in _providers(hosts):
         try:
             made = _provider(name).patches()
         except (ImportError, AttributeError) as error:  # a release that has renamed what the provider imports
             release = f"{host.name} {host.version}"
-            lines.append(f"{name} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim.")
+            lines[name] = f"{name} does not accelerate {release}: {error}. For this release, update pylate-fastmaxsim."
             continue
         for patch in made:
             if (reason := _reason_to_leave(patch)) is None:
                 patches.append(patch)
             else:
-                lines.append(f"{patch.target} is not accelerated (running {host.name}'s own): {reason}.")
+                lines[patch] = f"{patch.target} is not accelerated (running {host.name}'s own): {reason}."
     return patches, lines
+
+
+def _refuse_unpooled(pooling: Pooling) -> None:
+    """Raise ValueError if scores of a host would be left as they are, which take the maximum."""
+    for left, line in _patches_of(usable_hosts()[0])[1].items():
+        # Of a provider nothing is known then.
+        if isinstance(left, str) or getattr(getattr(left.replacement, "__func__", left.replacement), "pooled", False):
+            raise ValueError(f"pooling={pooling} cannot be used: its scores would take the maximum. {line}")
 
 
 def _providers(hosts: Iterable[Host]) -> list[tuple[Host, str]]:

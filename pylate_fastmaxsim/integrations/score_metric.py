@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, pooled_scores
+from pylate_fastmaxsim.ops.operands import as_batch
+from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, live_counts, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Embeddings = Tensor | np.ndarray | list
@@ -77,9 +78,9 @@ class PooledScores:
         documents_embeddings
             One document for each place in the batch, ``[Nd, Ld, d]`` or a list of matrices, or N, ``[Nd, N, Ld, d]``.
         queries_mask
-            Query tokens that count, ``[Nq, Lq]``. ``None``: all.
+            Query tokens that count, ``[Nq, Lq]``. ``None``: all but rows of zeros, with which evaluators pad.
         documents_mask
-            Document tokens that count, ``[Nd, Ld]`` or ``[Nd, N, Ld]``. ``None``: all.
+            Document tokens that count, ``[Nd, Ld]`` or ``[Nd, N, Ld]``. ``None``: likewise.
 
         Returns
         -------
@@ -94,11 +95,12 @@ class PooledScores:
         TypeError
             As :func:`~pylate_fastmaxsim.pooled_scores`.
         """
-        queries, documents = map(_tokens, (queries_embeddings, documents_embeddings))
-        count, groups = len(documents), isinstance(documents, Tensor) and documents.dim() == 4
+        count, groups = len(documents_embeddings), getattr(documents_embeddings, "ndim", 3) == 4
         if groups:
-            documents = documents.flatten(0, 1)
+            documents_embeddings = torch.as_tensor(documents_embeddings).flatten(0, 1)
             documents_mask = None if documents_mask is None else documents_mask.flatten(0, 1)
+        queries = _tokens("queries", queries_embeddings, queries_mask)
+        documents = _tokens("documents", documents_embeddings, documents_mask)
         candidates = None
         if self.own_documents:
             if len(queries) != count:
@@ -107,12 +109,9 @@ class PooledScores:
                     f"documents, got {len(queries)} and {count}; a contrastive loss takes own_documents=False."
                 )
             candidates = torch.arange(len(documents), device=queries.device).view(count, -1)
-        scores = pooled_scores(
-            queries, documents, candidates,
-            pooling=self.pooling, queries_mask=queries_mask, documents_mask=documents_mask,
-        )  # fmt: skip
+        scores = pooled_scores(queries, documents, candidates, pooling=self.pooling)
         if self.length_normalize:
-            scores = scores / live_tokens(queries, queries_mask)[:, None]
+            scores = per_query_token(scores, queries)
         return scores if groups or not self.own_documents else scores.squeeze(1)
 
     def get_config_dict(self) -> dict[str, object]:
@@ -120,18 +119,18 @@ class PooledScores:
         return {name: getattr(self, name) for name in ("pooling", "length_normalize", "own_documents")}
 
 
-def live_tokens(queries: TokenBatch | Tensor, mask: Tensor | None) -> Tensor:
-    """How many tokens of each query count, ``[Nq]``, at least 1."""
-    if mask is not None:
-        return (mask != 0).sum(1).clamp(min=1)
-    if isinstance(queries, TokenBatch):
-        return queries.lengths.clamp(min=1)
-    return torch.full((len(queries),), max(1, queries.shape[1]), device=queries.device)
+def per_query_token(scores: Tensor, queries: TokenBatch) -> Tensor:
+    """Scores ``[Nq, P]`` divided by how many tokens of the query count."""
+    return scores / live_counts(queries.starts, queries.lengths, queries.keep).clamp(min=1)[:, None]
 
 
-def _tokens(embeddings: Embeddings) -> TokenBatch | Tensor:
-    if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
-        return torch.from_numpy(embeddings)
+def without_zeros(batch: TokenBatch) -> TokenBatch:
+    """A batch that came without a mask without its rows of zeros: evaluators pad embeddings with these."""
+    return batch if batch.keep is not None else replace(batch, keep=(batch.values != 0).any(dim=1))
+
+
+def _tokens(name: str, embeddings: Embeddings, mask: Tensor | None) -> TokenBatch:
+    """Padded embeddings ``[N, L, d]``, or matrices in a list; ``name`` is theirs in errors."""
     if isinstance(embeddings, (list, tuple, np.ndarray)):
-        return TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
-    return embeddings
+        embeddings = TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
+    return without_zeros(as_batch("PooledScores", name, embeddings, mask))

@@ -150,7 +150,7 @@ def pooled_scores(
     tensor([[2.0014]])
     """
     check_pooling("pooled_scores", pooling)
-    if isinstance(pooling, Max) or pooling == TopK(1):
+    if is_maximum(pooling):
         return maxsim(
             queries, documents, candidates,
             queries_mask=queries_mask, documents_mask=documents_mask, grad_filter=grad_filter,
@@ -166,6 +166,18 @@ def pooled_scores(
     else:
         scores, _ = _eager_forward(operands, numbers_, False)
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
+
+
+def is_maximum(pooling: Pooling) -> bool:
+    """Whether :func:`~pylate_fastmaxsim.maxsim` computes it."""
+    return isinstance(pooling, Max) or pooling == TopK(1)
+
+
+def state_bytes(pooling: Pooling, max_d_length: int, dtype: torch.dtype) -> int:
+    """What is kept for the backward, for each query token and document with vectors of ``dtype``."""
+    if isinstance(pooling, (Max, TopK)):
+        return getattr(pooling, "k", 1) * winner_dtype(max_d_length).itemsize
+    return (1 if isinstance(pooling, LogSumExp) else 2) * sum_dtype(dtype).itemsize
 
 
 def numbers_of(pooling: Pooling) -> PoolingNumbers:
@@ -209,13 +221,17 @@ def _split(arguments: tuple) -> tuple[ScoringOperands, PoolingNumbers, tuple]:
     )
 
 
+def live_counts(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> Tensor:
+    """How many tokens of each sequence count, ``[N]``; the arguments are fields of a ``TokenBatch``."""
+    if keep is None:
+        return lengths
+    before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
+    return before[starts + lengths] - before[starts]
+
+
 def _mean_of(sums: Tensor, operands: ScoringOperands, k: int) -> Tensor:
     """Sums of the k largest ``[Nq, P]`` divided by how many there are in each document."""
-    counts = operands.d_lengths
-    if operands.d_keep is not None:
-        before = torch.nn.functional.pad(operands.d_keep.cumsum(0), (1, 0))
-        counts = before[operands.d_starts + counts] - before[operands.d_starts]
-    counts = counts.clamp(1, k)
+    counts = live_counts(operands.d_starts, operands.d_lengths, operands.d_keep).clamp(1, k)
     return sums / (counts if operands.candidates is None else counts[operands.candidates])
 
 

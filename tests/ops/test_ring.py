@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import attend_to_own_document, features, load_model, sentences
+from pooled_definitions import PlainScores
 from pylate import losses
 from ranks import loss_and_gradients, run_cases
 from torch import Tensor
@@ -18,12 +19,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim import TokenBatch, _winners, maxsim
+from pylate_fastmaxsim import (
+    LogSumExp,
+    Max,
+    PooledScores,
+    Softmax,
+    TokenBatch,
+    TopK,
+    _winners,
+    maxsim,
+    pooled_scores,
+)
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.ops.distributed import ring as distributed_ring
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
+from pylate_fastmaxsim.ops.pooled import Pooling
 
 DIM = 8
 
@@ -63,9 +75,10 @@ def _operator(
     tolerance: float = 1e-12,
     grad_filter: str | None = None,
     floor: bool = False,
-    kept: int = distributed_ring.KEPT_WINNER_BYTES,
+    kept: int = distributed_ring.KEPT_STATE_BYTES,
     at_once: int = _winners._AT_ONCE_BYTES,
     autocast: bool = False,
+    pooling: Pooling = Max(),
 ) -> Callable[[str], None]:
     """The operator against MaxSim of all queries and all documents in one process."""
 
@@ -85,12 +98,16 @@ def _operator(
             for (values, mask), weight in zip(queries, weights, strict=True):
                 values.requires_grad_()
                 floor_of_all = torch.cat(floors) if floor else None
-                scores = maxsim(values, everything, queries_mask=mask, zero_floor=floor_of_all, grad_filter=grad_filter)
+                options = {"queries_mask": mask, "grad_filter": grad_filter}
+                if floor:
+                    scores = maxsim(values, everything, zero_floor=floor_of_all, **options)
+                else:
+                    scores = pooled_scores(values, everything, pooling=pooling, **options)
                 scores.backward(weight.to(scores.dtype))
                 expected.append(scores.detach())
                 grad_queries.append(values.grad)
 
-            own = {"queries_mask": queries[rank][1], "zero_floor": floors[rank]}
+            own = {"queries_mask": queries[rank][1], "zero_floor": floors[rank], "pooling": pooling}
 
             def step() -> tuple[Tensor, Tensor, Tensor]:
                 values = queries[rank][0].detach().requires_grad_()
@@ -99,14 +116,14 @@ def _operator(
                 scores.backward(weights[rank].to(scores.dtype))
                 return scores.detach(), values.grad, documents.values.grad
 
-            before = distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES
-            distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = kept, at_once
+            before = distributed_ring.KEPT_STATE_BYTES, _winners._AT_ONCE_BYTES
+            distributed_ring.KEPT_STATE_BYTES, _winners._AT_ONCE_BYTES = kept, at_once
             try:
                 ours, again = step(), step()
                 with torch.no_grad():
                     scores = ring_maxsim(queries[rank][0], shards[rank], **own)
             finally:
-                distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = before
+                distributed_ring.KEPT_STATE_BYTES, _winners._AT_ONCE_BYTES = before
         first = sum(len(shard.values) for shard in shards[:rank])
         of_documents = everything.values.grad[first : first + len(shards[rank].values)]
         for name, our, gold in zip(
@@ -233,8 +250,13 @@ def _batch(model, rank: int, queries: int = 6):
     return features(model, *texts)
 
 
-def _losses(loss_class, packed: bool = False, stock_masking: bool = True, **options) -> Callable[[str], None]:
-    """A loss in float32: in a ring as gathered and, where masking is the same, as in stock."""
+def _losses(
+    loss_class, packed: bool = False, stock_masking: bool = True, pooling: Pooling = Max(), **options
+) -> Callable[[str], None]:
+    """A loss in float32: in a ring as gathered and, where masking is the same, as in stock.
+
+    With another pooling the stock loss is given it as a ``score_metric`` in plain PyTorch.
+    """
 
     def run(folder: str) -> None:
         core = load_model(f"{folder}/modernbert", document_length=32)
@@ -242,11 +264,16 @@ def _losses(loss_class, packed: bool = False, stock_masking: bool = True, **opti
         loss_function = loss_class(DistributedDataParallel(core), gather_across_devices=True, **options)
         step = partial(loss_and_gradients, core, loss_function, batch)
         results = {"stock": step()} if stock_masking else {}
+        metric = options.get("score_metric", PooledScores(pooling))
+        if metric.pooling != Max():
+            default, loss_function.score_metric = loss_function.score_metric, PlainScores(metric)
+            results["plain"] = step()
+            loss_function.score_metric = default
         if packed:
             encoding_attention.variable_length_attention = attend_to_own_document
         for name, in_ring in (("gathered", False), ("ring", True)):
             with (
-                pylate_fastmaxsim.enabled(stock_masking=stock_masking, ring=in_ring),
+                pylate_fastmaxsim.enabled(stock_masking=stock_masking, ring=in_ring, pooling=pooling),
                 mock.patch.object(pylate_losses, "ring_maxsim", wraps=ring_maxsim) as scored,
             ):
                 results[name] = step()
@@ -281,6 +308,9 @@ CASES = {
     "operator that keeps some winners": _operator(kept=600),
     "operator in chunks": _operator(at_once=2000, kept=1000),
     "operator under autocast": _operator(torch.float32, 1e-2, autocast=True),
+    "operator with top-k": _operator(pooling=TopK(3), grad_filter="auto", kept=4000),
+    "operator with softmax": _operator(pooling=Softmax(0.5), at_once=2000, kept=0),
+    "operator with log-sum-exp": _operator(pooling=LogSumExp(0.5)),
     "different counts": _different_counts,
     "different kinds": _different_kinds,
     "one in a ring": _one_in_a_ring,
@@ -292,6 +322,13 @@ CASES = {
     "cached": _losses(losses.CachedContrastive, mini_batch_size=2),
     "cached packed": _losses(losses.CachedContrastive, mini_batch_size=2, packed=True),
     "cached chunks": _losses(losses.CachedContrastive, mini_batch_size=3, score_mini_batch_size=2, stock_masking=False),
+    "contrastive top-k": _losses(losses.Contrastive, stock_masking=False, pooling=TopK(3)),
+    "cached metric": _losses(
+        losses.CachedContrastive,
+        mini_batch_size=2,
+        stock_masking=False,
+        score_metric=PooledScores(Softmax(0.1), length_normalize=True),
+    ),
     "without gradients": _without_gradients,
 }
 

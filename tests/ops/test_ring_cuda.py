@@ -53,13 +53,13 @@ def _operator(dtype: torch.dtype, tolerance: float, **limits: int) -> Callable[[
             return scores.detach(), leaves[0].grad, leaves[1].grad
 
         gathered = step(lambda q, d: maxsim(q, gather_documents(d)[0]))
-        before = distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES
-        distributed_ring.KEPT_WINNER_BYTES = limits.get("kept", before[0])
+        before = distributed_ring.KEPT_STATE_BYTES, _winners._AT_ONCE_BYTES
+        distributed_ring.KEPT_STATE_BYTES = limits.get("kept", before[0])
         _winners._AT_ONCE_BYTES = limits.get("at_once", before[1])
         try:
             rounds = [step(ring_maxsim) for _ in range(10)]
         finally:
-            distributed_ring.KEPT_WINNER_BYTES, _winners._AT_ONCE_BYTES = before
+            distributed_ring.KEPT_STATE_BYTES, _winners._AT_ONCE_BYTES = before
         for ours, gold in zip(rounds[0], gathered, strict=True):
             assert ours.dtype == gold.dtype
             assert _error(ours, gold) <= tolerance

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK, reference
+from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK, reference
 from pylate_fastmaxsim.ops.pooled import Pooling
 
 
@@ -21,3 +22,23 @@ def defined_scores(
             return reference.softmax_scores(queries, documents, temperature, candidates)
         case LogSumExp(temperature=temperature):
             return reference.log_sum_exp_scores(queries, documents, temperature, candidates)
+
+
+class PlainScores:
+    """A ``score_metric`` of somebody's own, in plain PyTorch on padded embeddings, with the settings of a metric."""
+
+    def __init__(self, metric: PooledScores) -> None:
+        self.metric = metric
+
+    def __call__(self, queries, documents, queries_mask=None, documents_mask=None) -> Tensor:
+        candidates = None
+        if self.metric.own_documents:
+            candidates = torch.arange(documents.shape[:2].numel()).view(documents.shape[:2])
+        batches = (
+            TokenBatch.from_padded(queries, queries_mask),
+            TokenBatch.from_padded(documents.flatten(0, 1), documents_mask.flatten(0, 1)),
+        )
+        scores = defined_scores(*batches, candidates, pooling=self.metric.pooling)
+        if not self.metric.length_normalize:
+            return scores
+        return scores / (queries.shape[1] if queries_mask is None else queries_mask.sum(1, keepdim=True))

@@ -13,6 +13,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import constant, not_known
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.ops.pooled import Max
 
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -21,8 +22,11 @@ class FallbackToHost(Exception):
     """Why the host's own function has to compute this, or has to raise for it."""
 
 
-def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
+def replaces(stock: Callable, host: str, pooled: bool = True) -> Callable[[Callable], Callable]:
     """Decorator: stand in for ``stock`` of ``host``, and call it where the fast function leaves the input to it.
+
+    ``pooled``: the fast function pools as ``enable(pooling=...)`` says. Stock takes the maximum, so that with another
+    pooling it is not called, and what the fast function leaves to it is a ValueError.
 
     The fast function is given the options in force and then the arguments of stock. A call may outlive ``disable()``,
     in another thread or by a reference to a method that was taken before; one that begins afterwards calls stock.
@@ -43,10 +47,16 @@ def replaces(stock: Callable, host: str) -> Callable[[Callable], Callable]:
                 return fast(in_force, *args, **kwargs)
             except FallbackToHost as error:
                 reason = error
+            if pooled and not isinstance(in_force.pooling, Max):
+                raise ValueError(
+                    f"{stock.__qualname__}: with enable(pooling={in_force.pooling}) this cannot be scored, because {host}'s "
+                    f"own code would have to, with the maximum: {reason}."
+                )
             result = stock(*args, **kwargs)
             log_once("%s is not accelerated (running %s's own): %s.", stock.__qualname__, host, reason)
             return result
 
+        replacement.pooled = pooled
         return replacement
 
     return decorate

@@ -33,10 +33,12 @@ from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unk
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
+from pylate_fastmaxsim.integrations.score_metric import PooledScores, per_query_token
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import Max, check_pooling, pooled_scores, state_bytes
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -98,6 +100,14 @@ def _reason_to_leave(loss: nn.Module, stock: Callable) -> str | None:
     metric = loss.score_metric
     if passing_tokens(loss) is not None:
         return None
+    if type(metric) is PooledScores:
+        if metric.own_documents != isinstance(loss, Distillation):
+            raise ValueError(
+                f"{type(loss).__name__}: its score_metric must have own_documents={not metric.own_documents}, got "
+                f"{metric!r}."
+            )
+        check_pooling(type(loss).__name__, metric.pooling)
+        return None
     if isinstance(loss, Distillation):
         is_default, scoring = metric is stock_scores.colbert_kd_scores, metric
     else:
@@ -121,14 +131,16 @@ def _reason_in_model(loss: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class _Scored:
-    """Documents in the order of their columns of scores, and which of them stock's masking gives a floor of 0.
+    """Documents in the order of their columns of scores, and how they are scored.
 
-    With XTR scores, also how many document tokens pass for each query token.
+    Of ``zero_floor`` are those that stock's masking gives a floor of 0. ``k`` is, with XTR scores, how many document
+    tokens pass for each query token.
     """
 
     documents: TokenBatch
     zero_floor: Tensor | None
     k: int | None
+    metric: PooledScores
     options: Options
 
 
@@ -256,7 +268,8 @@ def _losses_of_chunks(
     gathered = scored.documents.values
     leaf = gathered.detach().requires_grad_(with_backward)
     scored = replace(scored, documents=scored.documents.with_values(leaf))
-    at_once = queries_at_once(queries.shape[1], len(scored.documents), scored.documents.max_length)
+    kept = state_bytes(scored.metric.pooling, scored.documents.max_length, leaf.dtype)
+    at_once = queries_at_once(queries.shape[1], len(scored.documents), kept)
     losses, gradient = [], None
     for chunk in _chunks(self, len(queries), at_once):
         scores = _score(queries[chunk], None if queries_mask is None else queries_mask[chunk], scored)
@@ -354,20 +367,28 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
     order = torch.arange(len(documents), device=documents.device).view(len(columns), -1).t().reshape(-1)
     zero_floor = None
     k = passing_tokens(loss)
+    metric = loss.score_metric if type(loss.score_metric) is PooledScores else None
+    if k is not None and not isinstance(options.pooling, Max):
+        log_once("pooling=%s has no effect with XTR scores: they choose tokens in a way of their own.", options.pooling)
     # A masked token never passes in XTR scores, and a token that does not counts as 0 there.
-    if options.stock_masking or k is not None:
+    if (options.stock_masking and metric is None) or k is not None:
         skiplist = wrapper_attribute(loss.model, "skiplist")
         masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
-    return _Scored(documents.select(order), zero_floor, k, options)
+    return _Scored(documents.select(order), zero_floor, k, metric or PooledScores(options.pooling), options)
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
     batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
-    options = {"zero_floor": scored.zero_floor, "grad_filter": scored.options.grad_filter}
+    pooling, grad_filter = scored.metric.pooling, scored.options.grad_filter
     if scored.k is not None:
+        options = {"zero_floor": scored.zero_floor, "grad_filter": grad_filter}
         return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
-    return maxsim(batch, scored.documents, candidates, **options)
+    if isinstance(pooling, Max):
+        scores = maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor, grad_filter=grad_filter)
+    else:
+        scores = pooled_scores(batch, scored.documents, candidates, pooling=pooling, grad_filter=grad_filter)
+    return per_query_token(scores, batch) if scored.metric.length_normalize else scores
 
 
 def _in_ring(loss: nn.Module, options: Options) -> bool:
@@ -391,9 +412,15 @@ def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored
             queries_mask=queries_mask,
             zero_floor=scored.zero_floor,
             grad_filter=scored.options.grad_filter,
+            pooling=scored.metric.pooling,
         )
 
-    return _in_one_dtype(score, scored.documents)
+    scores = _in_one_dtype(score, scored.documents)
+    return (
+        per_query_token(scores, TokenBatch.from_padded(queries, queries_mask))
+        if scored.metric.length_normalize
+        else scores
+    )
 
 
 def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:

@@ -17,7 +17,9 @@ from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.score_metric import without_zeros
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import Max, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
 replaces = functools.partial(fallback.replaces, host="PyLate")
@@ -83,7 +85,7 @@ def colbert_scores_pairwise(options: Options, queries_embeddings, documents_embe
     queries, documents = _sequences(queries_embeddings), _sequences(documents_embeddings)
     check(queries.values, documents.values, 2, 2)
     pairs = torch.arange(min(len(queries), len(documents)), device=queries.device)
-    return maxsim(queries.select(pairs), documents, pairs[:, None]).squeeze(1)
+    return _pooled(options, queries.select(pairs), documents, pairs[:, None]).squeeze(1)
 
 
 @replaces(stock_rank.rerank)
@@ -118,7 +120,7 @@ def _rerank_one(options: Options, ids, query, documents: list, device) -> list[s
         # Stock pads every document with zeros to the longest and lets those compete.
         zero_floor = documents.lengths < documents.max_length
     with torch.no_grad():
-        scores = maxsim(query.unsqueeze(0), documents, zero_floor=zero_floor)[0]
+        scores = _pooled(options, TokenBatch.from_padded(query.unsqueeze(0)), documents, zero_floor=zero_floor)[0]
     scores, order = scores.sort(descending=True)
     return [
         stock_rank.RerankResult(id=ids[index], score=score)
@@ -147,9 +149,23 @@ def _score(options: Options, queries, documents, queries_mask, documents_mask, c
         documents = documents.flatten(0, 1)
     if queries_mask is not None:
         queries_mask = broadcast(queries_mask, queries)
-    return maxsim(
-        masked_batch(queries, queries_mask), masked_batch(documents, documents_mask), candidates, zero_floor=zero_floor
+    return _pooled(
+        options, masked_batch(queries, queries_mask), masked_batch(documents, documents_mask), candidates, zero_floor
     )
+
+
+def _pooled(
+    options: Options,
+    queries: TokenBatch,
+    documents: TokenBatch,
+    candidates: Tensor | None = None,
+    zero_floor: Tensor | None = None,
+) -> Tensor:
+    """Scores as ``enable(pooling=...)`` says; a ``zero_floor`` goes with the maximum only."""
+    if isinstance(options.pooling, Max):
+        return maxsim(queries, documents, candidates, zero_floor=zero_floor)
+    # A similarity of 0 to padding seldom is the largest, but it always is one of those that other poolings average.
+    return pooled_scores(without_zeros(queries), without_zeros(documents), candidates, pooling=options.pooling)
 
 
 def broadcast(mask, embeddings: Tensor) -> Tensor:

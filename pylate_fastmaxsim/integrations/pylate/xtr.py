@@ -31,14 +31,14 @@ def passing_tokens(loss: nn.Module) -> int | None:
     return metric.k if type(metric) is own and unknown_part(own.__call__, metric) is None else None
 
 
-@replaces(XTRScores.__call__)
+@replaces(XTRScores.__call__, pooled=False)
 def score_batch(
     _options: Options, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
 ):
     return _score(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask, own=False)
 
 
-@replaces(XTRKDScores.__call__)
+@replaces(XTRKDScores.__call__, pooled=False)
 def score_own_documents(
     _options: Options, self, queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None
 ):

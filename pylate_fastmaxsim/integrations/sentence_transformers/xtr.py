@@ -19,7 +19,7 @@ def patches() -> list[Patch]:
     return [Patch(stock_scores, "xtr_scores", batch_scores), Patch(stock_scores, "xtr_kd_scores", own_scores)]
 
 
-@replaces(stock_scores.xtr_scores)
+@replaces(stock_scores.xtr_scores, pooled=False)
 def batch_scores(
     options: Options,
     queries_embeddings,
@@ -32,7 +32,7 @@ def batch_scores(
     return _score(options, queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, own=False)
 
 
-@replaces(stock_scores.xtr_kd_scores)
+@replaces(stock_scores.xtr_kd_scores, pooled=False)
 def own_scores(
     options: Options,
     queries_embeddings,

@@ -1,4 +1,4 @@
-"""MaxSim against the documents of all ranks, passed round in a ring, so that no rank holds them all.
+"""Scores against the documents of all ranks, passed round in a ring, so that no rank holds them all.
 
 Each rank starts with its own shard of documents. It scores its queries against the shard at hand while the next one
 arrives from the previous rank, and passes it on. The backward goes round once more and sends the gradient of each shard
@@ -17,17 +17,17 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import ScoringOperands
-from pylate_fastmaxsim._winners import queries_at_once, winner_dtype
+from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops import maxsim as _maxsim  # noqa: F401  registers the operators
 from pylate_fastmaxsim.ops.distributed.layout import describe, rank_and_ranks
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import as_batch, prepared, recording
+from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, is_maximum, numbers_of, state_bytes
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Winners of all shards that are kept for the backward. Those of further shards are recomputed there, so that memory does
-# not grow with the number of ranks.
-KEPT_WINNER_BYTES = 2**30
+# State of all shards that is kept for the backward: winners, or what other poolings keep. That of further shards is
+# recomputed there, so that memory does not grow with the number of ranks.
+KEPT_STATE_BYTES = 2**30
 
 
 def ring_maxsim(
@@ -37,11 +37,12 @@ def ring_maxsim(
     queries_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
     grad_filter: GradFilter = None,
+    pooling: Pooling = Max(),
 ) -> Tensor:
     """Score this rank's queries against the documents of all ranks, holding two ranks' documents at a time.
 
     All ranks of the default process group must call it together, and its backward as well. Scores and gradients are
-    those of :func:`~pylate_fastmaxsim.maxsim` on the gathered documents: the gradient of a document is the sum over the
+    those of :func:`~pylate_fastmaxsim.pooled_scores` on the gathered documents: the gradient of a document is the sum over the
     queries of all ranks, in float32 (float64 for float64 vectors) and in a fixed order. Waits for the device once, for
     the number of tokens of each rank. Without a process group there is one rank.
 
@@ -55,9 +56,11 @@ def ring_maxsim(
     queries_mask
         Query tokens that count, ``[Nq, Lq]``, bool or 0/1. ``None``: all.
     zero_floor
-        As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none.
+        As in :func:`~pylate_fastmaxsim.maxsim`, ``[Nd]``, bool; on all ranks or on none, and with the maximum only.
     grad_filter
         As in :func:`~pylate_fastmaxsim.maxsim`; it sees the gradients of all documents of a query.
+    pooling
+        As in :func:`~pylate_fastmaxsim.pooled_scores`.
 
     Returns
     -------
@@ -68,7 +71,8 @@ def ring_maxsim(
     ------
     ValueError
         Shapes, dtypes or devices do not fit together, the ranks differ in the number of documents, in d, in dtype or in
-        whether there is a ``zero_floor``, or some ranks gather instead.
+        whether there is a ``zero_floor``, or some ranks gather instead. Or a ``zero_floor`` comes with another pooling
+        than the maximum.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -84,15 +88,18 @@ def ring_maxsim(
     tensor([[2., 2.]])
     """
     grad_filters.check(grad_filter, "ring_maxsim")
+    check_pooling("ring_maxsim", pooling)
+    if zero_floor is not None and not is_maximum(pooling):
+        raise ValueError(f"ring_maxsim: zero_floor goes with the maximum only, got pooling={pooling}.")
     require_tensor("ring_maxsim", "queries", queries, "[Nq, Lq, d]")
     documents = as_batch("ring_maxsim", "documents", documents, None)
     operands = prepared("ring_maxsim", queries, documents, None, queries_mask, None, zero_floor)
     differentiate = recording("ring_maxsim", operands)
     # Described as they are sent: autocast may be on in one rank alone.
     shards = _shards(documents.with_values(operands.d_values), zero_floor)
-    longest = max(shard.max_length for shard in shards)
-    chunks = _chunks(operands, queries_at_once(queries.shape[1], len(documents), longest))
-    scores = _Ring.apply(operands.q_values, operands.d_values, chunks, shards, differentiate)
+    most = max(shard.state_bytes(pooling, operands.q_values.dtype) for shard in shards)
+    chunks = _chunks(operands, queries_at_once(queries.shape[1], len(documents), most))
+    scores = _Ring.apply(operands.q_values, operands.d_values, chunks, shards, pooling, differentiate)
     return grad_filters.filtered(scores) if differentiate and grad_filter else scores
 
 
@@ -107,8 +114,9 @@ class _Shard:
     keep: Tensor
     zero_floor: Tensor | None
 
-    def winner_bytes(self, query_rows: int) -> int:
-        return len(self.starts) * query_rows * winner_dtype(self.max_length).itemsize
+    def state_bytes(self, pooling: Pooling, dtype: torch.dtype) -> int:
+        """What is kept for each query token and document."""
+        return state_bytes(pooling, self.max_length, dtype)
 
 
 @dataclass(frozen=True)
@@ -181,25 +189,25 @@ class _Ring(torch.autograd.Function):
     """Scores ``[Nq, ranks * Nd]`` of this rank's queries; every rank has to differentiate with the others."""
 
     @staticmethod
-    def forward(ctx, q_values, d_values, chunks, shards, differentiate):
+    def forward(ctx, q_values, d_values, chunks, shards, pooling, differentiate):
         count = len(shards[0].starts)
         num_queries = sum(len(chunk.starts) for chunk in chunks)
         scores = q_values.new_empty((num_queries, len(shards) * count), dtype=sum_dtype(q_values.dtype))
-        ctx.kept, kept, left = {}, [], KEPT_WINNER_BYTES
+        ctx.kept, kept, left = {}, [], KEPT_STATE_BYTES
         for owner, values in _go_round(d_values, shards):
-            size = shards[owner].winner_bytes(len(q_values))
+            size = count * len(q_values) * shards[owner].state_bytes(pooling, q_values.dtype)
             keeps = differentiate and size <= left
             if keeps:
                 ctx.kept[owner] = len(kept)
                 left -= size
             for chunk in chunks:
-                part, winners = _forward(q_values, chunk, values, shards[owner], keeps)
+                part, state = _forward(_operands(q_values, chunk, values, shards[owner]), pooling, keeps)
                 scores[chunk.queries, owner * count : (owner + 1) * count] = part
                 if keeps:
-                    kept.append(winners)
+                    kept.append(state)
             del values  # as the generator does, before the shard after the next one is allocated
         ctx.save_for_backward(q_values, d_values, *kept)
-        ctx.chunks, ctx.shards = chunks, shards
+        ctx.chunks, ctx.shards, ctx.pooling = chunks, shards, pooling
         return scores
 
     @staticmethod
@@ -225,10 +233,10 @@ class _Ring(torch.autograd.Function):
                 works = _pass_on(outgoing, grad_d, tag=1)
             count = len(shard.starts)
             part = grad_scores[:, owner * count : (owner + 1) * count]
-            winners = [None] * len(ctx.chunks)
+            states = [None] * len(ctx.chunks)
             if owner in ctx.kept:
-                winners = kept[ctx.kept[owner] :][: len(ctx.chunks)]
-            added = _gradients_of_shard(part, winners, q_values, ctx.chunks, values, shard, grad_q, need_d)
+                states = kept[ctx.kept[owner] :][: len(ctx.chunks)]
+            added = _gradients_of_shard(part, states, q_values, ctx.chunks, values, shard, ctx.pooling, grad_q, need_d)
             _finish(works)
             if need_d:
                 grad_d = added.to(exact) if grad_d is None else grad_d.add_(added)
@@ -242,28 +250,29 @@ class _Ring(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
 def _gradients_of_shard(
     grad_scores: Tensor,
-    winners: list[Tensor | None],
+    states: list[Tensor | None],
     q_values: Tensor,
     chunks: list[_Chunk],
     d_values: Tensor,
     shard: _Shard,
+    pooling: Pooling,
     grad_q: Tensor | None,
     need_d: bool,
 ) -> Tensor | None:
     """This rank's part of the gradient of a shard. The gradient of the queries is added to ``grad_q``."""
     grad_d = None
-    for chunk, kept in zip(chunks, winners, strict=True):
-        if kept is None:
-            _, kept = _forward(q_values, chunk, d_values, shard, want_winners=True)
+    for chunk, kept in zip(chunks, states, strict=True):
         operands = _operands(q_values, chunk, d_values, shard)
-        of_queries, of_documents = torch.ops.pylate_fastmaxsim.maxsim_backward(
-            grad_scores[chunk.queries].contiguous(), kept, *operands, grad_q is not None, need_d
-        )
+        if kept is None:
+            _, kept = _forward(operands, pooling, want_state=True)
+        needed = grad_q is not None, need_d
+        of_queries, of_documents = _backward(grad_scores[chunk.queries].contiguous(), kept, operands, pooling, *needed)
         if grad_q is not None:
             grad_q[chunk.rows] += of_queries
         if need_d:
@@ -282,5 +291,16 @@ def _operands(q_values: Tensor, chunk: _Chunk, d_values: Tensor, shard: _Shard) 
     )  # fmt: skip
 
 
-def _forward(q_values, chunk, d_values, shard, want_winners) -> tuple[Tensor, Tensor]:
-    return torch.ops.pylate_fastmaxsim.maxsim_forward(*_operands(q_values, chunk, d_values, shard), want_winners)
+def _forward(operands: ScoringOperands, pooling: Pooling, want_state: bool) -> tuple[Tensor, Tensor]:
+    if is_maximum(pooling):
+        return torch.ops.pylate_fastmaxsim.maxsim_forward(*operands, want_state)
+    return torch.ops.pylate_fastmaxsim.pooled_forward(*operands, *numbers_of(pooling), want_state)
+
+
+def _backward(
+    grad_scores: Tensor, state: Tensor, operands: ScoringOperands, pooling: Pooling, need_q: bool, need_d: bool
+) -> tuple[Tensor, Tensor]:
+    if is_maximum(pooling):
+        return torch.ops.pylate_fastmaxsim.maxsim_backward(grad_scores, state, *operands, need_q, need_d)
+    numbers = numbers_of(pooling)
+    return torch.ops.pylate_fastmaxsim.pooled_backward(grad_scores, state, *operands, *numbers, need_q, need_d)

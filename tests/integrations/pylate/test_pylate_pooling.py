@@ -1,0 +1,197 @@
+"""PyLate with another pooling than the maximum: losses and scores are those of the same pooling in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compared import assert_equal, batch_for, batch_of, mode_of, run
+from models import load_model, sentences
+from pooled_definitions import PlainScores, defined_scores
+from pylate import evaluation, losses, rank, scores
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim import LogSumExp, Max, PooledScores, Softmax, TokenBatch, TopK
+from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+
+POOLINGS = [TopK(4), Softmax(0.1), LogSumExp(0.1)]
+ALL = losses.Contrastive, losses.CachedContrastive, losses.Distillation
+
+
+@pytest.mark.parametrize("pooling", [Max(), *POOLINGS])
+@pytest.mark.parametrize("loss_class", ALL)
+def test_losses(encoder, packed, loss_class, pooling, caplog):
+    """With the metric, stock and without padding, and with the option; queries have lengths of their own."""
+    model = load_model(encoder("modernbert"), do_query_expansion=False).double()
+    batch, labels = batch_for(loss_class, model)
+    options = {"own_documents": loss_class is losses.Distillation}
+
+    def step(metric):
+        return run(loss_class(model, score_metric=metric), batch, labels)
+
+    metric = PooledScores(pooling, length_normalize=True, **options)
+    plain = step(PlainScores(metric))
+    assert_equal(step(metric), plain)
+    with pylate_fastmaxsim.enabled(stock_masking=True):
+        assert_equal(step(metric), plain)
+        assert mode_of(model) == "packed"
+    assert "not accelerated" not in caplog.text
+    if pooling != Max():
+        plain = step(PlainScores(PooledScores(pooling, **options)))
+        with pylate_fastmaxsim.enabled(pooling=pooling):
+            assert_equal(run(loss_class(model), batch, labels), plain)
+            # What is said with a metric counts more than what is said for all.
+            metric = PooledScores(Max(), **options)
+            ours = step(metric)
+        assert_equal(ours, step(PlainScores(metric)))
+
+
+def test_losses_in_groups_and_in_chunks(model, monkeypatch):
+    monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *_: 1)
+    metric = PooledScores(TopK(4))
+    loss_function, batch = losses.CachedContrastive(model, score_mini_batch_size=2), batch_of(model)
+    plain = run(losses.CachedContrastive(model, score_metric=PlainScores(metric)), batch)
+    with pylate_fastmaxsim.enabled(pooling=metric.pooling):
+        assert_equal(run(loss_function, batch), plain)
+        assert mode_of(model) == "grouped"
+
+
+def test_a_pooling_that_changes_while_training(model, packed):
+    metric = PooledScores(Softmax(1.0))
+    loss_function, batch = losses.Contrastive(model, score_metric=metric), batch_of(model)
+    pylate_fastmaxsim.enable()
+    for metric.pooling in (Softmax(1.0), Softmax(0.1), Max()):
+        ours = run(loss_function, batch)
+        assert_equal(ours, run(losses.Contrastive(model, score_metric=PlainScores(metric)), batch))
+    metric.pooling = 4
+    with pytest.raises(TypeError, match=r"^Contrastive: pooling must be Max\(\), .* got 4"):
+        run(loss_function, batch)
+
+
+@pytest.mark.parametrize("loss_class", ALL)
+def test_a_metric_for_other_losses_is_an_error(model, loss_class):
+    own = loss_class is losses.Distillation
+    batch, labels = batch_for(loss_class, model)
+    pylate_fastmaxsim.enable()
+    with pytest.raises(
+        ValueError, match=f"^{loss_class.__name__}: its score_metric must have own_documents={own}, got"
+    ):
+        run(loss_class(model, score_metric=PooledScores(TopK(4), own_documents=not own)), batch, labels)
+
+
+def test_a_loss_that_is_left_to_stock_pools_all_the_same(model, caplog):
+    class Subclass(losses.Contrastive):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    batch = batch_of(model)
+    plain = run(losses.Contrastive(model, score_metric=PlainScores(PooledScores(TopK(4)))), batch)
+    pylate_fastmaxsim.enable(pooling=TopK(4))
+    assert_equal(run(Subclass(model), batch), plain)
+
+
+def test_xtr_scores_stay_as_they_are(model, caplog):
+    loss_function, batch = losses.Contrastive(model, score_metric=scores.XTRScores(k=16)), batch_of(model)
+    with pylate_fastmaxsim.enabled():
+        expected = run(loss_function, batch)
+    pylate_fastmaxsim.enable(pooling=TopK(4))
+    for _ in range(2):
+        assert_equal(run(loss_function, batch), expected)
+    assert caplog.text.count("pooling=TopK(k=4) has no effect with XTR scores") == 1
+
+
+@pytest.fixture
+def embeddings():
+    """Two queries and three documents for each, as ``encode`` returns them: matrices of different lengths."""
+    torch.manual_seed(0)
+    return (
+        [torch.randn(length, 8) for length in (3, 5)],
+        [torch.randn(length, 8) for length in (1, 7, 4, 2, 9, 3)],
+    )
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_scores_of_embeddings_that_are_padded_with_zeros(embeddings, pooling):
+    batches = [TokenBatch.from_list(each) for each in embeddings]
+    queries, documents = (pad_sequence(each, batch_first=True) for each in embeddings)
+    expected = defined_scores(*batches, pooling=pooling)
+    own = expected.view(2, 2, 3)[range(2), range(2)]
+    pylate_fastmaxsim.enable(pooling=pooling)
+    for result, gold in (
+        (scores.colbert_scores(queries, documents), expected),
+        (scores.ColBERTScores()(queries, documents.unflatten(0, (2, 3))), expected),
+        (scores.colbert_kd_scores(queries, documents.unflatten(0, (2, 3))), own),
+        (scores.colbert_scores_pairwise(embeddings[0], embeddings[1][::3]), own[:, 0]),
+        (scores.colbert_scores_pairwise(queries, documents[::3]), own[:, 0]),
+    ):
+        torch.testing.assert_close(result, gold)
+    # A mask says what counts: here also the rows of zeros.
+    mask = torch.ones(documents.shape[:2])
+    padded = TokenBatch.from_padded(documents, mask)
+    torch.testing.assert_close(
+        scores.colbert_scores(queries, documents, documents_mask=mask),
+        defined_scores(batches[0], padded, pooling=pooling),
+    )
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_rerank(embeddings, pooling):
+    queries, documents = embeddings
+    own = defined_scores(*map(TokenBatch.from_list, embeddings), pooling=pooling).view(2, 2, 3)[range(2), range(2)]
+    ids = [[0, 1, 2], [3, 4, 5]]
+    with pylate_fastmaxsim.enabled(pooling=pooling):
+        results = rank.rerank(ids, queries, [documents[:3], documents[3:]])
+    for result, given, expected in zip(results, ids, own, strict=True):
+        best, order = expected.sort(descending=True)
+        assert [each["id"] for each in result] == [given[index] for index in order]
+        assert [each["score"] for each in result] == pytest.approx(best.tolist(), rel=1e-5)
+
+
+def test_evaluator(encoder):
+    """PyLate's evaluator pads embeddings with zeros and gives no mask."""
+    model = load_model(encoder("modernbert"))
+    model.eval()
+    queries, documents = sentences(4, longest=8), sentences(12, seed=1)
+    labels = torch.rand(4, 3)
+    evaluator = evaluation.ColBERTDistillationEvaluator(
+        queries, [documents[begin : begin + 3] for begin in range(0, 12, 3)], labels.tolist(), write_csv=False
+    )
+    with pylate_fastmaxsim.enabled(pooling=Softmax(0.1)):
+        ours = evaluator(model)["kl_divergence"]
+    encoded = [
+        TokenBatch.from_list(model.encode(texts, is_query=is_query, convert_to_numpy=False, show_progress_bar=False))
+        for texts, is_query in ((queries, True), (documents, False))
+    ]
+    expected = defined_scores(*encoded, torch.arange(12).view(4, 3), pooling=Softmax(0.1))
+    lowest, highest = expected.min(1, keepdim=True).values, expected.max(1, keepdim=True).values
+    student = F.log_softmax((expected - lowest) / (highest - lowest + 1e-8), dim=-1)
+    loss = F.kl_div(student, F.log_softmax(labels, dim=-1), reduction="batchmean", log_target=True)
+    assert ours == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_what_only_stock_could_score_is_an_error(model, monkeypatch):
+    queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    pylate_fastmaxsim.enable(pooling=TopK(4))
+    with pytest.raises(ValueError, match=r"colbert_scores: with enable\(pooling=TopK\(k=4\)\) .* maximum: .*'torch'"):
+        scores.colbert_scores(queries, documents, backend="torch")
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    with pytest.raises(
+        ValueError, match="with the maximum: the environment asks for it with PYLATE_SCORES_BACKEND=torch"
+    ):
+        run(losses.Contrastive(model), batch_of(model))
+
+
+def test_scores_that_are_not_known_code_refuse_another_pooling(monkeypatch):
+    stock = scores.ColBERTScores.__call__
+    monkeypatch.setattr(
+        scores.ColBERTScores, "__call__", lambda self, *args, **kwargs: 2 * stock(self, *args, **kwargs)
+    )
+    sentence = r"pooling=TopK\(k=4\) cannot be used: its scores would take the maximum. .*ColBERTScores.__call__ is not"
+    with pytest.raises(ValueError, match=sentence):
+        pylate_fastmaxsim.enable(pooling=TopK(4))
+    pylate_fastmaxsim.enable()
+    with pytest.raises(ValueError, match=sentence):
+        pylate_fastmaxsim.enable(pooling=TopK(4))
+    monkeypatch.undo()
+    pylate_fastmaxsim.enable(pooling=TopK(4))
