@@ -5,10 +5,10 @@
     python -m benchmarks.quality.pooling_cranfield --render-only                # only the table of the results
 
 all-MiniLM-L6-v2 with a projection to 128 dimensions, drawn from the seed, is trained on titles and texts of the collection
-by PyLate's contrastive loss with `enable(pooling=...)`, at PyLate's own temperature of 1. Nothing is trained on the judged
-queries, which rank the whole collection before and after: with the pooling of the training and with the maximum, in
-documents that are lengthened by token embeddings of documents that are relevant for no query, and in documents that carry
-injected tokens. Gradient concentration is that of the callback, on the first 64 training pairs.
+by PyLate's contrastive loss with `enable(pooling=...)`, in float32 and at PyLate's own temperature of 1. Nothing is trained
+on the judged queries. They rank the whole collection before and after: with the pooling of the training and with the
+maximum, in documents that are lengthened by token embeddings of documents that are relevant for no query, and in documents
+that carry injected tokens. Gradient concentration is that of the callback, on the first 64 training pairs.
 
 A cell is a pooling and a seed. It is written to the results file as soon as it is known; a finished one is not run again.
 """
@@ -47,6 +47,8 @@ POOLINGS: dict[str, Pooling] = {
     "log-sum-exp 0.1": LogSumExp(0.1),
 }
 PAIRS = 64  # of which gradient concentration is measured
+# Of injected tokens, whose cosine with a token of the query is about 1 / sqrt(1 + noise**2): 0.89 and 0.55.
+NOISES = (0.5, 1.5)
 SETTINGS = {
     "steps": 88,  # two epochs
     "batch_size": 32,
@@ -158,7 +160,6 @@ def train(model, pairs: dict[str, list[str]], pooling: Pooling, seed: int, setti
                 warmup_steps=settings["warmup_steps"],
                 batch_sampler="no_duplicates",
                 dataloader_drop_last=True,
-                bf16=model.device.type == "cuda",
                 use_cpu=model.device.type == "cpu",
                 logging_steps=1,
                 save_strategy="no",
@@ -202,7 +203,11 @@ def robustness(model, queries, documents, grades, pooling) -> dict[str, list[dic
     place_of = {document: place for place, document in enumerate(neutral.tolist())}
     longer = lengthened(documents, documents.select(neutral), own=[place_of.get(i) for i in range(len(documents))])
     lengths = length_sweep(queries, longer, grades, [*names])
-    injection = injection_sweep(queries, documents, grades, [*names])
+    injection = [
+        {"noise": noise, **row}
+        for noise in NOISES
+        for row in injection_sweep(queries, documents, grades, [*names], noise=noise)
+    ]
     return {
         name: [{**row, "pooling": names[row["pooling"]]} for row in rows]
         for name, rows in (("lengths", lengths), ("injection", injection))

@@ -23,10 +23,11 @@ QUALITY: dict[str, tuple[Value, int]] = {
 # Of each column, the sweep, the metric and the setting.
 ROBUSTNESS: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"x{times}": ("lengths", "ndcg@10", {"times": times}) for times in (1, 2, 4, 8)},
-    "25 targeted": ("injection", "ndcg@10", {"attack": "targeted", "tokens": 25}),
-    "their weight": ("injection", "injected_weight", {"attack": "targeted", "tokens": 25}),
-    "400 random": ("injection", "ndcg@10", {"attack": "random", "tokens": 400}),
-    "400 in all": ("injection", "ndcg@10", {"attack": "targeted, in all documents", "tokens": 400}),
+    "25 targeted": ("injection", "ndcg@10", {"attack": "targeted", "tokens": 25, "noise": 1.5}),
+    "their weight": ("injection", "injected_weight", {"attack": "targeted", "tokens": 25, "noise": 1.5}),
+    "25 closer": ("injection", "ndcg@10", {"attack": "targeted", "tokens": 25, "noise": 0.5}),
+    "400 random": ("injection", "ndcg@10", {"attack": "random", "tokens": 400, "noise": 1.5}),
+    "400 in all": ("injection", "ndcg@10", {"attack": "targeted, in all documents", "tokens": 400, "noise": 1.5}),
 }
 
 

@@ -81,6 +81,7 @@ def test_a_cell_trains_and_is_evaluated(collection, encoder, monkeypatch):
     assert first > second > 0
     # Before the training both have the same weights.
     assert cells["max/seed=1"]["before"]["own"] == cells["softmax 1.0/seed=1"]["before"]["max"]
+    assert cells["max/seed=1"]["losses"][0] != pytest.approx(cells["softmax 1.0/seed=1"]["losses"][0], rel=1e-3)
     lines = markdown(cells).splitlines()
     assert sum(line.startswith("| max |") for line in lines) == 2
     assert sum(line.startswith("| softmax 1.0 |") for line in lines) == 3
