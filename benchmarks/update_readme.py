@@ -16,6 +16,7 @@ from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.table import docs_table
+from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.training.lengths import cell_name as lengths_cell
@@ -287,6 +288,7 @@ def tables() -> dict[str, dict[str, str]]:
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
+        "docs/pooling_study.md": pooling_study_tables(results("pooling_study")),
         "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
     }
 

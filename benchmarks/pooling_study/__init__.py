@@ -1,0 +1,1 @@
+"""A synthetic study of pooling: concentration of gradients, long documents, injected tokens."""

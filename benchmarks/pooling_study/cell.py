@@ -1,0 +1,164 @@
+"""One cell of the study: an encoder trained with one pooling, and what is measured of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from benchmarks.pooling_study.concepts import Concepts, Pairs, generator
+from pylate_fastmaxsim import Max, Softmax, TopK, pooled_scores
+from pylate_fastmaxsim.diagnostics.gradient_concentration import gradient_concentration
+from pylate_fastmaxsim.ops.pooled import Pooling
+
+BATCH = 64
+WIDTH = 64
+LEARNING_RATE = 1e-3
+LENGTHS = (32, 64, 128, 256)
+PANEL_TOKENS = 64  # document tokens M of the cells whose gradients and injection are measured
+SWEEP_DIMENSION = 16
+KINDS = ("targeted", "random tokens", "random embeddings")  # of injected tokens
+INJECTED = (25, 50, 100, 200, 400)
+
+POOLINGS: dict[str, Pooling] = {"max": Max(), "top-4": TopK(4), "softmax": Softmax(1.0)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is trained: a pooling, documents of M tokens, d dimensions."""
+
+    pooling: str
+    tokens: int
+    dimension: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.pooling}/M={self.tokens}/d={self.dimension}/seed={self.seed}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is trained and measured: pairs (as many are held out), epochs, queries that get injected tokens."""
+
+    pairs: int = 512
+    epochs: int = 100
+    injected: int = 128
+
+
+class Encoder(nn.Sequential):
+    """Three layers, applied to each token ``[..., d]``; embeddings have length 1."""
+
+    def __init__(self, dimension: int) -> None:
+        wide = (nn.Linear(dimension, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        super().__init__(*wide, nn.Linear(WIDTH, dimension))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return normalize(super().forward(tokens), dim=-1)
+
+
+def batch_loss(scores: Tensor) -> Tensor:
+    """Cross-entropy of scores ``[N, N]`` of queries against the positives of all of them."""
+    return cross_entropy(scores, torch.arange(len(scores)))
+
+
+def concentration(encoder: Encoder, pairs: Pairs, pooling: Pooling) -> dict[str, float]:
+    """Gini coefficients by the published formula for the first batch: of the pairs' own scores, and of its loss."""
+    queries, documents = (encoder(part[:BATCH]).detach() for part in (pairs.queries, pairs.documents))
+    scores = pooled_scores(queries, documents, pooling=pooling).requires_grad_()
+    (of_loss,) = torch.autograd.grad(batch_loss(scores), scores)
+    own = torch.arange(len(queries))[:, None]
+    measured = {
+        "score": gradient_concentration(queries, documents, own, pooling=pooling),
+        "loss": gradient_concentration(queries, documents, pooling=pooling, loss_gradient=of_loss),
+    }
+    return {gradient: round(found.gini_uncorrected, 4) for gradient, found in measured.items()}
+
+
+@torch.no_grad()
+def recall(encoder: Encoder, pairs: Pairs, pooling: Pooling) -> float:
+    """Share of queries whose positive scores highest."""
+    best = pooled_scores(encoder(pairs.queries), encoder(pairs.documents), pooling=pooling).argmax(1)
+    return share((best == torch.arange(len(best))).tolist())
+
+
+@torch.no_grad()
+def injection(concepts: Concepts, encoder: Encoder, pairs: Pairs, pooling: Pooling, random: Generator) -> dict:
+    """Recall@1 with K tokens injected into documents, by their kind and K.
+
+    ``targeted``: near concepts of the query. ``random tokens``: random unit vectors, encoded. ``random embeddings``:
+    random unit vectors in place of embeddings. ``others`` is Recall@1 with the same tokens in every document but the
+    query's positive, ``all`` with them in every document. ``hijacked`` is the share of query tokens whose most similar
+    token of a document, other than the positive, is injected.
+    """
+    queries, documents = encoder(pairs.queries), encoder(pairs.documents)
+    count, _, dimension = documents.shape
+    clean = pooled_scores(queries, documents, pooling=pooling)
+    largest = torch.stack([torch.einsum("td,jmd->jtm", query, documents).amax(-1) for query in queries])
+
+    def tokens(kind: str, query: int, number: int) -> Tensor:
+        if kind == "targeted":
+            return encoder(concepts.aimed_at(pairs.wanted[query], number, random))
+        drawn = normalize(torch.randn(number, dimension, generator=random), dim=-1)
+        return encoder(drawn) if kind == "random tokens" else drawn
+
+    def measured(kind: str, number: int) -> dict[str, float]:
+        others, everywhere, hijacked = [], [], []
+        for query in range(count):
+            injected = tokens(kind, query, number)
+            longer = torch.cat([documents, injected.expand(count, -1, -1)], 1)
+            scores = pooled_scores(queries[query : query + 1], longer, pooling=pooling)[0]
+            everywhere.append(int(scores.argmax()) == query)
+            scores[query] = clean[query, query]
+            others.append(int(scores.argmax()) == query)
+            won = (queries[query] @ injected.T).amax(-1) > largest[query]
+            hijacked += [float(won[other].double().mean()) for other in range(count) if other != query]
+        return {"others": share(others), "all": share(everywhere), "hijacked": share(hijacked)}
+
+    result: dict = {kind: {str(number): measured(kind, number) for number in INJECTED} for kind in KINDS}
+    return {"none": share((clean.argmax(1) == torch.arange(count)).tolist()), **result}
+
+
+def share(values: list) -> float:
+    return round(mean(map(float, values)), 4)
+
+
+def measure(cell: Cell, size: Size) -> dict:
+    """Train and measure a cell, on one thread, so that results depend on the seed alone."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    pooling, panels = POOLINGS[cell.pooling], cell.tokens == PANEL_TOKENS
+    concepts = Concepts(cell.dimension, cell.seed)
+    training = concepts.pairs(size.pairs, cell.tokens, generator(cell.seed, 1))
+    held_out = concepts.pairs(size.pairs, cell.tokens, generator(cell.seed, 2))
+    torch.manual_seed(cell.seed)
+    encoder = Encoder(cell.dimension)
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=LEARNING_RATE)
+    gradients = []
+    for _ in range(size.epochs):
+        for rows in torch.randperm(size.pairs).split(BATCH):
+            queries, documents = encoder(training.queries[rows]), encoder(training.documents[rows])
+            loss = batch_loss(pooled_scores(queries, documents, pooling=pooling))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if panels:
+            gradients.append(concentration(encoder, training, pooling))
+    result: dict = {"loss": round(loss.item(), 4), "recall": {}}
+    if panels:
+        result["gini"] = {gradient: [epoch[gradient] for epoch in gradients] for gradient in ("score", "loss")}
+        result["injection"] = {}
+    sweep = LENGTHS if panels and cell.dimension == SWEEP_DIMENSION else (cell.tokens,)
+    for name, pairs in {"training": training, "held_out": held_out}.items():
+        result["recall"][name] = {
+            str(tokens): recall(encoder, concepts.of_length(pairs, tokens, generator(cell.seed, 3)), pooling)
+            for tokens in sweep
+        }
+        if panels:
+            few = pairs.first(size.injected)
+            result["injection"][name] = injection(concepts, encoder, few, pooling, generator(cell.seed, 4))
+    return {**result, "seconds": round(time.monotonic() - began, 1)}

@@ -1,0 +1,108 @@
+"""The synthetic study of pooling: its data, its checks, and the command on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from benchmarked import run_benchmark
+
+from benchmarks.pooling_study import run
+from benchmarks.pooling_study.cell import INJECTED, KINDS, LENGTHS, POOLINGS, Cell
+from benchmarks.pooling_study.checks import QUERIES, checks, not_reproduced
+from benchmarks.pooling_study.concepts import Concepts, generator
+from benchmarks.pooling_study.table import tables
+
+RECALL = {"max": (0.7, 0.4, 0.1, 0.02), "top-4": (0.5, 0.5, 0.2, 0.05), "softmax": (0.2, 0.2, 0.1, 0.03)}
+GINI = {"max": 0.78, "top-4": 0.45, "softmax": 0.18}
+
+
+@pytest.mark.parametrize("dimension", [16, 128])
+def test_positives_share_concepts_and_documents_of_other_lengths_too(dimension):
+    concepts = Concepts(dimension, seed=0)
+    pairs = concepts.pairs(200, 64, generator(0, 1))
+    nearest = (pairs.documents @ concepts.vectors.T).argmax(-1)
+    assert (nearest[:, :8] == pairs.wanted[:, :8]).double().mean() > 0.95
+    assert (nearest[:, 8:16] == pairs.wanted[:, 8:]).double().mean() < 0.05
+    # The noise is as long in 128 dimensions as in 16.
+    own = (pairs.queries * concepts.vectors[pairs.wanted]).sum(-1).mean()
+    assert own == pytest.approx(1 / (1 + 16 * 0.1**2) ** 0.5, abs=0.01)
+    for tokens in LENGTHS:
+        other = concepts.of_length(pairs, tokens, generator(0, 3)).documents
+        shared = min(tokens, 64)
+        assert other.shape == (200, tokens, dimension)
+        assert torch.equal(other[:, :shared], pairs.documents[:, :shared])
+
+
+@pytest.fixture
+def cells() -> dict:
+    """Results as published, of two seeds."""
+    found = {}
+    for cell in run.cells_of([0, 1]):
+        recall = dict(zip(map(str, LENGTHS), RECALL[cell.pooling], strict=True))
+        kinds = {kind: {str(k): {"others": 0.1, "all": 0.4, "hijacked": 0.5} for k in INJECTED} for kind in KINDS}
+        found[cell.name] = {
+            "cell": vars(cell),
+            "recall": dict.fromkeys(QUERIES, recall),
+            "gini": {"score": [GINI[cell.pooling]] * 3, "loss": [0.5] * 3},
+            "injection": dict.fromkeys(QUERIES, {"none": 0.5, **kinds}),
+        }
+    return copy.deepcopy(found)
+
+
+def failing(cells: dict) -> list[str]:
+    return [check["check"] for check in checks(cells) if check["held_to"] and not check["pass"]]
+
+
+def test_checks_hold_only_where_all_is_as_published(cells):
+    assert failing(cells) == []
+    assert [check["reading"] for check in checks(cells) if not check["pass"]] == ["gradient of the loss"] * 2
+    name = {pooling: Cell(pooling, 64, 16, seed=1).name for pooling in POOLINGS}
+    for pooling, key, place, value, broken in (
+        ("max", ("gini", "score"), -1, 0.65, "gini"),
+        ("top-4", ("gini", "score"), 0, 0.79, "order"),  # one epoch of one seed
+        ("max", ("recall", "training"), "256", 0.2, "crossing"),
+        ("softmax", ("recall", "training"), "64", 0.9, "lowest"),
+    ):
+        other = copy.deepcopy(cells)
+        other[name[pooling]][key[0]][key[1]][place] = value
+        assert failing(other) == [broken]
+
+
+def test_what_is_not_measured_yet_is_left_out(cells):
+    few = {name: cell for name, cell in cells.items() if "/M=64/d=16/" in name}
+    content = {"cells": few, "checks": checks(few), "not_reproduced": not_reproduced(few)}
+    assert len(content["checks"]) == 8 and len(checks(cells)) == 12
+    made = tables(content)
+    assert "| training queries | trained at each M | max | | 0.400 | | |" in made["pooling-recall-table"]
+    assert f"| targeted | all documents | max |{' |' * (len(INJECTED) + 2)}" in made["pooling-injection-table"]
+    assert tables({"cells": {}, "checks": [], "not_reproduced": []}).keys() == made.keys()
+
+
+def test_without_matplotlib_the_command_says_how_to_draw(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    run.show({"cells": {}, "checks": [], "not_reproduced": []}, tmp_path / "study.json")
+    assert "Draw them elsewhere with --figures-from study.json." in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.bench
+def test_the_command_measures_what_is_missing_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "study.json"
+    arguments = ("pooling_study.run", "--quick", "--results", str(target))
+    assert "top-4/M=64/d=128/seed=0" in run_benchmark(*arguments, "--workers", "2")
+    content = json.loads(target.read_text())
+    assert len(content["cells"]) == 15 and len(content["checks"]) == 12 and len(content["not_reproduced"]) == 4
+    for cell in content["cells"].values():
+        assert 0 <= cell["recall"]["held_out"][str(cell["cell"]["tokens"])] <= 1
+    figures = {f"study_{panel}.png" for panel in ("gini", "recall", "injection")}
+    assert {path.name for path in tmp_path.iterdir()} == {"study.json", *figures}
+    for name in figures:
+        (tmp_path / name).unlink()
+    again = run_benchmark(*arguments)
+    assert "seed=0" not in again and json.loads(target.read_text()) == content
+    assert run_benchmark("pooling_study.run", "--figures-from", str(target)) == again
+    assert {path.name for path in tmp_path.iterdir()} == {"study.json", *figures}
