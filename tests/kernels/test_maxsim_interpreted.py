@@ -13,7 +13,6 @@ from interpreter import interpreted, spread_out  # noqa: F401
 from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.maxsim import tiles as forward_tiles
-from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
 from pylate_fastmaxsim.kernels.winner_backward import tiles as backward_tiles
 
 pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
@@ -82,20 +81,6 @@ def test_half(generator, dtype, layout):
     check(queries, documents, torch.tensor([[2, 0], [1, 2], [0, 0]]) if layout == "candidates" else None)
 
 
-@pytest.mark.parametrize("candidates", [[[2, 0], [1, 3], [5, 4]], [[2, 0], [2, 2], [5, 0]]], ids=["once", "repeated"])
-@pytest.mark.parametrize(
-    "scanned, longest, gap",
-    [(0, 7, 1), (0, 20, 0), (2**13, 7, 0), (2**13, 20, 1)],
-    ids=["ordered-short", "ordered-long", "scanned-short", "scanned-long"],
-)
-def test_no_more_pairs_than_documents(generator, monkeypatch, scanned, candidates, longest, gap):
-    monkeypatch.setattr(winner_backward, "_SCANNED_PAIRS", scanned)
-    monkeypatch.setattr(winner_backward, "_BLOCK_SCAN", 4)
-    queries = ragged(generator, [4, longest, 1], 48, gap=gap)
-    documents = ragged(generator, [20, 3, 35, 0, 16, 9], 48, gap=gap)
-    check(queries, documents, torch.tensor(candidates))
-
-
 @pytest.mark.parametrize("layout, dim", [("all", 80), ("candidates", 16)])
 def test_queries_longer_than_a_tile(generator, layout, dim):
     queries = ragged(generator, [37, 2, 130], dim, keep=0.9)
@@ -113,22 +98,6 @@ def test_tiles_of_the_table(generator):
 def test_winner_types(generator, lengths):
     _, winners = check(ragged(generator, [3, 2], 16), ragged(generator, lengths, 16))
     assert winners.dtype == (torch.uint8 if max(lengths) <= 255 else torch.int16)
-
-
-@pytest.mark.parametrize("entries", [1, 100])
-def test_documents_are_bucketed_in_parts(generator, monkeypatch, entries):
-    monkeypatch.setattr(winner_backward, "_BUCKET_ENTRIES", entries)
-    check(ragged(generator, [9, 0, 16, 5], 16), ragged(generator, [20, 3, 0, 40, 17], 16))
-
-
-@pytest.mark.parametrize("comparisons", [0, 2**26], ids=["sorted", "quadratic"])
-def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparisons):
-    monkeypatch.setattr(winner_backward, "_QUADRATIC_ORDER", comparisons)
-    queries, documents = ragged(generator, [4, 20, 0, 1], 16), ragged(generator, [2, 30, 0, 19, 5], 16)
-    candidates = torch.tensor([[4, 1, 1], [1, 0, 4], [3, 3, 3], [1, 2, 4]])
-    check(queries, documents, candidates)
-    pairs, offsets = winner_backward._candidate_order(candidates, 5)
-    assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
 
 
 @pytest.mark.parametrize("layout, keep", [("all", None), ("candidates", 0.7)], ids=["all", "candidates masked"])
@@ -207,37 +176,6 @@ def test_nan_shows_and_stays_where_it_is_used(generator):
     queries.values[queries.starts[0] + 1] = torch.nan
     scores, _ = maxsim_kernels.forward(ScoringOperands.of(queries, masked), True, "highest", TILES)
     assert scores.isnan().tolist() == [[True] * 3, [False] * 3, [False] * 3]
-
-
-@pytest.mark.parametrize(
-    "candidates, longest, gap",
-    [(None, 16, 0), ([[0, 1], [1, 2]], 20, 1), ([[0], [1]], 16, 1), ([[0], [1]], 20, 0), ([[1, 0], [1, 1]], 16, 0)],
-    ids=["all", "shared", "once", "once longer than a block of rows", "repeated"],
-)
-def test_a_pair_of_gradient_zero_adds_nothing_that_is_not_finite(generator, candidates, gap, longest):
-    queries, documents = ragged(generator, [longest, 3], 16, gap=gap), ragged(generator, [20, 4, 3], 16, gap=gap)
-    candidates = None if candidates is None else torch.tensor(candidates)
-    queries.values[queries.starts[0] : queries.starts[0] + longest] = torch.nan
-    operands = ScoringOperands.of(queries, documents, candidates, None)
-    scores, winners = maxsim_kernels.forward(operands, True, "highest", TILES)
-    grad = torch.ones_like(scores)
-    grad[0] = 0.0
-    _, grad_d = maxsim_kernels.backward(grad, winners, operands, "highest", True, True, TILES)
-    assert grad_d.isfinite().all() and grad_d.any()
-    # NaN is not 0.
-    _, grad_d = maxsim_kernels.backward(grad * float("nan"), winners, operands, "highest", True, True, TILES)
-    assert grad_d.isnan().any()
-
-
-def test_only_one_gradient(generator):
-    queries, documents = ragged(generator, [3, 2], 16), ragged(generator, [20, 5], 16)
-    operands = ScoringOperands.of(queries, documents)
-    scores, winners = maxsim_kernels.forward(operands, True, "highest", TILES)
-    arguments = torch.ones_like(scores), winners, operands, "highest"
-    both = maxsim_kernels.backward(*arguments, True, True, TILES)
-    for side, needs in enumerate(((True, False), (False, True))):
-        gradients = maxsim_kernels.backward(*arguments, *needs, TILES)
-        assert torch.equal(gradients[side], both[side]) and gradients[1 - side].numel() == 0
 
 
 @pytest.mark.parametrize("q_lengths, d_lengths, slots", [([], [3], None), ([2], [], None), ([0], [0], None), ([2], [3], 0)])  # fmt: skip

@@ -36,7 +36,7 @@ NAMES = {
         d_offsets""",
     "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares bias scales shifts
         grad_weights grad_biases""",
-    "i32": """num_queries num_documents num_slots num_tiles num_rows num_chunks num_pairs first_document
+    "i32": """num_queries num_documents num_slots num_tiles num_rows num_entries num_chunks num_pairs first_document
         documents_per_program row_blocks tiles_per_document programs_per_document first_row num_groups rows_per_part
         num_parts slot_blocks capacity k q_head k_head v_head grad_head reach""",
 }
@@ -76,11 +76,11 @@ def blocks_of(tile) -> dict[str, int]:
 
 
 def compiled(
-    launcher: Launcher, arch: int, operand: str, options: dict, absent=(), winners=torch.uint8, **constants
+    launcher: Launcher, arch: int, operand: str, options: dict, absent=(), winners=torch.uint8, types=(), **constants
 ) -> tuple[str, int]:
     """PTX and shared memory of a kernel, called as launches call it; ``absent`` pointers are None."""
     kernel = launcher.kernel
-    types = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
+    types = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners]) | dict(types)
     types |= dict.fromkeys(VECTORS.split(), ELEMENT[operand])
     constants |= {"SENTINEL": no_winner(winners), "PRECISION": precision(operand)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -40,9 +40,15 @@ def _create_maximumf(self, a, b):
     return interpreter.TensorHandle(_one_nan(np.maximum(a.data, b.data)), a.dtype.scalar)
 
 
+_REDUCTIONS = {
+    "maximum_or_nan": lambda numbers, axis: _one_nan(np.max(numbers, axis=axis)),
+    "either": lambda numbers, axis: np.bitwise_or.reduce(numbers, axis=axis),
+}
+
+
 def _generic_reduce(self, inputs):
-    assert self.combine_fn.fn.__name__ == "maximum_or_nan"
-    return [self.to_tensor(_one_nan(np.max(tensor.handle.data, axis=self.axis)), tensor.dtype) for tensor in inputs]
+    reduce = _REDUCTIONS[self.combine_fn.fn.__name__]
+    return [self.to_tensor(reduce(tensor.handle.data, self.axis), tensor.dtype) for tensor in inputs]
 
 
 @triton.jit

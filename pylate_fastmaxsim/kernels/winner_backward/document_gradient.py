@@ -30,7 +30,7 @@ def _add_weighted_rows(total, here, weight, q_rows, PRECISION: tl.constexpr):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["first_document", "num_rows", "num_chunks", "tiles_per_document"])
+@triton.jit(do_not_specialize=["first_document", "num_entries", "num_chunks", "tiles_per_document"])
 def document_gradient_kernel(
     q_values,
     d_starts,
@@ -40,18 +40,20 @@ def document_gradient_kernel(
     begins,
     grad_d,
     first_document,
-    num_rows,
+    num_entries,
     num_chunks,
     tiles_per_document,
     DIM: tl.constexpr,
+    SETS: tl.constexpr,
     WRITE_ZEROS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradient of BLOCK_T tokens of one document from the rows that place_kernel put in their bucket.
+    """Gradient of BLOCK_T tokens of one document from the rows in their bucket, which has num_entries places a document.
 
+    place_kernel puts a row and a token there, place_sets_kernel (SETS) a row and a set of tokens.
     Tiles without a row are written only with WRITE_ZEROS; without it `grad_d` comes filled with zeros.
     """
     program = tl.program_id(0)
@@ -65,8 +67,8 @@ def document_gradient_kernel(
         begin = tl.load(begins)
         end = tl.load(begins + num_chunks)
         if WRITE_ZEROS or begin < end:
-            buckets += local * num_rows
-            weights += local * num_rows
+            buckets += local * num_entries
+            weights += local * num_entries
             token = first + tl.arange(0, BLOCK_T)
             out = grad_d + (tl.load(d_starts + document) + token)[:, None] * DIM
             for first_d in range(0, DIM, BLOCK_D):
@@ -78,11 +80,14 @@ def document_gradient_kernel(
                     listed = index < end
                     entry = tl.load(buckets + index, mask=listed, other=0)
                     weight = tl.load(weights + index, mask=listed, other=0.0)
-                    row = (entry // BLOCK_T).to(tl.int64)
+                    row = entry >> 32 if SETS else (entry // BLOCK_T).to(tl.int64)
                     q_rows = tl.load(
                         q_values + row[:, None] * DIM + column[None, :], mask=listed[:, None] & in_dim, other=0.0
                     )
-                    here = tl.arange(0, BLOCK_T)[:, None] == (entry % BLOCK_T)[None, :]
+                    if SETS:
+                        here = ((entry.to(tl.int32)[None, :] >> tl.arange(0, BLOCK_T)[:, None]) & 1) != 0
+                    else:
+                        here = tl.arange(0, BLOCK_T)[:, None] == (entry % BLOCK_T)[None, :]
                     total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
                 tl.store(out + column[None, :], total, mask=(token < length)[:, None] & in_dim)
 
@@ -98,6 +103,26 @@ def _naming(candidates, num_pairs, document, after, BLOCK_SCAN: tl.constexpr):
         first = tl.minimum(first, tl.min(tl.where(names, pair, 2147483647)))
         count += tl.sum(names.to(tl.int32))
     return first.to(tl.int64), count
+
+
+@triton.jit
+def _won_tokens(
+    winners,
+    in_query,
+    num_rows,
+    first_token,
+    RANKS: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Which of BLOCK_T tokens each row won, [token, row]; `winners` points to the first rank of each row."""
+    here = tl.zeros([BLOCK_T, BLOCK_R], tl.int1)
+    for rank in tl.static_range(RANKS):
+        winner = tl.load(winners + tl.cast(rank, tl.int64) * num_rows, mask=in_query, other=SENTINEL).to(tl.int32)
+        at = first_token + tl.arange(0, BLOCK_T)[:, None] == winner[None, :]
+        here = here | (at & (winner != SENTINEL)[None, :])
+    return here
 
 
 @Launcher
@@ -119,6 +144,7 @@ def candidate_document_gradient_kernel(
     num_rows,
     programs_per_document,
     DIM: tl.constexpr,
+    RANKS: tl.constexpr,
     SENTINEL: tl.constexpr,
     SHORT_QUERIES: tl.constexpr,
     WRITE_ZEROS: tl.constexpr,
@@ -134,8 +160,8 @@ def candidate_document_gradient_kernel(
     `pairs` is None, each program looks for them in `candidates`. Tokens without a gradient are written only with
     WRITE_ZEROS; without it `grad_d` comes filled with zeros.
 
-    A document has a program for each tile of BLOCK_T tokens, or one for all tiles. Where one short query names it, as in
-    distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; its other
+    A document has a program for each tile of BLOCK_T tokens, or one for all tiles. Where one short query with one winner a
+    row names it, as in distillation, its first program writes zeros everywhere and then the sums of the rows that share a token; its other
     programs do nothing.
     """
     program = tl.program_id(0)
@@ -206,14 +232,21 @@ def candidate_document_gradient_kernel(
                 for first_row in range(0, query_length, BLOCK_R):
                     offset = first_row + tl.arange(0, BLOCK_R)
                     row = start + offset
-                    winner = tl.load(
-                        winners + (pair % num_slots) * num_rows + row, mask=offset < query_length, other=SENTINEL
-                    ).to(tl.int32)
-                    won = (winner != SENTINEL) & (winner >= first_token) & (winner < first_token + BLOCK_T)
+                    if RANKS == 1:
+                        winner = tl.load(
+                            winners + (pair % num_slots) * num_rows + row, mask=offset < query_length, other=SENTINEL
+                        ).to(tl.int32)
+                        won = (winner != SENTINEL) & (winner >= first_token) & (winner < first_token + BLOCK_T)
+                    else:
+                        own = winners + (pair % num_slots) * RANKS * num_rows + row
+                        in_query = offset < query_length
+                        here = _won_tokens(own, in_query, num_rows, first_token, RANKS, SENTINEL, BLOCK_T, BLOCK_R)
+                        won = tl.max(here.to(tl.int32), axis=0) != 0
                     q_rows = tl.load(
                         q_values + row[:, None] * DIM + column[None, :], mask=won[:, None] & in_dim, other=0.0
                     )
-                    here = (first_token + tl.arange(0, BLOCK_T)[:, None] == winner[None, :]) & won[None, :]
+                    if RANKS == 1:
+                        here = (first_token + tl.arange(0, BLOCK_T)[:, None] == winner[None, :]) & won[None, :]
                     weight = tl.where(won, pair_weight, 0.0)
                     total = _add_weighted_rows(total, here, weight, q_rows, PRECISION)
             token = first_token + tl.arange(0, BLOCK_T)

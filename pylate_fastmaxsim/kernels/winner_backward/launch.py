@@ -5,7 +5,14 @@ from torch import Tensor
 
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner
-from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv
+from pylate_fastmaxsim.kernels.runtime.arch import (
+    ALL_REGISTERS,
+    INPUT_PRECISION,
+    architecture,
+    arithmetic,
+    cdiv,
+    next_power_of_2,
+)
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
 from pylate_fastmaxsim.kernels.winner_backward.candidate_order import candidate_order_kernel
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (
@@ -16,14 +23,18 @@ from pylate_fastmaxsim.kernels.winner_backward.query_gradient import query_gradi
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (
     FROM_TABLES,
     BackwardTiles,
+    QueryGradientTiles,
     candidate_gradient_tiles,
     document_gradient_tiles,
     query_gradient_tiles,
 )
 from pylate_fastmaxsim.kernels.winner_backward.winner_buckets import count_kernel, place_kernel, row_query_kernel
+from pylate_fastmaxsim.kernels.winner_backward.winner_sets import LONGEST_TILE, count_sets_kernel, place_sets_kernel
 
-# Query rows times documents that are bucketed at once: 32 MiB of entries and weights, and at most as much of counts.
+# Places of buckets at once: 32 MiB of entries and weights, 48 MiB where entries are sets, and seldom as much of counts.
 _BUCKET_ENTRIES = 2**22
+# Winners that a program of the counting sort of sets holds.
+_WINNERS_AT_ONCE = 2**12
 # Up to so many comparisons the quadratic sort of candidates is faster than the launches of a library's sort.
 _QUADRATIC_ORDER = 2**26
 # Up to so many candidates each document's program reads all of them, which is faster than sorting them first.
@@ -42,7 +53,9 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values``; an empty tensor for one that is not needed.
 
-    Masks and floor play no part: the rows that they exclude have no winner.
+    Every score is the sum of the products of its query rows with their winners. These are positions of tokens in their
+    document, or ``no_winner`` of their dtype: ``[P, Tq]``, or contiguous ``[P, K, Tq]`` with K winners of each row, which
+    are K different tokens. Masks and floor play no part: the rows that they exclude have no winner.
     """
     operands = contiguous(operands)
     q_values, d_values = operands.q_values, operands.d_values
@@ -78,6 +91,19 @@ def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
     return make(values, memory_format=torch.contiguous_format)
 
 
+def _ranks(winners: Tensor) -> int:
+    return 1 if winners.dim() == 2 else winners.shape[1]
+
+
+def in_flight(tile: QueryGradientTiles, ranks: int) -> dict[str, int]:
+    """Constants of the query gradient: of how many slots and ranks it loads winners and vectors at a time."""
+    return {
+        "RANKS": ranks,
+        "RANKS_AT_ONCE": cdiv(ranks, cdiv(ranks, tile.unroll)),
+        "UNROLL": max(1, tile.unroll // ranks),
+    }
+
+
 def _query_gradient(
     grad_scores: Tensor,
     winners: Tensor,
@@ -92,6 +118,7 @@ def _query_gradient(
     kind = arithmetic(d_values.dtype, precision)
     tile = tiles.query_gradient or query_gradient_tiles(architecture(d_values.device), kind, dim)
     row_blocks = cdiv(operands.max_q_length, tile.block_rows)
+    ranks = _ranks(winners)
     query_gradient_kernel[(operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))](
         grad_scores,
         winners,
@@ -103,14 +130,15 @@ def _query_gradient(
         grad_q,
         row_query,
         grad_scores.shape[1],
-        winners.shape[1],
+        winners.shape[-1],
         row_blocks,
         DIM=dim,
         SENTINEL=no_winner(winners.dtype),
         BLOCK_ROWS=tile.block_rows,
         BLOCK_D=tile.block_d,
-        UNROLL=tile.unroll,
+        **in_flight(tile, ranks),
         num_warps=tile.num_warps,
+        maxnreg=None if ranks == 1 else ALL_REGISTERS,
     )
 
 
@@ -128,30 +156,38 @@ def _document_gradient(
     kind = arithmetic(q_values.dtype, precision)
     tile = tiles.document_gradient or document_gradient_tiles(architecture(q_values.device), kind, dim)
     device = q_values.device
+    ranks = _ranks(winners)
+    block_t, block_scan = tile.block_t, tile.block_scan
+    if ranks > 1:
+        block_t = min(block_t, LONGEST_TILE)
+        block_scan = min(block_scan, _WINNERS_AT_ONCE // next_power_of_2(ranks))
     num_documents = d_starts.shape[0]
-    tiles_per_document = cdiv(operands.max_d_length, tile.block_t)
-    num_chunks = cdiv(num_rows, tile.block_scan)
-    # Buckets hold an entry and a weight for each row and document, and a count and its prefix sum for each tile and
+    tiles_per_document = cdiv(operands.max_d_length, block_t)
+    num_chunks = cdiv(num_rows, block_scan)
+    # A row has one place for each tile that it may have won in.
+    num_entries = num_rows * min(ranks, tiles_per_document)
+    # Buckets hold an entry and a weight for each place and document, and a count and its prefix sum for each tile and
     # chunk. Taking some documents at a time bounds that.
-    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_rows, tiles_per_document * num_chunks)))
-    entry_dtype = torch.int32 if num_rows * tile.block_t <= 2**31 else torch.int64
-    counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=torch.int32, device=device)
-    buckets = torch.empty((at_once, num_rows), dtype=entry_dtype, device=device)
-    weights = torch.empty((at_once, num_rows), dtype=torch.float32, device=device)
+    at_once = max(1, min(num_documents, _BUCKET_ENTRIES // max(num_entries, tiles_per_document * num_chunks)))
+    entry_dtype = torch.int32 if ranks == 1 and num_rows * block_t <= 2**31 else torch.int64
+    count_dtype = torch.int32 if num_entries < 2**31 else torch.int64
+    counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=count_dtype, device=device)
+    buckets = torch.empty((at_once, num_entries), dtype=entry_dtype, device=device)
+    weights = torch.empty((at_once, num_entries), dtype=torch.float32, device=device)
+    count, place = count_kernel, place_kernel
+    options = {"SENTINEL": no_winner(winners.dtype), "BLOCK_T": block_t, "BLOCK_SCAN": block_scan}
+    if ranks > 1:
+        count, place = count_sets_kernel, place_sets_kernel
+        options |= {"RANKS": ranks, "BLOCK_RANKS": next_power_of_2(ranks)}
     for first_document in range(0, num_documents, at_once):
-        count = min(at_once, num_documents - first_document)
-        sizes = (first_document, num_documents, num_rows, num_chunks, tiles_per_document)
-        options = {
-            "SENTINEL": no_winner(winners.dtype),
-            "BLOCK_T": tile.block_t,
-            "BLOCK_SCAN": tile.block_scan,
-            "num_warps": tile.scan_warps,
-        }
-        grid = (count * num_chunks,)
-        count_kernel[grid](grad_scores, winners, row_query, d_lengths, counts, *sizes, **options)
-        begins = torch.cumsum(counts, dim=1, dtype=torch.int32)
-        place_kernel[grid](grad_scores, winners, row_query, d_lengths, begins, buckets, weights, *sizes, **options)
-        document_gradient_kernel[(count * tiles_per_document,)](
+        here = min(at_once, num_documents - first_document)
+        grid = (here * num_chunks,)
+        given = grad_scores, winners, row_query, d_lengths
+        sizes = first_document, num_documents, num_rows, num_chunks, tiles_per_document
+        count[grid](*given, counts, *sizes, **options, num_warps=tile.scan_warps)
+        begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
+        place[grid](*given, begins, buckets, weights, *sizes, **options, num_warps=tile.scan_warps)
+        document_gradient_kernel[(here * tiles_per_document,)](
             q_values,
             d_starts,
             d_lengths,
@@ -160,13 +196,14 @@ def _document_gradient(
             begins,
             grad_d,
             first_document,
-            num_rows,
+            num_entries,
             num_chunks,
             tiles_per_document,
             DIM=dim,
+            SETS=ranks > 1,
             WRITE_ZEROS=operands.d_gapless,
             PRECISION=INPUT_PRECISION[precision],
-            BLOCK_T=tile.block_t,
+            BLOCK_T=block_t,
             BLOCK_R=tile.block_r,
             BLOCK_D=tile.block_d,
             num_warps=tile.num_warps,
@@ -188,7 +225,8 @@ def _candidate_document_gradient(
     tile = tiles.candidate_gradient or candidate_gradient_tiles(architecture(q_values.device), kind, dim)
     num_documents = operands.d_starts.shape[0]
     num_pairs = candidates.numel()
-    short_queries = operands.max_q_length <= tile.block_r
+    ranks = _ranks(winners)
+    short_queries = ranks == 1 and operands.max_q_length <= tile.block_r
     # In distillation each document is the candidate of one query: one program does all its tiles, and programs for the
     # other tiles would find nothing to do.
     alone = short_queries and num_pairs <= num_documents
@@ -214,6 +252,7 @@ def _candidate_document_gradient(
         num_rows,
         programs_per_document,
         DIM=dim,
+        RANKS=ranks,
         SENTINEL=no_winner(winners.dtype),
         SHORT_QUERIES=short_queries,
         WRITE_ZEROS=operands.d_gapless,
@@ -224,7 +263,7 @@ def _candidate_document_gradient(
         BLOCK_SCAN=_BLOCK_SCAN,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
+        maxnreg=tile.max_registers if ranks == 1 else ALL_REGISTERS,
     )
 
 

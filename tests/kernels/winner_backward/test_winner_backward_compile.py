@@ -7,11 +7,13 @@ pytest.importorskip("triton")
 
 from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
+from pylate_fastmaxsim.kernels.runtime.arch import ALL_REGISTERS, next_power_of_2  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.candidate_order import candidate_order_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.document_gradient import (  # noqa: E402
     candidate_document_gradient_kernel,
     document_gradient_kernel,
 )
+from pylate_fastmaxsim.kernels.winner_backward.launch import in_flight  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.query_gradient import query_gradient_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.winner_backward.tiles import (  # noqa: E402
     candidate_gradient_tiles,
@@ -23,46 +25,60 @@ from pylate_fastmaxsim.kernels.winner_backward.winner_buckets import (  # noqa: 
     place_kernel,
     row_query_kernel,
 )
+from pylate_fastmaxsim.kernels.winner_backward.winner_sets import count_sets_kernel, place_sets_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
-EVERYWHERE = (("bf16", 128), ("bf16x6", 128))
-CASES = [*EVERYWHERE, ("bf16", 96), ("bf16", 256), ("bf16", 768), ("fp16", 128)]
-CASES += [("bf16x6", 100), ("bf16x6", 768), ("bf16x3", 128), ("tf32", 128)]
+# Element, size of a vector, winners of a row and document.
+EVERYWHERE = (("bf16", 128, 1), ("bf16x6", 128, 1), ("bf16", 128, 4), ("bf16x6", 128, 4))
+CASES = [*EVERYWHERE, ("bf16", 96, 1), ("bf16", 256, 1), ("bf16", 768, 1), ("fp16", 128, 1)]
+CASES += [("bf16x6", 100, 1), ("bf16x6", 768, 1), ("bf16x3", 128, 1), ("tf32", 128, 1)]
+CASES += [("bf16", 768, 4), ("fp16", 128, 4), ("bf16", 128, 64)]
 
 
-@pytest.mark.parametrize("arch, operand, dim", points([*EVERYWHERE, ("bf16", 768)], EVERYWHERE))
-def test_query_gradient(arch, operand, dim, tmp_path):
+def all_registers(ranks):
+    return {} if ranks == 1 else {"maxnreg": ALL_REGISTERS}
+
+
+@pytest.mark.parametrize(
+    "arch, operand, dim, ranks", points([*EVERYWHERE, ("bf16", 768, 1), ("bf16", 128, 64)], EVERYWHERE)
+)
+def test_query_gradient(arch, operand, dim, ranks, tmp_path):
     tile = query_gradient_tiles(arch, kind(operand), dim)
+    constants = {"DIM": dim, **blocks_of(tile), **in_flight(tile, ranks)}
+    options = options_of(tile) | all_registers(ranks)
     # With all documents it writes the query of each row for the document gradient.
     for absent in (("candidates",), ("row_query",)) if arch == 90 else (("candidates",),):
-        kernel = compiled(query_gradient_kernel, arch, operand, options_of(tile), absent, DIM=dim, **blocks_of(tile))
+        kernel = compiled(query_gradient_kernel, arch, operand, options, absent, **constants)
         check(arch, operand, *kernel, tmp_path)
 
 
-@pytest.mark.parametrize("arch, operand, dim", points(CASES, EVERYWHERE))
-def test_document_gradient(arch, operand, dim, tmp_path):
+@pytest.mark.parametrize("arch, operand, dim, ranks", points(CASES, EVERYWHERE))
+def test_document_gradient(arch, operand, dim, ranks, tmp_path):
     tile = document_gradient_tiles(arch, kind(operand), dim)
-    constants = {"DIM": dim, "WRITE_ZEROS": False, **blocks_of(tile)}
-    check(arch, operand, *compiled(document_gradient_kernel, arch, operand, options_of(tile), **constants), tmp_path)
+    constants = {"DIM": dim, "SETS": ranks > 1, "WRITE_ZEROS": False, **blocks_of(tile)}
+    types = {"buckets": "*i64"} if ranks > 1 else {}
+    kernel = compiled(document_gradient_kernel, arch, operand, options_of(tile), types=types, **constants)
+    check(arch, operand, *kernel, tmp_path)
 
 
-def compile_candidates(arch, operand, dim, directory, absent=(), write_zeros=False):
+def compile_candidates(arch, operand, dim, ranks, directory, absent=(), write_zeros=False):
     tile = candidate_gradient_tiles(arch, kind(operand), dim)
-    constants = {"DIM": dim, "SHORT_QUERIES": True, "WRITE_ZEROS": write_zeros, "BLOCK_SCAN": 2048, **blocks_of(tile)}
-    options = options_of(tile)
+    constants = {"DIM": dim, "RANKS": ranks, "SHORT_QUERIES": ranks == 1, "WRITE_ZEROS": write_zeros}
+    constants |= {"BLOCK_SCAN": 2048, **blocks_of(tile)}
+    options = options_of(tile) | all_registers(ranks)
     kernel = compiled(candidate_document_gradient_kernel, arch, operand, options, absent, **constants)
     check(arch, operand, *kernel, directory)
 
 
-@pytest.mark.parametrize("arch, operand, dim", points(CASES, EVERYWHERE))
-def test_candidate_document_gradient(arch, operand, dim, tmp_path):
-    compile_candidates(arch, operand, dim, tmp_path)
+@pytest.mark.parametrize("arch, operand, dim, ranks", points(CASES, EVERYWHERE))
+def test_candidate_document_gradient(arch, operand, dim, ranks, tmp_path):
+    compile_candidates(arch, operand, dim, ranks, tmp_path)
 
 
-@pytest.mark.parametrize("operand, dim", EVERYWHERE)
-def test_candidate_document_gradient_that_looks_for_its_pairs(operand, dim, tmp_path):
-    compile_candidates(90, operand, dim, tmp_path, ("pairs", "pair_offsets"), write_zeros=True)
+@pytest.mark.parametrize("operand", ["bf16", "bf16x6"])
+def test_candidate_document_gradient_that_looks_for_its_pairs(operand, tmp_path):
+    compile_candidates(90, operand, 128, 1, tmp_path, ("pairs", "pair_offsets"), write_zeros=True)
 
 
 @pytest.mark.smoke
@@ -73,6 +89,17 @@ def test_buckets(arch, winners, tmp_path):
     for kernel in (count_kernel, place_kernel):
         scan = compiled(kernel, arch, "bf16", {"num_warps": tile.scan_warps}, winners=winners, **sizes)
         check(arch, "bf16", *scan, tmp_path)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("arch, winners, ranks", [(90, torch.int16, 4), (80, torch.uint8, 7), (90, torch.int16, 64)])
+def test_sets(arch, winners, ranks, tmp_path):
+    tile = document_gradient_tiles(arch, "half", 128)
+    padded = next_power_of_2(ranks)
+    sizes = {"RANKS": ranks, "BLOCK_RANKS": padded, "BLOCK_T": tile.block_t, "BLOCK_SCAN": min(1024, 4096 // padded)}
+    for kernel in (count_sets_kernel, place_sets_kernel):
+        options, types = {"num_warps": tile.scan_warps}, {"buckets": "*i64"}
+        check(arch, "bf16", *compiled(kernel, arch, "bf16", options, winners=winners, types=types, **sizes), tmp_path)
 
 
 @pytest.mark.smoke
