@@ -131,6 +131,8 @@ def without_zeros(batch: TokenBatch) -> TokenBatch:
 
 def _tokens(name: str, embeddings: Embeddings, mask: Tensor | None) -> TokenBatch:
     """Padded embeddings ``[N, L, d]``, or matrices in a list; ``name`` is theirs in errors."""
+    if getattr(embeddings, "ndim", 3) == 2:
+        embeddings = [embeddings]  # of one text, as Sentence Transformers' reranking evaluator has it
     if isinstance(embeddings, (list, tuple, np.ndarray)):
         embeddings = TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
     return without_zeros(as_batch("PooledScores", name, embeddings, mask))

@@ -7,7 +7,7 @@ Of equal maxima the first takes the whole gradient, where ``amax`` divides it am
 row of zeros gets there, which the model multiplies by 0, is 0 here.
 
 In the sum of exponentials of ``use_smooth_max`` rows of zeros take part, each as ``exp(0)``, in queries and documents.
-There they are computed like any other row.
+There they are computed like any other row. With another pooling of ``enable()`` than the maximum they are left out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import (
     FallbackToHost,
@@ -36,12 +37,14 @@ from pylate_fastmaxsim.integrations.patching.fallback import (
 )
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import LogSumExp, pooled_scores
+from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
 _replaces = partial(replaces, host="colpali-engine")
 # By which losses make a score of similarities, as they came.
 _AGGREGATION = {name: getattr(stock_losses.ColbertModule, name) for name in ("_aggregate", "_smooth_max")}
+
+_OWN_POOLING = "use_smooth_max=True of a loss counts before the pooling of enable(); leave one of them out."
 
 
 def patches() -> list[Patch]:
@@ -134,7 +137,7 @@ def pairwise_negative_ce(options: Options, self: nn.Module, *args, **kwargs) -> 
 
 @_replaces(BaseVisualRetrieverProcessor.score_multi_vector)
 def score_multi_vector(
-    _options: Options,
+    options: Options,
     qs: Tensor | Sequence[Tensor],
     ps: Tensor | Sequence[Tensor],
     batch_size: int = 128,
@@ -147,14 +150,14 @@ def score_multi_vector(
     padded = [_padded(qs[begin : begin + batch_size], device) for begin in range(0, len(qs), batch_size)]
     for some in padded:
         check(some, padded[0], 3, 3)
-    queries = [_live(some).tokens for some in padded]
+    queries = [_live(some) for some in padded]
     columns = []
     for begin in range(0, len(ps), batch_size):
         # Stock pads the pages of such a batch to the longest; the shorter ones then hold rows of zeros.
         pages = _padded(ps[begin : begin + batch_size], device)
         _check(padded[0], pages, 3)
         passages = _live(pages)
-        columns.append(torch.cat([maxsim(some, passages.tokens, zero_floor=passages.has_zeros) for some in queries]))
+        columns.append(torch.cat([_score(options, some, passages) for some in queries]))
     return torch.cat([column.cpu() for column in columns], dim=1).float()
 
 
@@ -187,18 +190,17 @@ def _live(embeddings: Tensor) -> _Live:
 
 
 def _score(options: Options, queries: _Live, documents: _Live, candidates: Tensor | None = None) -> Tensor:
-    return maxsim(
-        queries.tokens,
-        documents.tokens,
-        candidates,
-        zero_floor=documents.has_zeros,
-        grad_filter=options.grad_filter,
-    )
+    given = queries.tokens, documents.tokens, candidates
+    if isinstance(options.pooling, Max):
+        return maxsim(*given, zero_floor=documents.has_zeros, grad_filter=options.grad_filter)
+    return pooled_scores(*given, pooling=options.pooling, grad_filter=options.grad_filter)
 
 
 def _smooth_score(
     options: Options, loss: nn.Module, queries: Tensor, documents: Tensor, candidates: Tensor | None = None
 ) -> Tensor:
+    if not isinstance(options.pooling, Max):
+        log_once(_OWN_POOLING)
     pooling = LogSumExp(loss.tau)
     return pooled_scores(queries, documents, candidates, pooling=pooling, grad_filter=options.grad_filter)
 

@@ -30,6 +30,7 @@ from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
 
 Found = TypeVar("Found")
 
@@ -125,6 +126,7 @@ def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
             return _stock_embed(self, *args, **kwargs)
     if state is not None or current_options() is None:
         return _stock_embed(self, *args, **kwargs)
+    sentence_transformers_joint.check_metric(self)
     first = _First(autocast_in_force(tensors[0].device.type), writes)
     with setting(_pass, _Pass(first.found)):
         *embedded, state = _stock_embed(self, *args, **kwargs)

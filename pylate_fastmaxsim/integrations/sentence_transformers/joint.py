@@ -30,6 +30,7 @@ from pylate_fastmaxsim.integrations.models.wrappers import layers_of_wrapping
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.score_metric import PooledScores
 
 Features = dict[str, Tensor]
 
@@ -131,7 +132,22 @@ def patches() -> list[Patch]:
     return [Patch(loss, "forward", _noting(detached(loss.forward))) for loss in _LOSSES]
 
 
-_LOSSES = (MultiVectorMultipleNegativesRankingLoss, MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss)
+_OF_OWN_DOCUMENTS = (MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss)
+_LOSSES = (MultiVectorMultipleNegativesRankingLoss, *_OF_OWN_DOCUMENTS)
+
+
+def check_metric(loss: nn.Module) -> None:
+    """Raise ValueError where a loss has :class:`PooledScores` that score other documents than it takes.
+
+    A margin of scores against all documents would be broadcast, and give a loss that means nothing.
+    """
+    metric, own = loss.similarity_fct, isinstance(loss, _OF_OWN_DOCUMENTS)
+    if isinstance(metric, PooledScores) and metric.own_documents != own:
+        documents = "its own documents" if own else "all documents of the batch"
+        raise ValueError(
+            f"{type(loss).__name__} scores each query against {documents}, so its similarity_fct must be "
+            f"PooledScores(..., own_documents={own}), got {metric}."
+        )
 
 
 def _noting(stock: Callable) -> Callable:
@@ -141,6 +157,7 @@ def _noting(stock: Callable) -> Callable:
     def forward(self: nn.Module, sentence_features: Iterable[Features], *args, **kwargs) -> Tensor:
         if torch.compiler.is_compiling() or current_options() is None:
             return stock(self, sentence_features, *args, **kwargs)
+        check_metric(self)
         columns = list(sentence_features)
         with setting(_batch, Batch(self, columns)):
             return stock(self, columns, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""MaxSim of Sentence Transformers without a similarity tensor: what its losses, evaluators and models score with."""
+"""Scores of Sentence Transformers without a similarity tensor: those of its losses, evaluators and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
 replaces = partial(fallback.replaces, host="Sentence Transformers")
@@ -39,6 +39,8 @@ def patches() -> list[Patch]:
 def all_pairs(
     options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
 ) -> Tensor:
+    if len(a) == 0 or len(b) == 0:
+        return all_pairs.__wrapped__(a, b, a_mask, b_mask, device=device)
     queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
     _check_device(documents, device)
     return _score(options, queries, documents, _counts(a, a_mask) if length_normalize else None)
@@ -48,6 +50,8 @@ def all_pairs(
 def pairs(
     options: Options, a, b, a_mask=None, b_mask=None, chunk_elements=None, length_normalize=False, device=None
 ) -> Tensor:
+    if len(a) == 0 or len(b) == 0:
+        return pairs.__wrapped__(a, b, a_mask, b_mask, device=device)
     queries, documents = _side(a, a_mask, of_queries=True), _side(b, b_mask)
     _check_device(documents, device)
     if len(queries) != len(documents):
@@ -112,7 +116,9 @@ def _score(
 ) -> Tensor:
     """``counts``: the number of tokens of each query, for the mean over them."""
     check(queries.values, documents.values, 2, 2)
-    scores = maxsim(queries, documents, candidates, grad_filter=options.grad_filter).float()
+    scores = pooled_scores(
+        queries, documents, candidates, pooling=options.pooling, grad_filter=options.grad_filter
+    ).float()
     empty = documents.lengths == 0
     scores = _fill_empty_document_scores(scores, empty if candidates is None else empty[candidates])
     return scores if counts is None else scores / counts.to(scores)[:, None]
@@ -144,8 +150,6 @@ def _side(embeddings, mask, of_queries: bool = False) -> TokenBatch:
 
 
 def _listed(sequences: list[Tensor]) -> TokenBatch:
-    if not sequences:
-        raise FallbackToHost("there are no queries or no documents")
     first = sequences[0]
     if (
         any(

@@ -32,7 +32,9 @@ def scored(monkeypatch) -> list[None]:
     def counted(operator):
         return lambda *args, **kwargs: made.append(None) or operator(*args, **kwargs)
 
-    monkeypatch.setattr(sentence_transformers_scores, "maxsim", counted(sentence_transformers_scores.maxsim))
+    monkeypatch.setattr(
+        sentence_transformers_scores, "pooled_scores", counted(sentence_transformers_scores.pooled_scores)
+    )
     monkeypatch.setattr(sentence_transformers_xtr, "xtr_scores", counted(sentence_transformers_xtr.xtr_scores))
     return made
 

@@ -41,6 +41,8 @@ FAST = [
     (util.maxsim, (QUERIES, DOCUMENTS), {"b_mask": DOCUMENTS_MASK[:1].long()}),
     (util.maxsim, (PADDED, -PADDED), {"length_normalize": True}),
     (util.maxsim, (RAGGED_QUERIES, RAGGED_DOCUMENTS), {}),
+    (util.maxsim, (QUERIES, []), {"length_normalize": True}),
+    (util.maxsim_pairwise, ([], []), {}),
     (util.maxsim, (RAGGED_QUERIES[1], RAGGED_DOCUMENTS), {"length_normalize": True}),
     (util.maxsim, ([query.numpy() for query in QUERIES], DOCUMENTS.numpy()), {}),
     (util.maxsim, (QUERIES.double(), DOCUMENTS.double()), MASKS),
@@ -69,7 +71,6 @@ LEFT_TO_STOCK = [
     (util.maxsim, (QUERIES, DOCUMENTS), {"a_mask": torch.rand(3, 5)}),
     (util.maxsim, (RAGGED_QUERIES, DOCUMENTS), {"a_mask": [torch.ones(len(query)) for query in RAGGED_QUERIES]}),
     (util.maxsim, ((QUERIES * 9).to(torch.int8), (DOCUMENTS * 9).to(torch.int8)), {}),
-    (util.maxsim, (QUERIES, []), {}),
     (util.maxsim, ([query.tolist() for query in QUERIES], DOCUMENTS), {"b_mask": DOCUMENTS_MASK.numpy()}),
     (scoring.xtr_scores, (QUERIES, GROUPS), {"documents_mask": GROUPS_MASK.flatten(0, 1)}),
     (scoring.xtr_kd_scores, (QUERIES, GROUPS), {"top_k": np.int64(5)}),
@@ -171,7 +172,7 @@ def test_half_precision_is_summed_in_float32():
 @pytest.mark.parametrize(
     "module, operator, functions",
     [
-        (sentence_transformers_scores, "maxsim", (scoring.colbert_scores, scoring.colbert_kd_scores)),
+        (sentence_transformers_scores, "pooled_scores", (scoring.colbert_scores, scoring.colbert_kd_scores)),
         (sentence_transformers_xtr, "xtr_scores", (scoring.xtr_scores,)),
     ],
 )
