@@ -137,7 +137,6 @@ def _check_visual(recipe: Recipe) -> None:
         raise RecipeError(f"data.source must be hub or files with model.kind {kind}, got {recipe.data.source!r}.")
     for key, given in {
         "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
-        "training.log_gradient_concentration": recipe.training.log_gradient_concentration is not None,
         "evaluation.beir": recipe.evaluation.beir is not None,
         "evaluation.nano_beir": recipe.evaluation.nano_beir is not None,
         "mining": recipe.mining is not None,

@@ -247,7 +247,7 @@ class TrainingSection:
     where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
     cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
     ``log_gradient_concentration`` is every how many steps it is logged how concentrated gradients are on few document
-    tokens (``model.kind`` colbert only, docs/diagnostics.md); null: never.
+    tokens (docs/diagnostics.md); null: never.
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)

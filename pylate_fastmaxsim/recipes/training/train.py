@@ -32,7 +32,6 @@ from pylate_fastmaxsim.recipes.training.model_card import NameRecipe, name_recip
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY, open_run_directory
 from pylate_fastmaxsim.recipes.training.sharded import require_reduced_once, unsharded_loading
-from pylate_fastmaxsim.recipes.training.text import gradient_concentration_logger
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,8 @@ def _run_trainer(recipe: Recipe, trainer: Trainer, checkpoint: Path | None) -> T
     for callback in (interrupt, *own):
         trainer.add_callback(callback)
     if recipe.training.log_gradient_concentration is not None:
-        trainer.add_callback(gradient_concentration_logger(recipe, trainer))
+        kind = backend(recipe.model, __package__)
+        trainer.add_callback(kind.gradient_concentration_logger(recipe, trainer))
     try:
         trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     finally:

@@ -11,9 +11,12 @@ from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from pylate_fastmaxsim.recipes.config.schema import LossSection
+from pylate_fastmaxsim.ops.pooled import LogSumExp, Max
+from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
 from pylate_fastmaxsim.recipes.models.retriever import VisualRetriever
+from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
 from pylate_fastmaxsim.recipes.training.sharded import WholeModelMixin
+from pylate_fastmaxsim.tokens import TokenBatch
 
 HOST = "colpali-engine"
 # The collator needs the images; with adapters the inputs of a layer have no gradient.
@@ -28,6 +31,9 @@ LOSSES = {
     "colbert_negative_ce": losses.ColbertNegativeCELoss,
     "colbert_pairwise_negative_ce": losses.ColbertPairwiseNegativeCELoss,
 }
+
+# Pairs of which gradients are measured: few, because each page has hundreds of tokens.
+MEASURED_PAIRS = 8
 
 
 def build_trainer(
@@ -50,6 +56,29 @@ def build_trainer(
         train_dataset=ColPaliEngineDataset(rows, **columns),
         eval_dataset=None,
         data_collator=VisualRetrieverCollator(retriever.processor),
+    )
+
+
+def gradient_concentration_logger(recipe: Recipe, trainer: PageTrainer) -> LogGradientConcentration:
+    """The callback of ``training.log_gradient_concentration``: of scores only, of the first queries and pages."""
+    rows = [trainer.train_dataset[row] for row in range(min(MEASURED_PAIRS, len(trainer.train_dataset)))]
+    queries = [row[ColPaliEngineDataset.QUERY_KEY] for row in rows]
+    pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
+
+    def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
+        model, processor = trainer.model.eval(), trainer._retriever.processor  # each step sets it to training again
+        batches = processor.process_queries(queries), processor.process_images(pages)
+        embeddings = (model(**batch.to(model.device)) for batch in batches)
+        # Rows of padding are zero.
+        return tuple(TokenBatch.from_padded(part, (part != 0).any(dim=-1)) for part in embeddings)
+
+    loss = trainer.loss_func
+    return LogGradientConcentration(
+        trainer,
+        encode_pairs,
+        recipe.training.log_gradient_concentration,
+        pooling=LogSumExp(loss.tau) if loss.use_smooth_max else Max(),
+        temperature=None,
     )
 
 

@@ -130,11 +130,6 @@ def test_the_pooling_is_that_of_the_loss_at_this_step(tmp_path):
     assert of_pooling[0] != of_pooling[1] == figures()
 
 
-def test_of_pages_it_is_refused():
-    with pytest.raises(RecipeError, match="^training.log_gradient_concentration does not apply to model.kind colqwen2"):
-        load_recipe(ROOT / "recipes" / "colqwen_vidore.yaml", ["training.log_gradient_concentration=5"])
-
-
 def test_of_a_sharded_model_it_is_refused(tmp_path):
     callback = LogGradientConcentration(SimpleNamespace(is_fsdp_enabled=True), None, 1)
     with pytest.raises(RecipeError, match="^Gradient concentration is not logged under FSDP and DeepSpeed"):

@@ -176,6 +176,23 @@ def test_gradient_checkpointing_changes_nothing(recipe):
 
 
 @pytest.mark.e2e
+def test_gradient_concentration_is_logged_and_changes_nothing(recipe, tmp_path):
+    smooth = ["loss={name: colbert, use_smooth_max: true, tau: 0.2}"]
+    logged = {}
+    for name, overrides in {"hard": [], "smooth": smooth}.items():
+        overrides = [*overrides, "training.max_steps=2"]
+        plain = train(recipe("colqwen2", *overrides, output=f"{name}-plain"))
+        result = train(recipe("colqwen2", "training.log_gradient_concentration=1", *overrides, output=name))
+        assert losses(result) == losses(plain)
+        state = json.loads((tmp_path / name / "checkpoint-2" / "trainer_state.json").read_text())
+        logged[name] = [entry for entry in state["log_history"] if "gradient_concentration/score_gini" in entry]
+        assert [entry["step"] for entry in logged[name]] == [0, 1, 2]
+    first, second = (rows[0]["gradient_concentration/score_gini"] for rows in logged.values())
+    assert 1 > first > second > 0 and logged["hard"][0]["gradient_concentration/score_documents"] == 8
+    assert not any("loss_gini" in name for name in logged["hard"][0])
+
+
+@pytest.mark.e2e
 def test_compare(visual_model, pages, tmp_path):
     kind = "colqwen2"
     overrides = few_steps(kind, visual_model(kind), pages, tmp_path / "out")
