@@ -18,6 +18,7 @@ from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
+from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.training.lengths import cell_name as lengths_cell
 from benchmarks.training.lengths import live_share, mean_lengths
@@ -288,7 +289,10 @@ def tables() -> dict[str, dict[str, str]]:
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
-        "docs/pooling_study.md": pooling_study_tables(results("pooling_study")),
+        "docs/pooling_study.md": {
+            **pooling_study_tables(results("pooling_study")),
+            "pooling-cranfield-table": pooling_cranfield_markdown(results("pooling_cranfield")["cells"]),
+        },
         "docs/development.md": {"gpu-tests-table": gpu_tests_table()},
     }
 

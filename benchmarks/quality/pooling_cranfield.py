@@ -34,18 +34,10 @@ from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.workers import Worker, serve
 from benchmarks.quality.cranfield import encoder_folder
-from benchmarks.quality.pooling_cranfield_table import markdown
-from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK
+from benchmarks.quality.pooling_cranfield_table import POOLINGS, markdown
+from pylate_fastmaxsim import Max, TokenBatch
 from pylate_fastmaxsim.ops.pooled import Pooling
 
-# The temperature of log-sum-exp is colpali-engine's. A cosine is at most 1, so at 1.0 softmax is nearly a mean.
-POOLINGS: dict[str, Pooling] = {
-    "max": Max(),
-    "top-4": TopK(4),
-    "softmax 1.0": Softmax(1.0),
-    "softmax 0.05": Softmax(0.05),
-    "log-sum-exp 0.1": LogSumExp(0.1),
-}
 PAIRS = 64  # of which gradient concentration is measured
 # Of injected tokens, whose cosine with a token of the query is about 1 / sqrt(1 + noise**2): 0.89 and 0.55.
 NOISES = (0.5, 1.5)

@@ -7,9 +7,19 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.harness.tables import table
+from pylate_fastmaxsim import LogSumExp, Max, Softmax, TopK
+from pylate_fastmaxsim.ops.pooled import Pooling
 
 Value = Callable[[dict[str, Any]], float]
 
+# The temperature of log-sum-exp is colpali-engine's. A cosine is at most 1, so at 1.0 softmax is nearly a mean.
+POOLINGS: dict[str, Pooling] = {
+    "max": Max(),
+    "top-4": TopK(4),
+    "softmax 1.0": Softmax(1.0),
+    "softmax 0.05": Softmax(0.05),
+    "log-sum-exp 0.1": LogSumExp(0.1),
+}
 # Of each column, how a cell gives its figure, and the digits shown.
 QUALITY: dict[str, tuple[Value, int]] = {
     "nDCG@10 before": (lambda cell: cell["before"]["own"]["ndcg@10"], 4),
@@ -33,12 +43,11 @@ ROBUSTNESS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def markdown(cells: dict[str, dict]) -> str:
     """Quality and gradients of each pooling; then nDCG@10 in longer documents and with injected tokens, by scoring."""
-    groups: dict[str, list[dict]] = {}
-    for cell in cells.values():
-        if cell["status"] == "ok":
-            groups.setdefault(cell["cell"]["pooling"], []).append(cell)
     quality, robustness = [], []
-    for pooling, same in groups.items():
+    for pooling in POOLINGS:
+        same = [cell for cell in cells.values() if cell["cell"]["pooling"] == pooling and cell["status"] == "ok"]
+        if not same:
+            continue
         quality.append([pooling, *(_entry(same, *column) for column in QUALITY.values())])
         for scoring in same[0]["after"]:
             entries = [_entry(same, _of_row(scoring, *column), 3) for column in ROBUSTNESS.values()]
