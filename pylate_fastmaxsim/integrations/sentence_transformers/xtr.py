@@ -7,10 +7,12 @@ from sentence_transformers.util.similarity import _fill_empty_document_scores
 from sentence_transformers.util.tensor import _convert_to_tensor
 from torch import Tensor
 
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, check
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.sentence_transformers.scores import groups, replaces
+from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 
 
@@ -46,6 +48,9 @@ def own_scores(
 
 
 def _score(options: Options, queries, documents, queries_mask, documents_mask, top_k, own: bool) -> Tensor:
+    if not isinstance(options.pooling, Max):
+        # No value in it: torch.compile traces this.
+        log_once("The pooling of enable() has no effect with XTR scores: they choose tokens in a way of their own.")
     if type(top_k) is not int or top_k < 1:
         raise FallbackToHost(f"top_k is {top_k!r}")
     queries = _convert_to_tensor(queries)

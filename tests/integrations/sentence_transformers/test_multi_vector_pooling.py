@@ -118,6 +118,13 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling():
     assert util.maxsim(VECTORS, VECTORS, **weighted).shape == (3, 3)
 
 
+def test_xtr_scores_stay_as_they_are(caplog):
+    stock = scoring.xtr_scores(VECTORS, GROUPS, top_k=5)
+    pylate_fastmaxsim.enable(pooling=TopK(2))
+    torch.testing.assert_close(scoring.xtr_scores(VECTORS, GROUPS, top_k=5), stock)
+    assert "The pooling of enable() has no effect with XTR scores" in caplog.text
+
+
 def test_evaluators_pool_with_the_flag_and_by_a_metric(model):
     model.float().eval()
     samples = [
