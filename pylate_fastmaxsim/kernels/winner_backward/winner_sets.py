@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
-# A set has a bit for each of 32 tokens, which are one or several tiles. Each tile's count is a field of 16 bits.
+# A set has a bit for each of 32 tokens, which are one tile or two. Each tile's count is a field of 16 bits.
 LONGEST_TILE = 32
 _SET = tl.constexpr(LONGEST_TILE)
 _NOWHERE = tl.constexpr(2**31 - 1)
@@ -45,9 +45,9 @@ def _winners_of_chunk(
 
 
 @triton.jit
-def _set_from(winner, first):
-    """Which of the tokens first .. first + 31 each row won, a bit for each."""
-    place = winner - first
+def _set_from(numbers, first):
+    """Which of the numbers first .. first + 31 are among those of each row, a bit for each."""
+    place = numbers - first
     bit = tl.where((place >= 0) & (place < _SET), tl.full([], 1, tl.int32) << (place & (_SET - 1)), 0)
     return tl.reduce(bit, 0, either)
 
@@ -98,11 +98,15 @@ def count_sets_kernel(
     if chunk == 0:
         tl.store(counts, 0)
     num_tiles = tl.cdiv(tl.load(d_lengths + document).to(tl.int32), BLOCK_T)
-    for first_tile in range(0, num_tiles, _SET // BLOCK_T):
-        packed = tl.sum(_one_in_fields(_set_from(winner, first_tile * BLOCK_T), BLOCK_T), axis=0)
-        field = tl.arange(0, _SET // BLOCK_T)
-        tile = first_tile + field
-        tl.store(counts + 1 + tile * num_chunks + chunk, (packed >> (16 * field)) & 0xFFFF, mask=tile < num_tiles)
+    field = tl.arange(0, 2)
+    for first_tile in range(0, num_tiles, _SET):
+        # Here a set of tiles: which of them hold a token that the row won.
+        tiles = _set_from(winner // BLOCK_T, first_tile)
+        for i in range(0, tl.minimum(_SET, num_tiles - first_tile), 2):
+            two = tiles >> i
+            packed = tl.sum((two & 1) | ((two & 2) << 15), axis=0)
+            tile = first_tile + i + field
+            tl.store(counts + 1 + tile * num_chunks + chunk, (packed >> (16 * field)) & 0xFFFF, mask=tile < num_tiles)
 
 
 @Launcher

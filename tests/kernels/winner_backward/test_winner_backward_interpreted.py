@@ -73,8 +73,8 @@ def test_tiles_of_the_table(generator, layout):
 
 
 def test_the_most_winners(generator):
-    # More than many documents have tokens, and positions behind the 255 that uint8 holds.
-    check(generator, *batches(generator, documents=(2, 40, 0, 300)), None, 64, tiles=TILES)
+    # More than many documents have tokens, positions behind the 255 that uint8 holds, and more than 32 tiles.
+    check(generator, *batches(generator, queries=(1, 9), documents=(2, 40, 0, 530)), None, 64, tiles=TILES)
 
 
 @pytest.mark.parametrize("block_t", [16, 32, 64])
