@@ -1,6 +1,7 @@
 """Gradient concentration against small cases by hand and against autograd of the float64 definitions."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -112,6 +113,26 @@ def test_padded_tensors_in_16_bits_are_as_packed_ones_in_float32():
     )
     assert padded == gradient_concentration(queries.detach().float(), packed, positives, pooling=Softmax(0.5))
     assert queries.grad is None and documents.grad is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+@pytest.mark.parametrize("of", ["score", "loss"])
+def test_on_a_gpu(pooling, of):
+    queries, documents = ragged([3, 5], 8, torch.float32), ragged([4, 0, 9], 9, torch.float32)
+    candidates = torch.tensor([[0], [2]]) if of == "score" else None
+    weights = None if of == "score" else torch.tensor([[0.5, -0.2, -0.3], [-0.1, -0.2, 0.3]])
+
+    def on(device):
+        batches = (TokenBatch.from_list([*move(batch, device)]) for batch in (queries, documents))
+        options = {"pooling": pooling, "loss_gradient": None if weights is None else weights.to(device)}
+        return gradient_concentration(*batches, None if candidates is None else candidates.to(device), **options)
+
+    def move(batch, device):
+        return batch.values.to(device).split(batch.lengths.tolist())
+
+    found, expected = asdict(on("cuda")), asdict(on("cpu"))
+    assert found.pop("of") == expected.pop("of") and found == pytest.approx(expected, rel=1e-3)
 
 
 def test_nan_in_a_document_shows():
