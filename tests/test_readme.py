@@ -184,3 +184,16 @@ def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
     finally:
         pylate_fastmaxsim.disable()
     assert names["trainer"].state.global_step == 1
+
+
+def test_the_losses_with_other_poolings_train(encoder):
+    pytest.importorskip("pylate")
+    [script] = examples("docs/pooling.md")
+    model = '"answerdotai/ModernBERT-base"'
+    assert model in script
+    names: dict = {}
+    try:
+        exec(script.replace(model, repr(encoder("modernbert"))), names)
+    finally:
+        pylate_fastmaxsim.disable()
+    assert all(weight.grad is not None for weight in names["model"][1].parameters())

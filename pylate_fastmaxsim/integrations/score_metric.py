@@ -95,24 +95,25 @@ class PooledScores:
         TypeError
             As :func:`~pylate_fastmaxsim.pooled_scores`.
         """
-        count, groups = len(documents_embeddings), getattr(documents_embeddings, "ndim", 3) == 4
-        if groups:
+        in_groups, ways = getattr(documents_embeddings, "ndim", 3) == 4, 1
+        if in_groups:
+            ways = documents_embeddings.shape[1]
             documents_embeddings = torch.as_tensor(documents_embeddings).flatten(0, 1)
-            documents_mask = None if documents_mask is None else documents_mask.flatten(0, 1)
+            documents_mask = None if documents_mask is None else torch.as_tensor(documents_mask).flatten(0, 1)
         queries = _tokens("queries", queries_embeddings, queries_mask)
         documents = _tokens("documents", documents_embeddings, documents_mask)
         candidates = None
         if self.own_documents:
-            if len(queries) != count:
+            if len(queries) * ways != len(documents):
                 raise ValueError(
                     f"PooledScores: with own_documents=True there must be as many queries as documents or groups of "
-                    f"documents, got {len(queries)} and {count}; a contrastive loss takes own_documents=False."
+                    f"documents, got {len(queries)} and {len(documents) // ways}; a contrastive loss takes own_documents=False."
                 )
-            candidates = torch.arange(len(documents), device=queries.device).view(count, -1)
+            candidates = torch.arange(len(documents), device=queries.device).view(-1, ways)
         scores = pooled_scores(queries, documents, candidates, pooling=self.pooling)
         if self.length_normalize:
             scores = per_query_token(scores, queries)
-        return scores if groups or not self.own_documents else scores.squeeze(1)
+        return scores if in_groups or not self.own_documents else scores.squeeze(1)
 
     def get_config_dict(self) -> dict[str, object]:
         """The settings, which Sentence Transformers writes in a model card."""
@@ -133,6 +134,9 @@ def _tokens(name: str, embeddings: Embeddings, mask: Tensor | None) -> TokenBatc
     """Padded embeddings ``[N, L, d]``, or matrices in a list; ``name`` is theirs in errors."""
     if getattr(embeddings, "ndim", 3) == 2:
         embeddings = [embeddings]  # of one text, as Sentence Transformers' reranking evaluator has it
-    if isinstance(embeddings, (list, tuple, np.ndarray)):
+    if isinstance(embeddings, np.ndarray) and embeddings.dtype != object:
+        embeddings = torch.from_numpy(embeddings)
+    elif isinstance(embeddings, (list, tuple, np.ndarray)):
         embeddings = TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
+    mask = None if mask is None else torch.as_tensor(mask)
     return without_zeros(as_batch("PooledScores", name, embeddings, mask))

@@ -49,8 +49,11 @@ def test_lists_and_arrays_are_scored_as_evaluators_give_them(padded):
         for pair in ((queries, queries_mask), (documents[:, 0], documents_mask[:, 0]))
     )
     torch.testing.assert_close(metric(*lists), metric(queries, documents[:, 0], queries_mask, documents_mask[:, 0]))
-    arrays = queries.numpy(), np.asarray(documents[:, 0])
-    torch.testing.assert_close(metric(*arrays), metric(queries, documents[:, 0]))
+    arrays = [np.asarray(each) for each in padded]
+    torch.testing.assert_close(metric(*arrays), metric(*padded))
+    # Padded with zeros and without a mask, as PyLate's evaluators score.
+    zeros = queries * queries_mask[..., None], documents * documents_mask[..., None]
+    torch.testing.assert_close(metric(*zeros), metric(*padded))
 
 
 def test_the_pooling_is_read_at_each_call_and_travels_with_a_pickle(padded):

@@ -48,13 +48,15 @@ def test_losses(encoder, packed, loss_class, pooling, caplog):
 
 
 def test_losses_in_groups_and_in_chunks(model, monkeypatch):
-    monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *_: 1)
+    asked = []
+    monkeypatch.setattr(pylate_losses, "queries_at_once", lambda *sizes: asked.append(sizes) or 1)
     metric = PooledScores(TopK(4))
     loss_function, batch = losses.CachedContrastive(model, score_mini_batch_size=2), batch_of(model)
     plain = run(losses.CachedContrastive(model, score_metric=PlainScores(metric)), batch)
     with pylate_fastmaxsim.enabled(pooling=metric.pooling):
         assert_equal(run(loss_function, batch), plain)
         assert mode_of(model) == "grouped"
+    assert asked == [(12, 12, 4)]  # tokens of a query, documents, and the four winners of each, a byte each
 
 
 def test_a_pooling_that_changes_while_training(model, packed):
