@@ -23,7 +23,7 @@ ALL = losses.Contrastive, losses.CachedContrastive, losses.Distillation
 @pytest.mark.parametrize("loss_class", ALL)
 def test_losses(encoder, packed, loss_class, pooling, caplog):
     """With the metric, stock and without padding, and with the option; queries have lengths of their own."""
-    model = load_model(encoder("modernbert"), do_query_expansion=False).double()
+    model = load_model(encoder("modernbert", num_hidden_layers=1), do_query_expansion=False).double()
     batch, labels = batch_for(loss_class, model)
     options = {"own_documents": loss_class is losses.Distillation}
 
@@ -57,6 +57,16 @@ def test_losses_in_groups_and_in_chunks(model, monkeypatch):
         assert_equal(run(loss_function, batch), plain)
         assert mode_of(model) == "grouped"
     assert asked == [(12, 12, 4)]  # tokens of a query, documents, and the four winners of each, a byte each
+
+
+def test_grad_filter_drops_little(model, packed):
+    loss_function, batch = losses.Contrastive(model, temperature=0.02), batch_of(model)
+    with pylate_fastmaxsim.enabled(pooling=TopK(4)):
+        exact = run(loss_function, batch)
+    pylate_fastmaxsim.enable(pooling=TopK(4), grad_filter="auto")
+    ours = run(loss_function, batch)
+    assert_equal(ours, exact, 1e-3)
+    assert any(not torch.equal(gradient, exact[1][name]) for name, gradient in ours[1].items())
 
 
 def test_a_pooling_that_changes_while_training(model, packed):
