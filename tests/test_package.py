@@ -68,6 +68,7 @@ ROOMS = {
         ("load",),
         ("training",),
         ("mining", "comparison"),
+        ("robustness",),
     ),
 }
 # Pairs of modules that do not keep to it yet. The list only shrinks.

@@ -304,6 +304,71 @@ def _progress():
 
 
 @app.command()
+def robustness(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_MODEL",
+            help="A recipe (.yaml) whose model is trained, or a ColBERT: its folder or its name on the Hub.",
+            show_default=False,
+        ),
+    ],
+    set_: Overrides = None,
+    beir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER_OR_NAME",
+            help="A collection in BEIR's layout, in place of the recipe's held-out data; a model needs one.",
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split of its judgements.")] = "test",
+    pooling: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POOLING",
+            help="max, top_k=K, softmax=T or log_sum_exp=T. May be given several times; in place of the first four.",
+        ),
+    ] = None,
+    times: Annotated[str, typer.Option(metavar="N,N,...", help="How many times as long documents become.")] = "1,2,4,8",
+    tokens: Annotated[
+        str, typer.Option(metavar="K,K,...", help="How many tokens are injected.")
+    ] = "0,25,50,100,200,400",
+    append: Annotated[
+        str,
+        typer.Option(help="What makes documents longer: text, tokens (embeddings), or auto for what the model can."),
+    ] = "auto",
+    noise: Annotated[float, typer.Option(min=0, help="How far injected tokens are from those of the query.")] = 0.5,
+    max_queries: Annotated[int, typer.Option(min=1, help="Of more queries some are drawn.")] = 300,
+    max_documents: Annotated[
+        int, typer.Option(min=1, help="Of more documents some are drawn beside gold ones.")
+    ] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Of all draws.")] = 0,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder for the results: the recipe's output_dir, or here for a model."),
+    ] = None,
+) -> None:
+    """Measure a trained model on longer documents and on documents with injected tokens, by several poolings."""
+    with _one_sentence_instead_of_a_traceback():
+        from pylate_fastmaxsim.recipes.robustness.figures import draw_robustness
+        from pylate_fastmaxsim.recipes.robustness.html import write_html
+        from pylate_fastmaxsim.recipes.robustness.measure import settings_of
+        from pylate_fastmaxsim.recipes.robustness.report import tables
+        from pylate_fastmaxsim.recipes.robustness.run import robustness as run
+        from pylate_fastmaxsim.recipes.robustness.task import Limits
+
+        settings = settings_of(pooling or (), times, tokens, append, noise, seed)
+        limits = Limits(max_queries, max_documents, seed)
+        _quiet_libraries()
+        result, pairs, file = run(target, settings, limits, set_ or (), beir, split, output)
+        for table in tables(result):
+            plain.print(table)
+        draw_robustness(result, file.with_suffix(".png"))
+        write_html(result, pairs, file.with_suffix(".html"))
+    typer.echo("\n".join(str(file.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
+
+
+@app.command()
 def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
     with _one_sentence_instead_of_a_traceback():

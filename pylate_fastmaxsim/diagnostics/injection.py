@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim.diagnostics.robustness import check_documents, check_sweep, retrieval_metrics
-from pylate_fastmaxsim.diagnostics.running_states import pooled, pooled_with, state_of
-from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.diagnostics.running_states import joined, kind_of, pooled, state_of
+from pylate_fastmaxsim.ops.pooled import Pooling, TopK
 from pylate_fastmaxsim.tokens import TokenBatch
 
 COUNTS = (0, 25, 50, 100, 200, 400)
@@ -172,6 +172,7 @@ def _block(
     values, mask = queries.to_padded()
     values = values.to(sum_dtype(values.dtype))
     not_gold = _not_gold(grades)
+    kinds = {TopK(1), *map(kind_of, poolings)}
     # What is injected is the same for all documents: its states are [Q, S, 1, n].
     near = {TARGETED: values @ tokens.targeted.mT, RANDOM: values @ tokens.random.mT}
     plain = values.new_zeros(len(poolings), *grades.shape)
@@ -179,21 +180,22 @@ def _block(
     shares = defaultdict(lambda: values.new_zeros(()))
     for chosen, similarities in _similarities(values, documents):
         counted = mask[:, :, None] & not_gold[:, None, chosen]
-        largest = state_of(Max(), similarities)
-        states = [state_of(pooling, similarities) for pooling in poolings]
-        for place, (pooling, state) in enumerate(zip(poolings, states, strict=True)):
-            plain[place][:, chosen] = _sum(pooled(pooling, state), mask[:, :, None], dim=1)
+        states = {kind: state_of(kind, similarities) for kind in kinds}
+        for place, pooling in enumerate(poolings):
+            similarity = pooled(pooling, states[kind_of(pooling)])
+            plain[place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
         for attack, injected in near.items():
             for count in counts:
-                some = injected[:, :, None, :count]
-                _, hijacked = pooled_with(Max(), largest, state_of(Max(), some))
-                shares[attack, count, "hijack_rate"] += _sum(hijacked, counted)
-                for place, (pooling, state) in enumerate(zip(poolings, states, strict=True)):
-                    similarity, share = pooled_with(pooling, state, state_of(pooling, some))
+                more = {kind: state_of(kind, injected[:, :, None, :count]) for kind in kinds}
+                both = {kind: joined(kind, states[kind], more[kind]) for kind in kinds}
+                for kind, (_, share) in both.items():
+                    shares[attack, count, kind] += _sum(share, counted)
+                for place, pooling in enumerate(poolings):
+                    similarity = pooled(pooling, both[kind_of(pooling)][0])
                     scores[attack, count, place][:, chosen] = _sum(similarity, mask[:, :, None], dim=1)
-                    shares[attack, count, place] += _sum(share, counted)
     for (attack, count, place), all_attacked in scores.items():
-        weights = {"hijack_rate": shares[attack, count, "hijack_rate"], "injected_weight": shares[attack, count, place]}
+        weight = shares[attack, count, kind_of(poolings[place])]
+        weights = {"hijack_rate": shares[attack, count, TopK(1)], "injected_weight": weight}
         rankings = {attack: torch.where(not_gold, all_attacked, plain[place])}
         if attack == TARGETED:
             rankings[EVERYWHERE] = all_attacked

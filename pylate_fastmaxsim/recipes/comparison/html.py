@@ -34,15 +34,31 @@ Rows = list[tuple[str, ...]]
 
 def write_html(comparison: dict[str, Any], file: Path) -> None:
     """Write the report of a comparison, the content of ``compare.json``."""
-    text = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
-    page = Environment(autoescape=True).from_string(text)
-    html = page.render(
-        name=comparison["recipe"]["name"],
+    name = comparison["recipe"]["name"]
+    write_page(
+        file,
+        title=f"{name}: stock and fast",
+        name=name,
         headline=headline(comparison),
         warnings=warnings_of(comparison),
         sections=_sections(comparison),
-        environment=_readable(_environment(comparison["runs"])),
-        recipe=yaml.safe_dump(comparison["recipe"], sort_keys=False, allow_unicode=True),
+        environment=_environment(comparison["runs"]),
+        settings=("Recipe", comparison["recipe"]),
+    )
+
+
+def write_page(
+    file: Path, *, environment: dict[str, Any], settings: tuple[str, dict[str, Any]], **content: Any
+) -> None:
+    """Write a report: a headline, sections, versions, and settings under a title. ``content`` is named in the template."""
+    text = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    page = Environment(autoescape=True).from_string(text)
+    title, values = settings
+    html = page.render(
+        environment=_readable(environment),
+        settings_title=title,
+        settings=yaml.safe_dump(values, sort_keys=False, allow_unicode=True),
+        **content,
     )
     file.write_text(html, encoding="utf-8")
 
@@ -61,14 +77,14 @@ def _readable(environment: dict[str, Any]) -> dict[str, Any]:
 def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     runs = comparison["runs"]
     sections = [
-        _section(
+        section(
             "Step time and memory",
             caption(comparison),
             _time_rows(runs, comparison["summary"]["wall_seconds"]),
             figures.time_and_memory(runs),
             (8.5, 3.2),
         ),
-        _section("Loss", "", [], figures.losses(runs), (8.5, 3.6)),
+        section("Loss", "", [], figures.losses(runs), (8.5, 3.6)),
     ]
     if any("phases" in run for run in runs.values()):
         note = (
@@ -76,29 +92,30 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
             "its rows; encode is every forward of the encoder; score is the rest of the loss; optimise is all that follows "
             "the backward."
         )
-        sections.append(_section("Where a step's time goes", note, _phase_rows(runs), figures.phases(runs), (8.5, 2.3)))
+        sections.append(section("Where a step's time goes", note, _phase_rows(runs), figures.phases(runs), (8.5, 2.3)))
     if any("tokens_per_step" in run for run in runs.values()):
         note = "Tokens that the encoder computed; padding takes time and memory and changes nothing."
-        sections.append(_section("What was padded away", note, _token_rows(runs), figures.tokens(runs), (8.5, 2.3)))
+        sections.append(section("What was padded away", note, _token_rows(runs), figures.tokens(runs), (8.5, 2.3)))
     if quality := _quality_rows(runs):
         note = (
             "Before training both runs have the same model, evaluated once, which is not counted in the wall clock of "
             "either."
         )
-        sections.append(_section("Retrieval quality before and after", note, quality))
+        sections.append(section("Retrieval quality before and after", note, quality))
     if points := comparison.get("sweep"):
         draw = figures.sweep(points, _environment(runs).get("device_memory"))
-        sections.append(_section("Against batch size", sweep_sentence(points), sweep_rows(points), draw, (8.5, 3.6)))
+        sections.append(section("Against batch size", sweep_sentence(points), sweep_rows(points), draw, (8.5, 3.6)))
     return sections
 
 
-def _section(
+def section(
     title: str,
     note: str,
     rows: Rows,
     draw: Callable[[Any], None] | None = None,
     size: tuple[float, float] = (0.0, 0.0),
 ) -> dict[str, Any]:
+    """A section of a page: a title, a note, a table whose first row is the header, and a figure of ``size`` in inches."""
     image = base64.b64encode(figures.svg(draw, *size).encode()).decode() if draw else None
     return {"title": title, "note": note, "rows": rows, "image": image}
 

@@ -231,13 +231,13 @@ def _results(collection: Collection, query: str, positions: list[int], scores: l
     rows = collection.corpus[positions]
     results = [
         (document, score)
-        for document, score, title, text in zip(map(str, rows["_id"]), scores, _titles(rows), rows["text"], strict=True)
-        if document != query or not _is_query(collection, query, title, text)
+        for document, score, title, text in zip(map(str, rows["_id"]), scores, titles(rows), rows["text"], strict=True)
+        if document != query or not is_query(collection, query, title, text)
     ]
     return dict(results[:DEPTH])
 
 
-def _is_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
+def is_query(collection: Collection, query: str, title: str | None, text: str | None) -> bool:
     """Whether the document that has the id of a query is that query.
 
     BEIR's evaluator compares ids only, and drops documents wrongly where queries and documents are numbered
@@ -252,12 +252,18 @@ def _is_query(collection: Collection, query: str, title: str | None, text: str |
 def _encoded(model: ColBERT, corpus: Dataset, batch_size: int) -> Iterator[TokenBatch]:
     with tqdm(total=len(corpus), desc="Searching", unit=" documents", unit_scale=True) as progress:
         for rows in corpus.iter(BATCHES_AT_ONCE * batch_size):
-            texts = [_joined(title, text) for title, text in zip(_titles(rows), rows["text"], strict=True)]
+            texts = document_texts(rows)
             yield encode(model, texts, batch_size, is_query=False)
             progress.update(len(texts))
 
 
-def _titles(rows: dict[str, list]) -> list[str | None]:
+def document_texts(rows: dict[str, list]) -> list[str]:
+    """Title and text of each document of a corpus."""
+    return [_joined(title, text) for title, text in zip(titles(rows), rows["text"], strict=True)]
+
+
+def titles(rows: dict[str, list]) -> list[str | None]:
+    """The title of each document, or None."""
     return rows.get("title") or [None] * len(rows["text"])
 
 

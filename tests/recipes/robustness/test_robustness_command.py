@@ -1,0 +1,188 @@
+"""``fastmaxsim robustness``: what it measures on which data, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from datasets import Dataset
+from paths import RECIPES
+from recipe_runs import command
+from tiny_recipe import text, tiny, write
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim import Max, Softmax
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.diagnostics.injection import EVERYWHERE, RANDOM, TARGETED
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.models.encode import encode
+from pylate_fastmaxsim.recipes.robustness.lengthen import Lengthened
+from pylate_fastmaxsim.recipes.robustness.measure import Settings, measure
+from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task
+
+FEW = ["--pooling", "max", "--pooling", "softmax=0.1", "--times", "1,3", "--tokens", "0,20"]
+
+
+def collection() -> Collection:
+    """Twelve documents; the query d3 is a document that is no result, and d1 and d5 are relevant for another."""
+    corpus = Dataset.from_list([{"_id": f"d{row}", "title": "", "text": text(row, 3 + row)} for row in range(12)])
+    return Collection(
+        corpus,
+        {"q": text(1, 4), "d3": text(3, 6), "none": "not relevant"},
+        {"q": {"d1": 2, "d5": 1, "d9": 0}, "d3": {"d7": 1, "gone": 1}, "none": {"d2": 0}},
+    )
+
+
+@pytest.fixture
+def task() -> Task:
+    documents = [text(row, 4 + row) for row in range(6)]
+    grades = torch.zeros(2, 6)
+    grades[0, 1] = grades[1, 4] = 1
+    own = [0, None, 1, None, None, None]
+    return Task("tiny", [text(7, 3), text(8, 3)], documents, grades, [documents[0], documents[2], "a b c"], own)
+
+
+def test_a_collection_keeps_gold_documents_and_leaves_the_query_itself_out():
+    found = collection_task("tiny", collection(), Limits())
+    assert found.queries == [text(1, 4), text(3, 6)] and len(found.documents) == 12
+    assert found.grades[0].tolist() == [0, 2, 0, 0, 0, 1, *[0] * 6]
+    assert found.grades[1, 3].isnan() and found.grades[1, 7] == 1 and found.grades.nan_to_num().sum() == 4
+    free = [0, 2, 3, 4, 6, 8, 9, 10, 11]
+    assert found.fillers == [found.documents[document] for document in free]
+    assert [document for document, own in enumerate(found.own) if own is not None] == free
+    few = collection_task("tiny", collection(), Limits(max_queries=1, max_documents=4, seed=1))
+    assert few.grades.shape[0] == 1 and len(few.documents) == 4
+    assert (few.grades > 0).sum() in (1, 2)
+
+
+def test_text_is_appended_behind_what_the_model_reads_and_read_as_a_whole(encoder, task):
+    model = models.load_model(encoder("modernbert"), document_length=8)
+    documents = encode(model, task.documents, 4, is_query=False)
+    longer = Lengthened(model, task, documents, [1, 3], "auto", 4, seed=0)
+    (_, same), (times, batch) = longer
+    assert same is documents and times == 3 and longer.append == "text"
+    assert longer.limit > 100 and longer.cut == {3: 0} and model.document_length == 8
+    # What a document says beyond its limit is not what makes it longer.
+    assert batch.lengths.max() <= 3 * 8 + 16
+    assert (batch.lengths > documents.lengths).all()
+    # The prefix, the first token and the document's own first words are at their places.
+    cosine = torch.nn.functional.cosine_similarity
+    assert all(
+        cosine(batch.values[batch.starts[row]], documents.values[documents.starts[row]], dim=0) > 0.5
+        for row in range(6)
+    )
+
+
+def test_tokens_are_appended_where_the_positions_end(encoder, task):
+    model = models.load_model(encoder("bert"), document_length=20)  # of 64 positions
+    documents = encode(model, task.documents, 4, is_query=False)
+    longer = Lengthened(model, task, documents, [1, 8], "auto", 4, seed=0)
+    assert (longer.append, longer.limit) == ("tokens", None)
+    (_, same), (_, batch) = longer
+    assert batch.lengths.tolist() == (8 * documents.lengths).tolist()
+    assert torch.equal(batch.values[: same.lengths[0]], same.values[: same.lengths[0]])
+    other = replace(task, fillers=["a b c " * 2000], own=[None] * 6)
+    cut = Lengthened(model, other, documents, [60], "text", 4, seed=0)
+    list(cut)
+    assert cut.limit == 64 and 0 < cut.cut[60] <= 6
+
+
+def test_what_cannot_be_measured_is_refused_in_one_sentence(encoder, task):
+    model = models.load_model(encoder("modernbert"), document_length=8)
+    for fillers in ([], [task.documents[0], " "]):  # the second case would append a document to itself
+        with pytest.raises(RecipeError, match="tiny has no other document that is relevant for no query"):
+            measure(model, replace(task, fillers=fillers), Settings(), 4)
+    result, pairs = measure(model, replace(task, fillers=[]), Settings((Max(),), times=[1], tokens=[0]), 4)
+    assert len(result["lengths"]) == 1 and pairs[0].injected == 0
+    with torch.no_grad():
+        model[-1].linear.weight.fill_(torch.nan)
+    with pytest.raises(RecipeError, match="some are NaN or infinite"):
+        measure(model, task, Settings(), 4)
+
+
+def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, task):
+    model = models.load_model(encoder("modernbert"), document_length=16)
+    _, pairs = measure(model, task, Settings((Max(), Softmax(0.1)), [1], [0, 5, 9]), 4)
+    for pair in pairs:
+        assert pair.injected == 5 and len(pair.query_tokens) == len(pair.similarities)
+        assert pair.query_tokens[2].strip() in pair.query
+        assert pair.document != task.documents[{task.queries[0]: 1, task.queries[1]: 4}[pair.query]]
+        # Near a token of the query.
+        assert pair.similarities[:, -5:].amax() > 0.8
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["RECIPE"], "output_dir: there is no model in"),
+        (["RECIPE", "--pooling", "mean"], "--pooling must be max, top_k=K"),
+        (["RECIPE", "--times", "0,2"], "--times 0,2: write it as"),
+        (["RECIPE", "--tokens", "x"], "--tokens x: write it as"),
+        (["RECIPE", "--append", "words"], "--append must be auto, text, tokens"),
+        (
+            [str(RECIPES / "colqwen_vidore.yaml")],
+            "fastmaxsim robustness measures text models, and model.kind is colqwen2",
+        ),
+        (["./nowhere", "--beir", "data"], "there is no folder ./nowhere, and a recipe ends with .yaml"),
+        (["a/model"], "a/model needs held-out data"),
+        (["a/model", "--set", "name=a"], "--set overrides a key of a recipe"),
+    ],
+)
+def test_errors_are_one_line(arguments, said, tmp_path):
+    file = write(tmp_path, tiny(tmp_path))
+    done = CliRunner().invoke(app, ["robustness", *(str(file) if each == "RECIPE" else each for each in arguments)])
+    assert done.exit_code == 2 and not done.stdout
+    assert done.stderr.startswith(f"fastmaxsim: {said}") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.e2e
+def test_a_trained_recipe_and_its_model_are_measured_and_reported(tmp_path, monkeypatch):
+    file = write(tmp_path, tiny(tmp_path, training={"max_steps": 2, "save_steps": None}))
+    trained = command("train", file)
+    assert trained.exit_code == 0, trained.output
+    folder = tmp_path / "out"
+    done = CliRunner().invoke(app, ["robustness", str(file), *FEW])
+    assert done.exit_code == 0, done.output
+    result = json.loads((folder / "robustness.json").read_text())
+    assert result["poolings"] == ["max", "softmax=0.1"] and result["recipe"] == "tiny"
+    assert result["appended"] == "text" and result["lengthened_document_length"] > result["document_length"] == 24
+    assert [(row["times"], row["pooling"]) for row in result["lengths"]] == [
+        (times, pooling) for times in (1, 3) for pooling in result["poolings"]
+    ]
+    assert result["lengths"][2]["tokens"] > 2 * result["lengths"][0]["tokens"]
+    assert {row["attack"] for row in result["injection"]} == {TARGETED, RANDOM, EVERYWHERE}
+    assert all(0 <= row[name] <= 1 for row in result["injection"] for name in ("ndcg@10", "recall@1", "hijack_rate"))
+    # Without an attack, what the evaluation of the recipe measures.
+    evaluated = json.loads((folder / "train.json").read_text())["ndcg@10"]
+    for row in (result["lengths"][0], result["injection"][0]):
+        assert row["ndcg@10"] == pytest.approx(evaluated, abs=1e-6)
+    page = (folder / "robustness.html").read_text()
+    assert "http://" not in page and "https://" not in page and page.count("data:image/svg+xml;base64,") == 5
+    assert "nDCG@10 / Recall@1" in done.stdout and str(folder / "robustness.png") in done.stdout
+
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data"
+    write_collection(data)
+    done = CliRunner().invoke(app, ["robustness", str(folder / "model"), "--beir", str(data), *FEW])
+    assert done.exit_code == 0, done.output
+    of_model = json.loads((tmp_path / "robustness.json").read_text())
+    assert of_model["recipe"] is None and of_model["documents"] == 12 and of_model["data"] == str(data)
+    done = CliRunner().invoke(app, ["robustness", str(file), "--set", "evaluation.rows=0"])
+    assert done.exit_code == 2 and done.stderr.startswith("fastmaxsim: evaluation names no held-out data")
+
+
+def write_collection(folder: Path) -> None:
+    made = collection()
+    folder.mkdir()
+    made.corpus.to_json(folder / "corpus.jsonl")
+    queries = [{"_id": name, "text": each} for name, each in made.queries.items()]
+    (folder / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in queries))
+    lines = ["query-id\tcorpus-id\tscore"]
+    lines += [f"{query}\t{name}\t{grade}" for query, each in made.judgements.items() for name, grade in each.items()]
+    (folder / "qrels.tsv").write_text("\n".join([*lines, ""]))
