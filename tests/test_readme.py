@@ -188,7 +188,7 @@ def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
 
 def test_the_losses_with_other_poolings_train(encoder):
     pytest.importorskip("pylate")
-    [script] = examples("docs/pooling.md")
+    script, *_ = examples("docs/pooling.md")
     model = '"answerdotai/ModernBERT-base"'
     assert model in script
     names: dict = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +108,13 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling(monkeypatch):
         ValueError, match=r"^BaseVisualRetrieverProcessor.score_multi_vector: .* COLPALI_SCORES_BACKEND"
     ):
         ColQwen2Processor.score_multi_vector(*inputs, device="cpu")
+
+
+def test_the_example_of_the_docs():
+    page = Path(__file__).parents[3].joinpath("docs/pooling.md").read_text(encoding="utf-8")
+    names: dict = {}
+    exec(page.partition("## colpali-engine")[2].partition("```python\n")[2].partition("```")[0], names)
+    assert names["pages"].grad.any()
 
 
 def test_weights_of_a_model_of_pages(tmp_path, plain):

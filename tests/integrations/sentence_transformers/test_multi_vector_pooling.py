@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +117,17 @@ def test_what_only_stock_takes_is_an_error_with_another_pooling():
         util.maxsim(VECTORS, VECTORS, **weighted)
     pylate_fastmaxsim.enable(pooling=Max())
     assert util.maxsim(VECTORS, VECTORS, **weighted).shape == (3, 3)
+
+
+def test_the_example_of_the_docs(encoder):
+    page = Path(__file__).parents[3].joinpath("docs/pooling.md").read_text(encoding="utf-8")
+    script = page.partition("## MultiVectorEncoder")[2].partition("```python\n")[2].partition("```")[0]
+    assert (model := '"answerdotai/ModernBERT-base"') in script
+    names: dict = {}
+    exec(script.replace(model, repr(encoder("modernbert"))), names)
+    assert names["scores"].shape == (1, 2)
+    for loss in ("contrastive", "margins"):
+        names[loss](batch_of(names["model"]), TEACHER.float()).backward()
 
 
 def test_xtr_scores_stay_as_they_are(caplog):
