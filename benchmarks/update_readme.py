@@ -15,6 +15,7 @@ from benchmarks.harness.tables import table
 from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import markdown as attention_table
+from benchmarks.operators.pooling_table import docs_table as pooling_tables
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
@@ -239,6 +240,13 @@ def quickstart_table() -> str:
     )
 
 
+def pooling_operators_table() -> str:
+    """Speed and memory of poolings, once they are measured."""
+    if not (RESULTS / "pooling_operators.json").exists():
+        return "Not measured yet."
+    return pooling_tables(results("pooling_operators"))
+
+
 def number(value: float | None, pattern: str) -> str:
     """As text; the results have null for what is not finite."""
     return "NaN" if value is None else format(value, pattern)
@@ -289,6 +297,7 @@ def tables() -> dict[str, dict[str, str]]:
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
+        "docs/pooling.md": {"pooling-operators-table": pooling_operators_table()},
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),
             "pooling-cranfield-table": pooling_cranfield_markdown(results("pooling_cranfield")["cells"]),
