@@ -97,7 +97,7 @@ def sequences(count: int, cap: int, ragged: bool, draw: random.Random, generator
     if not ragged:
         return TokenBatch.from_padded(values.view(count, cap, DIM))
     borders = torch.tensor([0, *lengths], device=device).cumsum(0)
-    return TokenBatch.from_packed(values, borders, max_length=max(lengths))
+    return TokenBatch.from_packed(values, borders, max_length=cap)  # as a tokenizer's maximum
 
 
 def batches(shape: Shape, ragged: bool, device: torch.device) -> list[Batch]:
@@ -200,6 +200,8 @@ def measure(sets: list[Batch], competitor: str, pooling: Pooling) -> dict:
     cell: dict = {"tokens": [values.shape[0] for values in first.leaves]}
     for name, calls in measures.items():
         try:
+            for call in calls:
+                call()  # kernels are compiled anew for some numbers of tokens
             cell[name] = {**time_calls(calls, device), "peak_bytes": peak_bytes(calls[0], device)}
         except Exception as error:  # noqa: BLE001 - whatever a competitor raises is its result
             cell[name] = {"failure": failure(error)}

@@ -8,7 +8,11 @@ from benchmarks.harness.plots import plt
 from benchmarks.operators.pooling_table import COMPETITORS, POOLINGS, shapes_of
 
 COLOURS = {"fast": "#d62728", "ragged": "#ff9896", "compile": "#b8860b", "einsum": "#555555"}
-MEASURES = {"ms": ("time (ms)", 1), "beyond_gradients_bytes": ("memory beyond the gradients (MiB)", 2**20)}
+# Keys of a result, with label, unit and number format.
+MEASURES = {
+    "ms": ("time (ms)", 1, "{:.3g}"),
+    "beyond_gradients_bytes": ("memory beyond the gradients (MiB)", 2**20, "{:,.0f}"),
+}
 
 
 def plot(cells: dict, results: Path) -> None:
@@ -16,7 +20,7 @@ def plot(cells: dict, results: Path) -> None:
     shapes = shapes_of(cells)
     figure, axes = plt.subplots(len(shapes), len(MEASURES), figsize=(11, 3.5 * len(shapes)), squeeze=False)
     for row, shape in zip(axes, shapes, strict=True):
-        for axis, (key, (label, unit)) in zip(row, MEASURES.items(), strict=True):
+        for axis, (key, (label, unit, pattern)) in zip(row, MEASURES.items(), strict=True):
             for place, (competitor, title) in enumerate(COMPETITORS.items()):
                 values = [
                     cells.get(f"{shape}/{pooling}/{competitor}", {}).get("forward_backward", {}).get(key)
@@ -26,7 +30,7 @@ def plot(cells: dict, results: Path) -> None:
                 x = [index + (place - 1.5) * 0.2 for index, _ in points]
                 colour = COLOURS[competitor]
                 drawn = axis.bar(x, [y for _, y in points], 0.19, color=colour, label=title.replace("`", ""))
-                axis.bar_label(drawn, fmt="%.3g", fontsize=6, padding=1)
+                axis.bar_label(drawn, fmt=pattern, fontsize=6, padding=1)
             axis.set_xticks(range(len(POOLINGS)), [name.replace("`", "") for name in POOLINGS.values()], fontsize=8)
             axis.set(ylabel=label, title=shape.replace(".", " against "))
             if axis.patches:

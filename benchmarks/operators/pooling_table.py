@@ -156,7 +156,7 @@ def error_table(cells: dict) -> str:
             entries = []
             for what in ("scores", "query gradient", "document gradient"):
                 each = [errors.get(what) for errors in found]
-                entries.append("not measured" if None in each else f"{max(each):.1e}")
+                entries.append("no number" if None in each else f"{max(each):.1e}")
             lines.append([title, name, *entries])
     return table(["", "pooling", "scores", "query gradient", "document gradient"], lines)
 
