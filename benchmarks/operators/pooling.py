@@ -5,9 +5,10 @@
     python -m benchmarks.operators.pooling --quick --competitors fast einsum --results /tmp/quick.json   # on a CPU
 
 A cell is one competitor with one pooling at one shape: forward without gradient, forward + backward, their memory, and
-errors of scores and gradients against float64. Vectors are random, of unit length. Everything is
-compiled before the first cell, in several processes, and again from their caches by calls before the timed ones. What bounds are checked for comes first, and the file is written after each
-cell, so that a run that is stopped leaves what it measured. All cells of a file are of one run.
+errors of scores and gradients against float64. Vectors are random, of unit length. Everything is compiled before the
+first cell, in several processes, and again from their caches by calls before the timed ones. What bounds are checked
+for comes first, and the file is written after each cell, so that a run that is stopped leaves what it measured. All
+cells of a file are of one run.
 """
 
 from __future__ import annotations
