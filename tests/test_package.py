@@ -45,7 +45,12 @@ ROOMS = {
         ("recipes",),
         ("cli", "run"),
     ),
-    "kernels": (("runtime",), ("primitives",), ("maxsim", "winner_backward", "projection", "attention"), ("xtr",)),
+    "kernels": (
+        ("runtime",),
+        ("primitives",),
+        ("maxsim", "winner_backward", "projection", "attention"),
+        ("xtr", "pooled"),
+    ),
     "integrations": (
         ("log", "options", "score_metric"),
         ("patching",),

@@ -18,6 +18,7 @@ from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import pooled as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.dispatch import runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, prepared, recording
@@ -61,6 +62,9 @@ class LogSumExp:
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", _temperature("LogSumExp", self.temperature))
 
+
+# The most winners of a row that the kernels keep.
+_LARGEST_K = 64
 
 Pooling = Max | TopK | Softmax | LogSumExp
 
@@ -189,7 +193,7 @@ def numbers_of(pooling: Pooling) -> PoolingNumbers:
 
 def _path(values: Tensor, pooling: PoolingNumbers) -> ModuleType:
     """The module that pools such values."""
-    return blocked
+    return _kernels() if runs_kernels(values) and pooling.k <= _LARGEST_K else blocked
 
 
 @functools.cache

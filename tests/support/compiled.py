@@ -35,10 +35,11 @@ NAMES = {
     "*i64": """q_starts q_lengths d_starts d_lengths candidates pairs pair_offsets starts lengths offsets q_offsets
         d_offsets""",
     "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares bias scales shifts
-        grad_weights grad_biases""",
+        grad_weights grad_biases pooled constants slopes grad_parts""",
+    "fp32": "scale over_temperature",
     "i32": """num_queries num_documents num_slots num_tiles num_rows num_entries num_chunks num_pairs first_document
         documents_per_program row_blocks tiles_per_document programs_per_document first_row num_groups rows_per_part
-        num_parts slot_blocks capacity k q_head k_head v_head grad_head reach""",
+        num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head reach""",
 }
 TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}
 SIZES = NAMES["i32"].split()

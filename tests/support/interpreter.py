@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from pylate_fastmaxsim.kernels.pooled import top_few_forward
 from pylate_fastmaxsim.kernels.primitives import running_maximum
 
 
@@ -42,18 +43,30 @@ def _create_maximumf(self, a, b):
 
 _REDUCTIONS = {
     "maximum_or_nan": lambda numbers, axis: _one_nan(np.max(numbers, axis=axis)),
+    "_xor_combine": lambda numbers, axis: np.bitwise_xor.reduce(numbers, axis=axis),
     "either": lambda numbers, axis: np.bitwise_or.reduce(numbers, axis=axis),
 }
 
 
 def _generic_reduce(self, inputs):
     reduce = _REDUCTIONS[self.combine_fn.fn.__name__]
-    return [self.to_tensor(reduce(tensor.handle.data, self.axis), tensor.dtype) for tensor in inputs]
+    reduced = [reduce(tensor.handle.data, self.axis) for tensor in inputs]
+    if self.keep_dims:
+        reduced = [np.expand_dims(numbers, self.axis) for numbers in reduced]
+    return [self.to_tensor(numbers, tensor.dtype) for numbers, tensor in zip(reduced, inputs, strict=True)]
 
 
 @triton.jit
 def _eight_more_unless_same(total, a, b):
     return total + tl.where(running_maximum.same_bits(a, b), 0, 8)
+
+
+@triton.jit
+def _inserted_groups(v0, v1, v2, v3, g0, g1, g2, g3, x, group):
+    g3 = tl.where(x > v2, g2, tl.where(x > v3, group, g3))
+    g2 = tl.where(x > v1, g1, tl.where(x > v2, group, g2))
+    g1 = tl.where(x > v0, g0, tl.where(x > v1, group, g1))
+    return tl.where(x > v0, group, g0), g1, g2, g3
 
 
 _patch_lang_tensor = interpreter._patch_lang_tensor
@@ -86,6 +99,7 @@ def mended() -> Iterator[None]:
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),
+            (top_few_forward, "inserted_groups", _inserted_groups),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         yield

@@ -3,43 +3,10 @@
 import triton
 import triton.language as tl
 
+from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document
+from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
 from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan, running_maximum, same_bits
-from pylate_fastmaxsim.kernels.primitives.similarities import inner_products
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
-
-
-@triton.jit
-def _tile_of_similarities(
-    q_tile,
-    q_pointers,
-    q_live,
-    document,
-    live_tokens,
-    length,
-    first,
-    DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Products of BLOCK_M query rows with BLOCK_N tokens of a document from its live token `first` on.
-
-    `document` points to the first token; `live_tokens` lists the tokens that count, or is None for all.
-    """
-    column = tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    last_token = tl.maximum(length, 1) - 1
-    # Columns past the end repeat the last token, which changes no maximum and needs no mask.
-    if live_tokens is None:
-        row = tl.minimum(column, last_token - first)
-        document += tl.cast(first, tl.int64) * DIM
-    else:
-        row = tl.load(live_tokens + tl.minimum(first + column, last_token), mask=length > 0, other=0)
-    # int64 before the product: one instruction. A 32-bit product takes four to become an address.
-    d_pointers = document + k[None, :] + row[:, None].to(tl.int64) * DIM
-    return inner_products(q_tile, q_pointers, q_live, d_pointers, DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
-
 
 # The group until a column exceeds the floor: the largest that 32 bits can hold.
 _NO_GROUP = tl.constexpr(2**31 - 8)
@@ -73,23 +40,6 @@ def _best_of_row(
         if live_tokens is not None:
             winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
     return row_best, winner
-
-
-@triton.jit
-def _sequence(slot, last_slot, d_starts, d_lengths, candidates, zero_floor):
-    """First row, number of tokens and floor of the maximum of the document in a slot.
-
-    A document without tokens is scored at a row that exists, and its result discarded.
-    """
-    document = tl.cast(tl.minimum(slot, last_slot), tl.int64)
-    if candidates is not None:
-        document = tl.load(candidates + document)
-    length = tl.load(d_lengths + document).to(tl.int32)
-    start = tl.where(length > 0, tl.load(d_starts + document), 0)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if zero_floor is not None:
-        floor = tl.where(tl.load(zero_floor + document) != 0, 0.0, floor)
-    return start, length, floor
 
 
 @Launcher
@@ -145,23 +95,10 @@ def forward_kernel(
     tile = program % num_tiles
     first_slot = (program // num_tiles) * documents_per_program
 
-    row_in_tile = tl.arange(0, BLOCK_M)
+    query, q_row, q_live = rows_of_tile(
+        tile, q_starts, q_lengths, q_keep, num_queries, row_blocks, ROWS_PER_QUERY, ONE_QUERY, BLOCK_M
+    )
     k = tl.arange(0, BLOCK_K)
-    if ONE_QUERY:
-        query = tile // row_blocks
-        offset = (tile % row_blocks) * BLOCK_M + row_in_tile
-        q_start = tl.load(q_starts + query)
-        q_length = tl.load(q_lengths + query).to(tl.int32)
-    else:
-        row_query = tile * (BLOCK_M // ROWS_PER_QUERY) + row_in_tile // ROWS_PER_QUERY
-        offset = row_in_tile % ROWS_PER_QUERY
-        q_start = tl.load(q_starts + row_query, mask=row_query < num_queries, other=0)
-        q_length = tl.load(q_lengths + row_query, mask=row_query < num_queries, other=0).to(tl.int32)
-
-    q_row = q_start + offset
-    q_live = offset < q_length
-    if q_keep is not None:
-        q_live = q_live & (tl.load(q_keep + q_row, mask=q_live, other=0) != 0)
     q_pointers = q_values + q_row[:, None] * DIM + k[None, :]
     q_tile = None
     if DIM <= BLOCK_K:
@@ -174,12 +111,12 @@ def forward_kernel(
     # Scalar loads rather than a sum over a vector, so that the compiler knows that all threads take as many steps.
     num_document_tiles = 0
     for i in tl.static_range(8):
-        _, listed, _ = _sequence(first_slot + i, last_slot, d_starts, d_lengths, candidates, None)
+        _, listed, _ = document_of_slot(first_slot + i, last_slot, d_starts, d_lengths, candidates, None)
         num_document_tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
 
     # One document ahead, so that no load waits for its address.
-    start, length, floor = _sequence(first_slot, last_slot, d_starts, d_lengths, candidates, zero_floor)
-    next_start, next_length, next_floor = _sequence(
+    start, length, floor = document_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates, zero_floor)
+    next_start, next_length, next_floor = document_of_slot(
         first_slot + 1, last_slot, d_starts, d_lengths, candidates, zero_floor
     )
     slot = first_slot
@@ -192,7 +129,7 @@ def forward_kernel(
         document_tokens = None
         if live_tokens is not None:
             document_tokens = live_tokens + start
-        similarity = _tile_of_similarities(
+        similarity = similarities_of_document(
             q_tile, q_pointers, q_live, d_values + start * DIM, document_tokens, length, first,
             DIM, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -209,22 +146,11 @@ def forward_kernel(
         slot = tl.where(is_last, slot + 1, slot)
         start = tl.where(is_last, next_start, start)
         length = tl.where(is_last, next_length, length)
-        next_start, next_length, next_floor = _sequence(
+        next_start, next_length, next_floor = document_of_slot(
             slot + 1, last_slot, d_starts, d_lengths, candidates, zero_floor
         )
 
-    slots = first_slot + place
-    totals = tl.where(q_live[:, None], totals, 0.0)
-    if ONE_QUERY:
-        score = tl.sum(totals, axis=0)
-        row = (tile % row_blocks).to(tl.int64) * num_queries + query
-        tl.store(scores + row * num_slots + slots, score, mask=slots <= last_slot)
-    else:
-        QUERIES: tl.constexpr = BLOCK_M // ROWS_PER_QUERY
-        score = tl.sum(tl.reshape(totals, [QUERIES, ROWS_PER_QUERY, 8]), axis=1)
-        query = tile * QUERIES + tl.arange(0, QUERIES)
-        tl.store(
-            scores + query.to(tl.int64)[:, None] * num_slots + slots[None, :],
-            score,
-            mask=(query < num_queries)[:, None] & (slots <= last_slot)[None, :],
-        )
+    store_scores(
+        scores, totals, q_live, tile, query, first_slot, last_slot, num_queries, num_slots, row_blocks,
+        ROWS_PER_QUERY, ONE_QUERY, BLOCK_M,
+    )  # fmt: skip

@@ -1,5 +1,7 @@
 """Lists of live tokens, of each sequence or of all sequences in turn, so that kernels see no padding and no mask."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -52,3 +54,22 @@ def live_tokens_of(starts: Tensor, lengths: Tensor, keep: Tensor) -> tuple[Tenso
         starts, lengths, as_bytes(keep), live_tokens, live_lengths, BLOCK=256, num_warps=2
     )
     return live_tokens, live_lengths
+
+
+class LiveRows(NamedTuple):
+    """The rows of the live tokens of a ragged batch, sequence after sequence."""
+
+    rows: Tensor  # [at least offsets[-1]], int32
+    offsets: Tensor  # [N + 1] where each sequence begins
+
+
+def live_rows_of(starts: Tensor, lengths: Tensor, keep: Tensor | None, max_length: int) -> LiveRows:
+    device, count = starts.device, len(starts)
+    live_tokens = None
+    if keep is not None:
+        live_tokens, lengths = live_tokens_of(starts, lengths, keep)
+    offsets = torch.zeros(count + 1, dtype=torch.int64, device=device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    rows = torch.empty(count * max_length, dtype=torch.int32, device=device)
+    live_rows_kernel[(count,)](starts, live_tokens, offsets, rows, BLOCK=256, num_warps=2)
+    return LiveRows(rows, offsets)

@@ -34,7 +34,7 @@ def _eight_more_unless_same(total, a, b):
 
 
 @triton.jit
-def _halves(x, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
+def halves(x, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
     """The two halves of COUNT groups ``[BLOCK_M, COUNT, 8]``. Nothing moves between threads."""
     return tl.split(tl.permute(tl.reshape(x, [BLOCK_M, 2, COUNT // 2, 8]), [0, 2, 3, 1]))
 
@@ -42,7 +42,7 @@ def _halves(x, BLOCK_M: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _maxima_of_four(best, x, BLOCK_M: tl.constexpr):
     """The maximum after each of four groups."""
-    low, high = _halves(x, BLOCK_M, 4)
+    low, high = halves(x, BLOCK_M, 4)
     x0, x1 = tl.split(tl.permute(low, [0, 2, 1]))
     x2, x3 = tl.split(tl.permute(high, [0, 2, 1]))
     m0 = maximum_or_nan(best, x0)
@@ -71,7 +71,7 @@ def _over_four(best, group, first, x, WANT_WINNERS: tl.constexpr, BLOCK_M: tl.co
 
 @triton.jit
 def _over_eight(best, group, first, x, WANT_WINNERS: tl.constexpr, BLOCK_M: tl.constexpr):
-    low, high = _halves(x, BLOCK_M, 8)
+    low, high = halves(x, BLOCK_M, 8)
     m0, m1, m2, m3 = _maxima_of_four(best, low, BLOCK_M)
     m4, m5, m6, m7 = _maxima_of_four(m3, high, BLOCK_M)
     if WANT_WINNERS:
@@ -107,7 +107,7 @@ def running_maximum(
         best, group = _over_eight(best, group, first, x, WANT_WINNERS, BLOCK_M)
     else:
         tl.static_assert(BLOCK_N == 128)
-        low, high = _halves(tl.reshape(similarity, [BLOCK_M, 16, 8]), BLOCK_M, 16)
+        low, high = halves(tl.reshape(similarity, [BLOCK_M, 16, 8]), BLOCK_M, 16)
         best, group = _over_eight(best, group, first, low, WANT_WINNERS, BLOCK_M)
         best, group = _over_eight(best, group, first + 64, high, WANT_WINNERS, BLOCK_M)
     return best, group

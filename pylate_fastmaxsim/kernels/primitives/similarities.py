@@ -69,3 +69,16 @@ def order_key(x):
 def key_value(key):
     """The float32 of a key. Keys below that of -infinity give NaN."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+# Smaller than a similarity, and a number: 0 times it is 0.
+NO_COLUMN = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def without_columns_past_the_end(similarity, first, length, BLOCK_N: tl.constexpr):
+    """Similarities of the columns from `first` on, with NO_COLUMN in those that a sequence of `length` does not have."""
+    if first + BLOCK_N > length:
+        here = first + tl.arange(0, BLOCK_N) < length
+        similarity = tl.where(here[None, :], similarity, NO_COLUMN)
+    return similarity

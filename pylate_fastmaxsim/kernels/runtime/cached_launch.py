@@ -35,7 +35,9 @@ class Launcher:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         return lambda *arguments, **constants: self._launch(grid, arguments, constants)
 
-    def _launch(self, grid: tuple[int, ...], arguments: tuple[Tensor | int | None, ...], constants: dict) -> None:
+    def _launch(
+        self, grid: tuple[int, ...], arguments: tuple[Tensor | int | float | None, ...], constants: dict
+    ) -> None:
         if not self._direct or _somebody_listens():
             self.kernel[grid](*arguments, **constants)
             return
@@ -49,6 +51,8 @@ class Launcher:
                 key.append(None)
             elif type(argument) is int:
                 key.append(argument > _LARGEST_INT32)
+            elif type(argument) is float:
+                key.append(float)
             else:
                 key.append(argument.dtype)
                 key.append(argument.data_ptr() % 16 == 0)

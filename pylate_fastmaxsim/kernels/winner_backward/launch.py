@@ -34,7 +34,9 @@ from pylate_fastmaxsim.kernels.winner_backward.winner_sets import LONGEST_TILE, 
 # Places of buckets at once: 32 MiB of entries and weights, 48 MiB where entries are sets, and seldom as much of counts.
 _BUCKET_ENTRIES = 2**22
 # Winners that a program of the counting sort of sets holds.
-_WINNERS_AT_ONCE = 2**12
+_WINNERS_AT_ONCE = 2**11
+# Warps that fill every multiprocessor of the largest GPU.
+_ENOUGH_WARPS = 2**12
 # Up to so many comparisons the quadratic sort of candidates is faster than the launches of a library's sort.
 _QUADRATIC_ORDER = 2**26
 # Up to so many candidates each document's program reads all of them, which is faster than sorting them first.
@@ -61,8 +63,8 @@ def backward(
     q_values, d_values = operands.q_values, operands.d_values
     sizes = operands.max_q_length, operands.max_d_length, winners.numel(), q_values.shape[1]
     nothing_scored = 0 in (*grad_scores.shape, *sizes)
-    grad_q = _gradient_of(q_values, need_q, operands.q_gapless and not nothing_scored)
-    grad_d = _gradient_of(d_values, need_d, operands.d_gapless and not nothing_scored)
+    grad_q = gradient_of(q_values, need_q, operands.q_gapless and not nothing_scored)
+    grad_d = gradient_of(d_values, need_d, operands.d_gapless and not nothing_scored)
     if nothing_scored:
         return grad_q, grad_d
     grad_scores = grad_scores.contiguous()
@@ -83,7 +85,7 @@ def backward(
     return grad_q, grad_d
 
 
-def _gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
+def gradient_of(values: Tensor, needed: bool, written: bool) -> Tensor:
     """Memory for the gradient of `values`, of zeros unless the kernel writes every row."""
     if not needed:
         return values.new_empty(0)
@@ -95,12 +97,14 @@ def _ranks(winners: Tensor) -> int:
     return 1 if winners.dim() == 2 else winners.shape[1]
 
 
-def in_flight(tile: QueryGradientTiles, ranks: int) -> dict[str, int]:
+def in_flight(tile: QueryGradientTiles, ranks: int, warps: int) -> dict[str, int]:
     """Constants of the query gradient: of how many slots and ranks it loads winners and vectors at a time."""
+    # With several ranks, where the launch has enough warps, these hide the time of loads better than more loads of each.
+    unroll = tile.unroll // 2 if ranks > 1 and warps >= _ENOUGH_WARPS else tile.unroll
     return {
         "RANKS": ranks,
-        "RANKS_AT_ONCE": cdiv(ranks, cdiv(ranks, tile.unroll)),
-        "UNROLL": max(1, tile.unroll // ranks),
+        "RANKS_AT_ONCE": cdiv(ranks, cdiv(ranks, unroll)),
+        "UNROLL": max(1, unroll // ranks),
     }
 
 
@@ -119,7 +123,8 @@ def _query_gradient(
     tile = tiles.query_gradient or query_gradient_tiles(architecture(d_values.device), kind, dim)
     row_blocks = cdiv(operands.max_q_length, tile.block_rows)
     ranks = _ranks(winners)
-    query_gradient_kernel[(operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))](
+    grid = (operands.q_starts.shape[0] * row_blocks, cdiv(dim, tile.block_d))
+    query_gradient_kernel[grid](
         grad_scores,
         winners,
         operands.q_starts,
@@ -136,7 +141,7 @@ def _query_gradient(
         SENTINEL=no_winner(winners.dtype),
         BLOCK_ROWS=tile.block_rows,
         BLOCK_D=tile.block_d,
-        **in_flight(tile, ranks),
+        **in_flight(tile, ranks, grid[0] * grid[1] * tile.num_warps),
         num_warps=tile.num_warps,
         maxnreg=None if ranks == 1 else ALL_REGISTERS,
     )
@@ -233,7 +238,7 @@ def _candidate_document_gradient(
     programs_per_document = 1 if alone else cdiv(operands.max_d_length, tile.block_t)
     pairs = pair_offsets = None
     if not alone or num_pairs > _SCANNED_PAIRS:
-        pairs, pair_offsets = _candidate_order(candidates, num_documents)
+        pairs, pair_offsets = candidate_order(candidates, num_documents)
     grid = (num_documents * programs_per_document, cdiv(dim, tile.block_d))
     candidate_document_gradient_kernel[grid](
         grad_scores,
@@ -267,7 +272,7 @@ def _candidate_document_gradient(
     )
 
 
-def _candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
+def candidate_order(candidates: Tensor, num_documents: int) -> tuple[Tensor, Tensor]:
     """Flat indices of `candidates` in the order of documents, and where those of each document begin, ``[Nd + 1]``.
 
     The order of the pairs of one document never varies, so that their sum repeats bit by bit.

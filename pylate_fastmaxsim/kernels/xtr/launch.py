@@ -1,14 +1,12 @@
 """XTR scores on CUDA: launches the Triton kernels. Never waits for the device."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_layout
 from pylate_fastmaxsim.kernels.maxsim.tiles import documents_per_program
-from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_kernel, live_tokens_of
+from pylate_fastmaxsim.kernels.primitives.live_rows import LiveRows, live_rows_of
 from pylate_fastmaxsim.kernels.runtime.arch import (
     ALL_REGISTERS,
     INPUT_PRECISION,
@@ -32,25 +30,6 @@ _PLACES = 2**23
 _ROUNDS = 2
 # Programs of a launch of collecting: those of one tile of query rows share the document tokens.
 _PROGRAMS = 2048
-
-
-class _Rows(NamedTuple):
-    """The rows of the live tokens of a ragged batch, sequence after sequence."""
-
-    rows: Tensor  # [at least offsets[-1]], int32
-    offsets: Tensor  # [N + 1] where each sequence begins
-
-
-def _live_rows(starts: Tensor, lengths: Tensor, keep: Tensor | None, max_length: int) -> _Rows:
-    device, count = starts.device, len(starts)
-    live_tokens = None
-    if keep is not None:
-        live_tokens, lengths = live_tokens_of(starts, lengths, keep)
-    offsets = torch.zeros(count + 1, dtype=torch.int64, device=device)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    rows = torch.empty(count * max_length, dtype=torch.int32, device=device)
-    live_rows_kernel[(count,)](starts, live_tokens, offsets, rows, BLOCK=256, num_warps=2)
-    return _Rows(rows, offsets)
 
 
 def forward(
@@ -81,8 +60,8 @@ def forward(
         token_winners = torch.empty(maxima.shape, dtype=index_dtype, device=device)
     thresholds = torch.full((num_rows,), -torch.inf, dtype=torch.float32, device=device)
     with on_device_of(q_values):
-        queries = _live_rows(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
-        documents = _live_rows(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
+        queries = live_rows_of(operands.q_starts, operands.q_lengths, operands.q_keep, operands.max_q_length)
+        documents = live_rows_of(operands.d_starts, operands.d_lengths, operands.d_keep, operands.max_d_length)
         _thresholds_and_maxima(
             operands, queries, documents, k, thresholds, maxima, token_winners, precision, tiles,
             zeros_compete=not count_retrieved,
@@ -120,8 +99,8 @@ def forward(
 
 def _thresholds_and_maxima(
     operands: ScoringOperands,
-    queries: _Rows,
-    documents: _Rows,
+    queries: LiveRows,
+    documents: LiveRows,
     k: int,
     thresholds: Tensor,
     maxima: Tensor,

@@ -45,7 +45,7 @@ def all_registers(ranks):
 )
 def test_query_gradient(arch, operand, dim, ranks, tmp_path):
     tile = query_gradient_tiles(arch, kind(operand), dim)
-    constants = {"DIM": dim, **blocks_of(tile), **in_flight(tile, ranks)}
+    constants = {"DIM": dim, **blocks_of(tile), **in_flight(tile, ranks, warps=0)}
     options = options_of(tile) | all_registers(ranks)
     # With all documents it writes the query of each row for the document gradient.
     for absent in (("candidates",), ("row_query",)) if arch == 90 else (("candidates",),):
@@ -96,7 +96,7 @@ def test_buckets(arch, winners, tmp_path):
 def test_sets(arch, winners, ranks, tmp_path):
     tile = document_gradient_tiles(arch, "half", 128)
     padded = next_power_of_2(ranks)
-    sizes = {"RANKS": ranks, "BLOCK_RANKS": padded, "BLOCK_T": tile.block_t, "BLOCK_SCAN": min(1024, 4096 // padded)}
+    sizes = {"RANKS": ranks, "BLOCK_RANKS": padded, "BLOCK_T": tile.block_t, "BLOCK_SCAN": min(1024, 2048 // padded)}
     for kernel in (count_sets_kernel, place_sets_kernel):
         options, types = {"num_warps": tile.scan_warps}, {"buckets": "*i64"}
         check(arch, "bf16", *compiled(kernel, arch, "bf16", options, winners=winners, types=types, **sizes), tmp_path)

