@@ -94,7 +94,7 @@ def _add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
 def forward(
     operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool, precision: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums over query tokens ``[Nq, P]`` and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
+    """Scores ``[Nq, P]`` and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
     That is winners ``[P, k, Tq]``, or ``[1 or 2, P, Tq]`` of the smooth poolings: the log of the sum of exponentials,
     and for softmax the pooled similarity. ``precision`` is not used: float32 products follow PyTorch's settings.
@@ -102,8 +102,7 @@ def forward(
     q_values = operands.q_values
     require_candidates("pooled_scores", operands.candidates, len(operands.d_starts))
     dtype, columns, num_rows = sum_dtype(q_values.dtype), operands.num_slots, len(q_values)
-    # Transposed, so that each row of a block is added to a row.
-    sums = q_values.new_zeros((len(operands.q_starts), columns), dtype=dtype)
+    scores = q_values.new_zeros((len(operands.q_starts), columns), dtype=dtype)
     state = None
     if want_state and pooling.k:
         index_dtype = winner_dtype(operands.max_d_length)
@@ -129,26 +128,26 @@ def forward(
                 state[0, block.slots[:, None], block.rows] = log_sum
                 if not pooling.log_sum_exp:
                     state[1, block.slots[:, None], block.rows] = pooled
-        part = sums.new_zeros(len(sums), len(block.slots))
+        part = scores.new_zeros(len(scores), len(block.slots))
         _add_rows(part, block.query, pooled.t())
-        sums[:, block.slots] += part
-    return sums, state
+        scores[:, block.slots] += part
+    return scores, state
 
 
 def _k_largest(similarities: Tensor, block: _Block, k: int, want_winners: bool) -> tuple[Tensor, Tensor | None]:
-    """Sums of the k largest ``[G, R]``, and positions of their tokens in the document, -1 where there are fewer."""
+    """Means of the k largest ``[G, R]``, and positions of their tokens in the document, -1 where there are fewer."""
     length = similarities.shape[-1]
     values, column = similarities.topk(min(k, length), dim=-1)
     counted = (torch.arange(values.shape[-1], device=values.device) < block.live.sum(dim=1)[:, None])[:, None]
-    sums = values.masked_fill(~counted, 0).sum(dim=-1)
+    means = values.masked_fill(~counted, 0).sum(dim=-1) / counted.sum(dim=-1)
     if not want_winners:
-        return sums, None
+        return means, None
     # topk takes any of those that equal the k-th, and a masked one for a live one at -inf.
     settled = (similarities >= values[..., -1:]).sum(dim=-1) == values.shape[-1]
     if not bool(settled.all()):
         column = similarities.sort(dim=-1, descending=True, stable=True).indices[..., : values.shape[-1]]
     position = block.position[:, None].expand(-1, column.shape[1], -1).gather(2, column)
-    return sums, position.masked_fill_(~counted, -1)
+    return means, position.masked_fill_(~counted, -1)
 
 
 def backward(
@@ -160,7 +159,10 @@ def backward(
     need_q: bool,
     need_d: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the sums and the forward's state."""
+    """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the scores and the forward's state.
+
+    For top-k the gradient of a score comes divided by the number of its document's winners.
+    """
     if pooling.k:
         return _of_winners(gradient, state, operands, precision, need_q, need_d)
     q_values, d_values = operands.q_values, operands.d_values

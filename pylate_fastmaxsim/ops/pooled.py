@@ -233,22 +233,21 @@ def live_counts(starts: Tensor, lengths: Tensor, keep: Tensor | None) -> Tensor:
     return before[starts + lengths] - before[starts]
 
 
-def _mean_of(sums: Tensor, operands: ScoringOperands, k: int) -> Tensor:
-    """Sums of the k largest ``[Nq, P]`` divided by how many there are in each document."""
+def of_each_winner(grad_scores: Tensor, operands: ScoringOperands, k: int) -> Tensor:
+    """Gradients of scores ``[Nq, P]`` divided by how many winners a query token has in the document."""
     counts = live_counts(operands.d_starts, operands.d_lengths, operands.d_keep).clamp(1, k)
-    return sums / (counts if operands.candidates is None else counts[operands.candidates])
+    return grad_scores / (counts if operands.candidates is None else counts[operands.candidates])
 
 
 def _scores_and_state(operands: ScoringOperands, pooling: PoolingNumbers, want_state: bool):
     values = operands.q_values
-    sums, state = _path(values, pooling).forward(operands, pooling, want_state, float32_precision(values.dtype))
-    return (_mean_of(sums, operands, pooling.k) if pooling.k else sums), state
+    return _path(values, pooling).forward(operands, pooling, want_state, float32_precision(values.dtype))
 
 
 def _gradients(grad_scores, state, operands, pooling, need_q, need_d) -> tuple[Tensor, Tensor]:
     values = operands.q_values
     if pooling.k:
-        grad_scores = _mean_of(grad_scores, operands, pooling.k)
+        grad_scores = of_each_winner(grad_scores, operands, pooling.k)
     precision = float32_precision(values.dtype)
     return _path(values, pooling).backward(grad_scores, state, operands, pooling, precision, need_q, need_d)
 

@@ -11,7 +11,7 @@ from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim.kernels.pooled import launch
 from pylate_fastmaxsim.kernels.pooled.tiles import FROM_TABLES
-from pylate_fastmaxsim.ops.pooled import Pooling, _mean_of, numbers_of
+from pylate_fastmaxsim.ops.pooled import Pooling, numbers_of, of_each_winner
 
 # Relative error (Frobenius norm). Weights of 16-bit rows are rounded to bf16, as the gradients are.
 TOLERANCE = {
@@ -27,10 +27,10 @@ def run(queries, documents, candidates, pooling, grad, precision="highest", tile
     """Scores, state and both gradients of the kernels."""
     operands, numbers = ScoringOperands.of(queries, documents, candidates), numbers_of(pooling)
     with uninitialized_memory_as_nan():
-        sums, state = launch.forward(operands, numbers, True, precision, tiles)
-        weights = _mean_of(grad, operands, numbers.k) if numbers.k else grad
+        scores, state = launch.forward(operands, numbers, True, precision, tiles)
+        weights = of_each_winner(grad, operands, numbers.k) if numbers.k else grad
         gradients = launch.backward(weights, state, operands, numbers, precision, True, True, tiles)
-    return _mean_of(sums, operands, numbers.k) if numbers.k else sums, state, *gradients
+    return scores, state, *gradients
 
 
 def check(
@@ -61,15 +61,15 @@ def check(
     operands, numbers = ScoringOperands.of(queries, documents, candidates), numbers_of(pooling)
     alone, none = launch.forward(operands, numbers, False, precision, tiles)
     assert none is None
-    assert torch.equal(_mean_of(alone, operands, numbers.k) if numbers.k else alone, scores), "scores without a state"
+    assert torch.equal(alone, scores), "scores without a state"
     if ties:
         plain = [batch.with_values(batch.values.detach()) for batch in doubles]
         assert torch.equal(winner_index(state), reference.top_k_winners(*plain, numbers.k, candidates)), "winners"
     if numbers.k:
-        weights = _mean_of(grad, operands, numbers.k)
+        weights = of_each_winner(grad, operands, numbers.k)
         ranks = [from_winners(queries, documents, candidates, rank, weights) for rank in state.unbind(dim=1)]
         chosen, *exact_gradients = map(sum, zip(*ranks, strict=True))
-        assert relative_error(_mean_of(chosen, operands, numbers.k), exact.detach()) < tolerance, "winners"
+        assert relative_error(of_each_winner(chosen, operands, numbers.k), exact.detach()) < tolerance, "winners"
     else:
         exact_gradients = torch.autograd.grad(exact, leaves, grad.double())
     for name, ours, wanted in zip(("query", "document"), gradients, exact_gradients, strict=True):

@@ -43,7 +43,7 @@ def forward(
     precision: str,
     tiles: PooledTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums over query tokens ``[Nq, P]`` (float32) and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
+    """Scores ``[Nq, P]`` (float32) and what the backward needs; see :mod:`pylate_fastmaxsim.ops.pooled`.
 
     That is winners ``[P, k, Tq]``, or ``[1 or 2, P, Tq]`` float32 of the smooth poolings: the log of the sum of
     exponentials in base 2, and for softmax the pooled similarity.
@@ -166,7 +166,10 @@ def backward(
     need_d: bool,
     tiles: PooledTiles = FROM_TABLES,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the sums and the forward's state."""
+    """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from those of the scores and the forward's state.
+
+    For top-k the gradient of a score comes divided by the number of its document's winners.
+    """
     if pooling.k:
         return winner_backward.backward(gradient, state, operands, precision, need_q, need_d)
     operands = contiguous(operands)

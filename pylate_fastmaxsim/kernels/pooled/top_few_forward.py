@@ -105,7 +105,7 @@ def top_few_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sums of the K largest similarities, and their tokens in winners[slot, rank, row], as in MaxSim's forward.
+    """Means of the K largest similarities, and their tokens in winners[slot, rank, row], as in MaxSim's forward.
 
     Matrix units leave the columns of a row that are equal modulo 8 in one thread, which keeps the best of these. Threads
     merge them once, after the last tile of a document.
@@ -184,6 +184,7 @@ def top_few_kernel(
                 g0 = tl.where(taken, g1, g0)
                 g1 = tl.where(taken, g2, g1)
                 g2 = tl.where(taken, g3, g2)
+            total = total / tl.maximum(tl.minimum(length, K), 1)
             totals = tl.where(first_slot + lane[None, :] == slot, total[:, None], totals)
             v0, v1, v2, v3, g0, g1, g2, g3 = _start(BLOCK_M)
             not_finite = tl.zeros([BLOCK_M, 8], tl.float32)

@@ -48,7 +48,7 @@ def top_many_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sums of the K largest similarities, and their tokens in winners[slot, rank, row], as in MaxSim's forward.
+    """Means of the K largest similarities, and their tokens in winners[slot, rank, row], as in MaxSim's forward.
 
     A column is a number of 64 bits: the order of its similarity, then that of its position, lower ones first. KEPT is the
     power of two from K on, and at most BLOCK_N.
@@ -89,7 +89,7 @@ def top_many_kernel(
         rank = KEPT - 1 - tl.arange(0, KEPT)
         counted = rank < tl.minimum(length, K)
         value = key_value((best >> 32).to(tl.int32))
-        total = tl.sum(tl.where(counted[None, :], value, 0.0), axis=1)
+        total = tl.sum(tl.where(counted[None, :], value, 0.0), axis=1) / tl.maximum(tl.minimum(length, K), 1)
         totals = tl.where(first_slot + place[None, :] == slot, total[:, None], totals)
         if WANT_WINNERS:
             winner = tl.where(counted[None, :], best.to(tl.int32) ^ _REVERSED, SENTINEL)

@@ -35,8 +35,8 @@ from pylate_fastmaxsim.kernels.winner_backward.winner_sets import LONGEST_TILE, 
 _BUCKET_ENTRIES = 2**22
 # Winners that a program of the counting sort of sets holds.
 _WINNERS_AT_ONCE = 2**11
-# Warps that fill every multiprocessor of the largest GPU.
-_ENOUGH_WARPS = 2**12
+# Warps of a launch that fill every multiprocessor of the largest GPU, and that leave most of them idle.
+_MANY_WARPS, _FEW_WARPS = 2**12, 2**10
 # Up to so many comparisons the quadratic sort of candidates is faster than the launches of a library's sort.
 _QUADRATIC_ORDER = 2**26
 # Up to so many candidates each document's program reads all of them, which is faster than sorting them first.
@@ -99,8 +99,10 @@ def _ranks(winners: Tensor) -> int:
 
 def in_flight(tile: QueryGradientTiles, ranks: int, warps: int) -> dict[str, int]:
     """Constants of the query gradient: of how many slots and ranks it loads winners and vectors at a time."""
-    # With several ranks, where the launch has enough warps, these hide the time of loads better than more loads of each.
-    unroll = tile.unroll // 2 if ranks > 1 and warps >= _ENOUGH_WARPS else tile.unroll
+    unroll = tile.unroll
+    if ranks > 1:
+        # Either many warps or many loads of each hide the time that a load takes.
+        unroll = unroll // 2 if warps >= _MANY_WARPS else 2 * unroll if warps <= _FEW_WARPS else unroll
     return {
         "RANKS": ranks,
         "RANKS_AT_ONCE": cdiv(ranks, cdiv(ranks, unroll)),
