@@ -66,7 +66,7 @@ def gradient_concentration_logger(recipe: Recipe, trainer: PageTrainer) -> LogGr
     pages = [row[ColPaliEngineDataset.POS_TARGET_KEY][0] for row in rows]
 
     def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-        model, processor = trainer.model.eval(), trainer._retriever.processor  # each step sets it to training again
+        model, processor = trainer.model.eval(), trainer.retriever.processor  # each step sets it to training again
         batches = processor.process_queries(queries), processor.process_images(pages)
         embeddings = (model(**batch.to(model.device)) for batch in batches)
         # Rows of padding are zero.
@@ -86,13 +86,13 @@ class PageTrainer(WholeModelMixin, ContrastiveTrainer):
     """colpali-engine's trainer, which hands back whole models, also under FSDP and DeepSpeed."""
 
     def __init__(self, *, retriever: VisualRetriever, **kwargs: Any) -> None:
-        self._retriever = retriever
+        self.retriever = retriever
         super().__init__(model=retriever.model, **kwargs)
 
     def whole_model(self) -> VisualRetriever | None:
         """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
         if not self.is_sharded:
-            return self._retriever
+            return self.retriever
         weights = self._gathered()
         if not self.args.should_save:
             return None
@@ -100,4 +100,4 @@ class PageTrainer(WholeModelMixin, ContrastiveTrainer):
         own = {name: weights[name] for name, _ in self._whole.named_parameters()}
         own |= {name: weights[name] for name, _ in self._whole.named_buffers() if name in weights}
         self._whole.load_state_dict(own, strict=False)
-        return VisualRetriever(self._whole.to(self.args.device), self._retriever.processor)
+        return VisualRetriever(self._whole.to(self.args.device), self.retriever.processor)
