@@ -35,11 +35,33 @@ def forward_plan(
     tiles: ForwardTiles | None,
 ) -> ForwardPlan:
     """Each query scores `num_slots` documents, with candidates its own ones. ``tiles=None``: those of the tables."""
-    # A power of two, so that queries fill a tile.
-    rows_per_query = next_power_of_2(max_q_length)
-    rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries
+    rows_in_all = query_rows(num_queries, max_q_length, with_candidates)
     kind = arithmetic(dtype, precision)
-    tile = tiles or forward_tiles(architecture, kind, dim, rows_in_all, want_winners, rows_per_query)
+    tile = tiles or forward_tiles(
+        architecture, kind, dim, rows_in_all, want_winners, next_power_of_2(max_q_length)
+    )  # fmt: skip
+    plan = plan_of_tiles(tile, precision, dim, num_queries, max_q_length, num_slots, with_candidates)
+    constants = plan.constants | {"WANT_WINNERS": want_winners, "SENTINEL": no_winner(index_dtype)}
+    return plan._replace(constants=constants)
+
+
+def query_rows(num_queries: int, max_q_length: int, with_candidates: bool) -> int:
+    """Query rows that share their documents, padded so that queries fill a tile."""
+    rows_per_query = next_power_of_2(max_q_length)
+    return rows_per_query if with_candidates else rows_per_query * num_queries
+
+
+def plan_of_tiles(
+    tile: ForwardTiles,
+    precision: str,
+    dim: int,
+    num_queries: int,
+    max_q_length: int,
+    num_slots: int,
+    with_candidates: bool,
+) -> ForwardPlan:
+    """The launch of a forward with such tiles: the constants that all of them have."""
+    rows_per_query = next_power_of_2(max_q_length)
     one_query = with_candidates or rows_per_query >= tile.block_m
     row_blocks = cdiv(max_q_length, tile.block_m)
     num_tiles = num_queries * row_blocks if one_query else cdiv(num_queries, tile.block_m // rows_per_query)
@@ -48,8 +70,6 @@ def forward_plan(
         "DIM": dim,
         "ROWS_PER_QUERY": tile.block_m if one_query else rows_per_query,
         "ONE_QUERY": one_query,
-        "WANT_WINNERS": want_winners,
-        "SENTINEL": no_winner(index_dtype),
         "PRECISION": INPUT_PRECISION[precision],
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

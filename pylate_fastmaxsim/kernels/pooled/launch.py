@@ -2,14 +2,14 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._operands import PoolingNumbers, ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
-from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles, documents_per_program
+from pylate_fastmaxsim.kernels.maxsim.plan import ForwardPlan, plan_of_tiles, query_rows
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
 from pylate_fastmaxsim.kernels.pooled.smooth_forward import smooth_forward_kernel
 from pylate_fastmaxsim.kernels.pooled.smooth_gradients import (
     coefficients_kernel,
@@ -112,14 +112,6 @@ def _state(operands: ScoringOperands, pooling: PoolingNumbers, all_written: bool
     return winners if all_written else winners.fill_(no_winner(dtype))
 
 
-class _Plan(NamedTuple):
-    programs: int
-    num_tiles: int
-    row_blocks: int
-    documents_per_program: int
-    constants: dict[str, int | bool | str | None]
-
-
 @functools.lru_cache(maxsize=1024)
 def _plan(
     architecture: int,
@@ -132,28 +124,11 @@ def _plan(
     with_candidates: bool,
     k: int,
     tiles: ForwardTiles | None,
-) -> _Plan:
+) -> ForwardPlan:
     """As MaxSim's plan. ``tiles=None``: those of the tables."""
-    rows_per_query = next_power_of_2(max_q_length)
-    rows_in_all = rows_per_query if with_candidates else rows_per_query * num_queries
+    rows_in_all = query_rows(num_queries, max_q_length, with_candidates)
     tile = tiles or forward_tiles(architecture, arithmetic(dtype, precision), dim, rows_in_all, k)
-    one_query = with_candidates or rows_per_query >= tile.block_m
-    row_blocks = cdiv(max_q_length, tile.block_m)
-    num_tiles = num_queries * row_blocks if one_query else cdiv(num_queries, tile.block_m // rows_per_query)
-    per_program = documents_per_program(tile, num_tiles, num_slots)
-    constants = {
-        "DIM": dim,
-        "ROWS_PER_QUERY": tile.block_m if one_query else rows_per_query,
-        "ONE_QUERY": one_query,
-        "PRECISION": INPUT_PRECISION[precision],
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "maxnreg": tile.max_registers,
-    }
-    return _Plan(num_tiles * cdiv(num_slots, per_program), num_tiles, row_blocks, per_program, constants)
+    return plan_of_tiles(tile, precision, dim, num_queries, max_q_length, num_slots, with_candidates)
 
 
 def backward(
