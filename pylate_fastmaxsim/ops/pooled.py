@@ -63,9 +63,6 @@ class LogSumExp:
         object.__setattr__(self, "temperature", _temperature("LogSumExp", self.temperature))
 
 
-# The most winners of a row that the kernels keep.
-_LARGEST_K = 64
-
 Pooling = Max | TopK | Softmax | LogSumExp
 
 
@@ -136,9 +133,9 @@ def pooled_scores(
 
     Notes
     -----
-    Autocast, float32 precision and sums are as in :func:`~pylate_fastmaxsim.maxsim`. The kernels take k up to 64; a
-    larger k is computed on the same device in blocks of PyTorch, which wait for it. Softmax pooling is that of "Spike
-    hijacking in late-interaction retrieval".
+    Autocast, float32 precision and sums are as in :func:`~pylate_fastmaxsim.maxsim`. The kernels take k up to 64 (up
+    to 4 under Triton 3.3); a larger k is computed on the same device in blocks of PyTorch, which wait for it. With top-k a
+    similarity of infinity may give NaN. Softmax pooling is that of "Spike hijacking in late-interaction retrieval".
 
     Examples
     --------
@@ -193,7 +190,7 @@ def numbers_of(pooling: Pooling) -> PoolingNumbers:
 
 def _path(values: Tensor, pooling: PoolingNumbers) -> ModuleType:
     """The module that pools such values."""
-    return _kernels() if runs_kernels(values) and pooling.k <= _LARGEST_K else blocked
+    return _kernels() if runs_kernels(values) and pooling.k <= _kernels().LARGEST_K else blocked
 
 
 @functools.cache

@@ -30,8 +30,11 @@ from pylate_fastmaxsim.kernels.pooled.top_many_forward import top_many_kernel
 from pylate_fastmaxsim.kernels.primitives.live_rows import live_rows_of, live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
+from pylate_fastmaxsim.kernels.runtime.triton_version import RELEASE
 from pylate_fastmaxsim.kernels.winner_backward import launch as winner_backward
 
+# The most winners of a row. Sorting and merging are in Triton from 3.4 on.
+LARGEST_K = 64 if RELEASE >= (3, 4) else MOST_OF_FEW
 # Programs of the query gradient, which documents are divided among: two rounds for each multiprocessor of the largest GPU.
 _ENOUGH_PROGRAMS = 264
 

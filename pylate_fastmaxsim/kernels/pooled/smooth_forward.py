@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document
+from pylate_fastmaxsim.kernels.primitives.documents import similarities_of_document, span_of_slot
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
 from pylate_fastmaxsim.kernels.primitives.similarities import without_columns_past_the_end
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
@@ -102,10 +102,10 @@ def smooth_forward_kernel(
         candidates += query.to(tl.int64) * num_slots
     num_document_tiles = 0
     for i in tl.static_range(8):
-        _, listed, _ = document_of_slot(first_slot + i, last_slot, d_starts, d_lengths, candidates, None)
+        start, listed = span_of_slot(first_slot + i, last_slot, d_starts, d_lengths, candidates)
         num_document_tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
-    start, length, _ = document_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates, None)
-    next_start, next_length, _ = document_of_slot(first_slot + 1, last_slot, d_starts, d_lengths, candidates, None)
+    start, length = span_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates)
+    next_start, next_length = span_of_slot(first_slot + 1, last_slot, d_starts, d_lengths, candidates)
     slot = first_slot
     first = length * 0
 
@@ -136,7 +136,7 @@ def smooth_forward_kernel(
         slot = tl.where(is_last, slot + 1, slot)
         start = tl.where(is_last, next_start, start)
         length = tl.where(is_last, next_length, length)
-        next_start, next_length, _ = document_of_slot(slot + 1, last_slot, d_starts, d_lengths, candidates, None)
+        next_start, next_length = span_of_slot(slot + 1, last_slot, d_starts, d_lengths, candidates)
 
     store_scores(
         scores, totals, q_live, tile, query, first_slot, last_slot, num_queries, num_slots, row_blocks,

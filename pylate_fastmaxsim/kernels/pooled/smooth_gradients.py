@@ -7,7 +7,7 @@ pooling to p has the gradient g w (1 + (S - p) / temperature) = w (constant + sl
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot
+from pylate_fastmaxsim.kernels.primitives.documents import span_of_slot
 from pylate_fastmaxsim.kernels.primitives.matmul import product, split
 from pylate_fastmaxsim.kernels.primitives.similarities import inner_products
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
@@ -153,10 +153,10 @@ def smooth_query_gradient_kernel(
         num_document_tiles = 0
         for begin in range(first_slot, last_slot + 1, 8):
             for i in tl.static_range(8):
-                _, listed, _ = document_of_slot(begin + i, last_slot, d_starts, d_lengths, candidates, None)
+                start, listed = span_of_slot(begin + i, last_slot, d_starts, d_lengths, candidates)
                 num_document_tiles += tl.where(begin + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
-        start, length, _ = document_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates, None)
-        next_start, next_length, _ = document_of_slot(first_slot + 1, last_slot, d_starts, d_lengths, candidates, None)
+        start, length = span_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates)
+        next_start, next_length = span_of_slot(first_slot + 1, last_slot, d_starts, d_lengths, candidates)
         slot = first_slot
         first = length * 0
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -188,7 +188,7 @@ def smooth_query_gradient_kernel(
             slot = tl.where(is_last, slot + 1, slot)
             start = tl.where(is_last, next_start, start)
             length = tl.where(is_last, next_length, length)
-            next_start, next_length, _ = document_of_slot(slot + 1, last_slot, d_starts, d_lengths, candidates, None)
+            next_start, next_length = span_of_slot(slot + 1, last_slot, d_starts, d_lengths, candidates)
         row = part.to(tl.int64) * num_rows + q_row
         tl.store(grad_parts + row[:, None] * DIM + out[None, :], total, mask=q_live[:, None] & (out[None, :] < DIM))
 

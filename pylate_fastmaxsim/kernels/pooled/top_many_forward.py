@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document
+from pylate_fastmaxsim.kernels.primitives.documents import similarities_of_document, span_of_slot
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
 from pylate_fastmaxsim.kernels.primitives.similarities import key_value, order_key
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
@@ -72,7 +72,7 @@ def top_many_kernel(
         candidates += query.to(tl.int64) * num_slots
     totals = tl.zeros([BLOCK_M, 8], tl.float32)
     for slot in range(first_slot, last_slot + 1):
-        start, length, _ = document_of_slot(slot, last_slot, d_starts, d_lengths, candidates, None)
+        start, length = span_of_slot(slot, last_slot, d_starts, d_lengths, candidates)
         document_tokens = None
         if live_tokens is not None:
             document_tokens = live_tokens + start

@@ -24,6 +24,13 @@ def document_of_slot(slot, last_slot, d_starts, d_lengths, candidates, zero_floo
 
 
 @triton.jit
+def span_of_slot(slot, last_slot, d_starts, d_lengths, candidates):
+    """The first two of :func:`document_of_slot`."""
+    start, length, floor = document_of_slot(slot, last_slot, d_starts, d_lengths, candidates, None)
+    return start, length
+
+
+@triton.jit
 def similarities_of_document(
     q_tile,
     q_pointers,
