@@ -18,7 +18,7 @@ from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import pooled as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.dispatch import runs_kernels
+from pylate_fastmaxsim.ops.dispatch import logger, runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, prepared, recording
@@ -190,7 +190,21 @@ def numbers_of(pooling: Pooling) -> PoolingNumbers:
 
 def _path(values: Tensor, pooling: PoolingNumbers) -> ModuleType:
     """The module that pools such values."""
-    return _kernels() if runs_kernels(values) and pooling.k <= _kernels().LARGEST_K else blocked
+    if not runs_kernels(values):
+        return blocked
+    if pooling.k > _kernels().LARGEST_K:
+        _say_that_k_is_large(pooling.k, _kernels().LARGEST_K)
+        return blocked
+    return _kernels()
+
+
+@functools.cache
+def _say_that_k_is_large(k: int, largest: int) -> None:
+    logger.warning(
+        "pooled_scores: TopK(%d) is computed in blocks of PyTorch, which wait for the GPU; the kernels take k up to %d.",
+        k,
+        largest,
+    )
 
 
 @functools.cache

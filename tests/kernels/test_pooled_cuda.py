@@ -131,13 +131,14 @@ def test_offsets_beyond_31_bits(pooling):
     assert torch.equal(scores[:, -3:], last)
 
 
-def test_more_than_the_kernels_keep_and_float64_run_in_blocks():
+def test_more_than_the_kernels_keep_and_float64_run_in_blocks(caplog):
     queries, documents = torch.randn(3, 8, 32, device=DEVICE), torch.randn(5, 200, 32, device=DEVICE)
     for dtype, pooling in ((torch.float32, TopK(100)), (torch.float64, Softmax(0.5)), (torch.float64, TopK(3))):
         batches = [TokenBatch.from_padded(values.to(dtype)) for values in (queries, documents)]
         doubles = [batch.with_values(batch.values.double()) for batch in batches]
         scores, exact = pooled_scores(*batches, pooling=pooling), defined_scores(*doubles, pooling=pooling)
         torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-4)
+    assert caplog.text.count("TopK(100) is computed in blocks of PyTorch") == 1
 
 
 def test_memory_is_not_that_of_the_similarities():
