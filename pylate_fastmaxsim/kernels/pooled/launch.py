@@ -79,22 +79,22 @@ def forward(
             operands.d_values, operands.d_starts, d_lengths, live_tokens, candidates, scores,
         )  # fmt: skip
         sizes = (num_queries, num_slots, plan.num_tiles, num_rows, plan.row_blocks, plan.documents_per_program)
-        if pooling.k:
-            few = pooling.k <= MOST_OF_FEW
-            kernel = top_few_kernel if few else top_many_kernel
-            options = {
-                "K": pooling.k,
-                **({} if few else {"KEPT": next_power_of_2(pooling.k)}),
-                "WANT_WINNERS": want_state,
-                "SENTINEL": no_winner(winner_dtype(operands.max_d_length)),
-            }
-            kernel[(plan.programs,)](*inputs, state, *sizes, **options, **plan.constants)
-        else:
+        k, sentinel = pooling.k, no_winner(winner_dtype(operands.max_d_length))
+        if k == 0:
             log_sums = state[0] if want_state else None
             pooled = state[1] if want_state and not pooling.log_sum_exp else None
             smooth_forward_kernel[(plan.programs,)](
                 *inputs, log_sums, pooled, *sizes, _scale(pooling), LOG_SUM_EXP=pooling.log_sum_exp, **plan.constants
             )
+        elif k <= MOST_OF_FEW:
+            top_few_kernel[(plan.programs,)](
+                *inputs, state, *sizes, K=k, WANT_WINNERS=want_state, SENTINEL=sentinel, **plan.constants
+            )
+        else:
+            top_many_kernel[(plan.programs,)](
+                *inputs, state, *sizes,
+                K=k, KEPT=next_power_of_2(k), WANT_WINNERS=want_state, SENTINEL=sentinel, **plan.constants,
+            )  # fmt: skip
     return (scores if plan.row_blocks == 1 else scores.sum(dim=0)), state
 
 

@@ -80,7 +80,7 @@ def _coefficients(log_sums, constants, slopes, here, mask):
 
 
 @Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_tiles", "num_rows", "row_blocks", "num_live", "slots_per_part"])
+@triton.jit(do_not_specialize=["num_slots", "num_tiles", "num_rows", "row_blocks", "num_queries", "slots_per_part"])
 def smooth_query_gradient_kernel(
     q_values,
     q_rows,

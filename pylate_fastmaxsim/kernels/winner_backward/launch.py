@@ -181,19 +181,22 @@ def _document_gradient(
     counts = torch.empty((at_once, 1 + tiles_per_document * num_chunks), dtype=count_dtype, device=device)
     buckets = torch.empty((at_once, num_entries), dtype=entry_dtype, device=device)
     weights = torch.empty((at_once, num_entries), dtype=torch.float32, device=device)
-    count, place = count_kernel, place_kernel
     options = {"SENTINEL": no_winner(winners.dtype), "BLOCK_T": block_t, "BLOCK_SCAN": block_scan}
-    if ranks > 1:
-        count, place = count_sets_kernel, place_sets_kernel
-        options |= {"RANKS": ranks, "BLOCK_RANKS": next_power_of_2(ranks)}
+    options["num_warps"] = tile.scan_warps
+    sets = {"RANKS": ranks, "BLOCK_RANKS": next_power_of_2(ranks)}
     for first_document in range(0, num_documents, at_once):
         here = min(at_once, num_documents - first_document)
         grid = (here * num_chunks,)
         given = grad_scores, winners, row_query, d_lengths
         sizes = first_document, num_documents, num_rows, num_chunks, tiles_per_document
-        count[grid](*given, counts, *sizes, **options, num_warps=tile.scan_warps)
-        begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
-        place[grid](*given, begins, buckets, weights, *sizes, **options, num_warps=tile.scan_warps)
+        if ranks == 1:
+            count_kernel[grid](*given, counts, *sizes, **options)
+            begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
+            place_kernel[grid](*given, begins, buckets, weights, *sizes, **options)
+        else:
+            count_sets_kernel[grid](*given, counts, *sizes, **sets, **options)
+            begins = torch.cumsum(counts, dim=1, dtype=count_dtype)
+            place_sets_kernel[grid](*given, begins, buckets, weights, *sizes, **sets, **options)
         document_gradient_kernel[(here * tiles_per_document,)](
             q_values,
             d_starts,

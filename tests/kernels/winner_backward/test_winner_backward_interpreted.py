@@ -113,7 +113,7 @@ def test_candidates_in_the_order_of_documents(generator, monkeypatch, comparison
     monkeypatch.setattr(launch, "_QUADRATIC_ORDER", comparisons)
     candidates = torch.tensor(CANDIDATES["shared"])
     check(generator, *batches(generator), candidates, tiles=TILES)
-    pairs, offsets = launch._candidate_order(candidates, 5)
+    pairs, offsets = launch.candidate_order(candidates, 5)
     assert pairs.tolist() == [4, 1, 2, 3, 9, 10, 6, 7, 8, 0, 5, 11] and offsets.tolist() == [0, 1, 5, 6, 9, 12]
 
 
