@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document
+from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document, tiles_of_slots
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
 from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan, running_maximum, same_bits
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
@@ -108,11 +108,7 @@ def forward_kernel(
     last_slot = tl.minimum(first_slot + documents_per_program, num_slots) - 1
     if HAS_CANDIDATES:
         candidates += query.to(tl.int64) * num_slots
-    # Scalar loads rather than a sum over a vector, so that the compiler knows that all threads take as many steps.
-    num_document_tiles = 0
-    for i in tl.static_range(8):
-        _, listed, _ = document_of_slot(first_slot + i, last_slot, d_starts, d_lengths, candidates, None)
-        num_document_tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
+    num_document_tiles = tiles_of_slots(first_slot, last_slot, d_starts, d_lengths, candidates, BLOCK_N)
 
     # One document ahead, so that no load waits for its address.
     start, length, floor = document_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates, zero_floor)

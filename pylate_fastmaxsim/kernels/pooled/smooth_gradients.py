@@ -7,7 +7,7 @@ pooling to p has the gradient g w (1 + (S - p) / temperature) = w (constant + sl
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.documents import span_of_slot
+from pylate_fastmaxsim.kernels.primitives.documents import span_of_slot, tiles_of_slots
 from pylate_fastmaxsim.kernels.primitives.matmul import product, split
 from pylate_fastmaxsim.kernels.primitives.similarities import inner_products
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
@@ -152,9 +152,7 @@ def smooth_query_gradient_kernel(
         last_slot = tl.minimum(first_slot + slots_per_part, num_slots) - 1
         num_document_tiles = 0
         for begin in range(first_slot, last_slot + 1, 8):
-            for i in tl.static_range(8):
-                start, listed = span_of_slot(begin + i, last_slot, d_starts, d_lengths, candidates)
-                num_document_tiles += tl.where(begin + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
+            num_document_tiles += tiles_of_slots(begin, last_slot, d_starts, d_lengths, candidates, BLOCK_N)
         start, length = span_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates)
         next_start, next_length = span_of_slot(first_slot + 1, last_slot, d_starts, d_lengths, candidates)
         slot = first_slot

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.primitives.documents import similarities_of_document, span_of_slot
+from pylate_fastmaxsim.kernels.primitives.documents import similarities_of_document, span_of_slot, tiles_of_slots
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
 from pylate_fastmaxsim.kernels.primitives.running_maximum import halves
 from pylate_fastmaxsim.kernels.primitives.similarities import without_columns_past_the_end
@@ -127,10 +127,7 @@ def top_few_kernel(
     last_slot = tl.minimum(first_slot + documents_per_program, num_slots) - 1
     if HAS_CANDIDATES:
         candidates += query.to(tl.int64) * num_slots
-    num_document_tiles = 0
-    for i in tl.static_range(8):
-        start, listed = span_of_slot(first_slot + i, last_slot, d_starts, d_lengths, candidates)
-        num_document_tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
+    num_document_tiles = tiles_of_slots(first_slot, last_slot, d_starts, d_lengths, candidates, BLOCK_N)
     start, length = span_of_slot(first_slot, last_slot, d_starts, d_lengths, candidates)
     next_start, next_length = span_of_slot(first_slot + 1, last_slot, d_starts, d_lengths, candidates)
     slot = first_slot

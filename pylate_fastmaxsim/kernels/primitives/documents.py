@@ -31,6 +31,19 @@ def span_of_slot(slot, last_slot, d_starts, d_lengths, candidates):
 
 
 @triton.jit
+def tiles_of_slots(first_slot, last_slot, d_starts, d_lengths, candidates, BLOCK_N: tl.constexpr):
+    """How many tiles of BLOCK_N tokens the documents of up to 8 slots have, an empty document one.
+
+    Scalar loads rather than a sum over a vector, so that the compiler knows that all threads take as many steps.
+    """
+    tiles = 0
+    for i in tl.static_range(8):
+        start, listed = span_of_slot(first_slot + i, last_slot, d_starts, d_lengths, candidates)
+        tiles += tl.where(first_slot + i <= last_slot, tl.maximum(tl.cdiv(listed, BLOCK_N), 1), 0)
+    return tiles
+
+
+@triton.jit
 def similarities_of_document(
     q_tile,
     q_pointers,

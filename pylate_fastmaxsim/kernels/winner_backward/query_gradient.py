@@ -32,9 +32,8 @@ def query_gradient_kernel(
     """grad_q[row] = sum over slots of grad_scores[query, slot] * sum over ranks of d_values[winner of (slot, rank, row)].
 
     A program owns BLOCK_ROWS rows of one query and sums over slots and ranks in order, so that the result repeats bit by
-    bit. Rows
-    of no query are not written: `grad_q` comes filled with zeros. Unless it is None, row_query[row] = the query of a row,
-    which the document gradient needs.
+    bit. Rows of no query are not written: `grad_q` comes filled with zeros. Unless it is None, row_query[row] = the query of
+    a row, which the document gradient needs.
     """
     program = tl.program_id(0)
     query = (program // row_blocks).to(tl.int64)
