@@ -102,7 +102,7 @@ def sequences(count: int, cap: int, ragged: bool, draw: random.Random, generator
     if not ragged:
         return TokenBatch.from_padded(values.view(count, cap, DIM))
     borders = torch.tensor([0, *lengths], device=device).cumsum(0)
-    return TokenBatch.from_packed(values, borders, max_length=cap)  # as a tokenizer's maximum
+    return TokenBatch.from_packed(values, borders, max_length=max(lengths))  # as the flag passes it
 
 
 def batches(shape: Shape, ragged: bool, device: torch.device) -> list[Batch]:
