@@ -1,6 +1,6 @@
-"""MaxSim, pooled and XTR scores, projection and attention in plain PyTorch: the definitions that tests compare with.
+"""Scores, projection, attention and sparse search in plain PyTorch: the definitions that tests compare with.
 
-Everything is padded, and the whole similarity tensor is held.
+Everything is padded, and the whole similarity tensor or score matrix is held.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
@@ -424,3 +425,80 @@ def xtr_winners(
     """Which token of each document :func:`xtr_scores` takes its value from, in the form of :func:`maxsim_winners`."""
     _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     return _by_row(winner, query_mask, queries)
+
+
+def sparse_scores(queries: SparseBatch, documents: SparseBatch) -> Tensor:
+    """Inner products of sparse vectors in float64, summed in ascending order of terms.
+
+    The product of two float32 numbers is exact in float64, so this order alone decides the bits of a score.
+
+    Parameters
+    ----------
+    queries, documents
+        Nq and Nd vectors over the same vocabulary.
+
+    Returns
+    -------
+    Tensor
+        ``[Nq, Nd]``, float64; 0 only where the two share no term.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim import SparseBatch, reference
+    >>> queries = SparseBatch.from_lists([[(0, 1.0), (2, 0.5)]], vocabulary=3)
+    >>> documents = SparseBatch.from_lists([[(2, 3.0)], [(1, 1.0)], [(0, 2.0), (2, 1.0)]], vocabulary=3)
+    >>> reference.sparse_scores(queries, documents)
+    tensor([[1.5000, 0.0000, 2.5000]], dtype=torch.float64)
+    """
+    scores = torch.zeros(len(queries), len(documents), dtype=torch.float64, device=queries.device)
+    query_columns, document_columns = _columns(queries), _columns(documents)
+    for term in sorted(query_columns.keys() & document_columns.keys()):
+        rows, weights = query_columns[term]
+        columns, document_weights = document_columns[term]
+        scores[rows[:, None], columns] += weights[:, None] * document_weights
+    return scores
+
+
+def _columns(batch: SparseBatch) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each term that occurs the vectors that hold it, ascending, and its weights there in float64."""
+    order = batch.terms.long().argsort(stable=True)
+    terms, counts = batch.terms.long()[order].unique_consecutive(return_counts=True)
+    rows = torch.repeat_interleave(torch.arange(len(batch), device=batch.device), batch.offsets.diff())
+    sizes = counts.tolist()
+    columns = zip(rows[order].split(sizes), batch.weights.double()[order].split(sizes), strict=True)
+    return dict(zip(terms.tolist(), columns, strict=True))
+
+
+def sparse_top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` documents of each query with the largest inner products, of those that share a term with it.
+
+    Parameters
+    ----------
+    queries, documents
+        Nq and Nd vectors over the same vocabulary.
+    k
+        At least 1.
+
+    Returns
+    -------
+    scores
+        Largest first, ``[Nq, k]``: :func:`sparse_scores`, rounded to float32. 0 where there are fewer than ``k``.
+    positions
+        Of the documents, ``[Nq, k]``, int64. Of equal scores (after rounding) the lower comes first. -1 where there are
+        fewer than ``k``.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim import SparseBatch, reference
+    >>> queries = SparseBatch.from_lists([[(0, 1.0), (2, 0.5)]], vocabulary=3)
+    >>> documents = SparseBatch.from_lists([[(2, 3.0)], [(1, 1.0)], [(0, 2.0), (2, 1.0)]], vocabulary=3)
+    >>> reference.sparse_top(queries, documents, k=3)
+    (tensor([[2.5000, 1.5000, 0.0000]]), tensor([[ 2,  0, -1]]))
+    """
+    exact = sparse_scores(queries, documents)
+    # A product of two positive float32 numbers is above 0 in float64, though it may round to 0 in float32.
+    ranked = torch.where(exact > 0, exact.float(), -1)
+    ranked = torch.nn.functional.pad(ranked, (0, k), value=-1)
+    scores, positions = ranked.sort(dim=1, descending=True, stable=True)
+    scores, positions = scores[:, :k], positions[:, :k]
+    return scores.clamp(min=0), positions.masked_fill(scores < 0, -1)

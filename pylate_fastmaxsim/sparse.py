@@ -1,0 +1,388 @@
+"""A batch of sparse vectors over a vocabulary: what sparse search takes as queries and as documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import require_count, require_tensor
+
+# Numbers of terms are int32, or uint16 where they fit.
+LARGEST_VOCABULARY = 1 << 31
+LARGEST_OF_UINT16 = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class SparseBatch:
+    """N sparse vectors over one vocabulary, stored back to back, as the rows of a CSR matrix.
+
+    Vector ``i`` has the terms ``terms[offsets[i] : offsets[i + 1]]`` with the weights of the same places. All other terms
+    weigh 0. The vectors of a model come from :meth:`from_torch`, :meth:`from_scipy` and the other constructors, which sort,
+    add up repeated terms and drop weights of 0; here all that is required.
+
+    Parameters
+    ----------
+    offsets
+        First entry of each vector and the end of the last one, ``[N + 1]``, int64, from 0 to P.
+    terms
+        Numbers of terms, ``[P]``, int32 or uint16, from 0 to ``vocabulary`` - 1, ascending within a vector, each at most
+        once.
+    weights
+        ``[P]``, float32 or float16, finite and above 0.
+    vocabulary
+        Number of terms that there are, 1 to 2,147,483,648.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number is not as above.
+    TypeError
+        An argument is not a tensor, or ``vocabulary`` is no integer.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim import SparseBatch
+    >>> batch = SparseBatch.from_lists([[(7, 0.5), (2, 1.5)], [], [(7, 1.0)]], vocabulary=30522)
+    >>> len(batch), batch.offsets.tolist(), batch.terms.tolist(), batch.weights.tolist()
+    (3, [0, 2, 2, 3], [2, 7, 7], [1.5, 0.5, 1.0])
+    """
+
+    offsets: Tensor
+    terms: Tensor
+    weights: Tensor
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vocabulary", _vocabulary("SparseBatch", self.vocabulary))
+        for name, allowed, dtypes in (
+            ("offsets", "int64 [N + 1]", (torch.int64,)),
+            ("terms", "int32 or uint16 [P]", (torch.int32, torch.uint16)),
+            ("weights", "float32 or float16 [P]", (torch.float32, torch.float16)),
+        ):
+            value = getattr(self, name)
+            require_tensor("SparseBatch", name, value, allowed)
+            if value.dtype not in dtypes or value.dim() != 1:
+                raise ValueError(
+                    f"SparseBatch: {name} must be {allowed}, got {value.dtype} of shape {tuple(value.shape)}."
+                )
+            if value.device != self.offsets.device:
+                raise ValueError(
+                    f"SparseBatch: {name} must be on {self.offsets.device}, as offsets, got {value.device}."
+                )
+        if self.offsets.shape[0] < 1 or self.terms.shape != self.weights.shape:
+            raise ValueError(
+                "SparseBatch: offsets must be [N + 1], terms and weights both [P], got shapes "
+                f"{tuple(self.offsets.shape)}, {tuple(self.terms.shape)} and {tuple(self.weights.shape)}."
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        first, last, entries = int(self.offsets[0]), int(self.offsets[-1]), self.terms.shape[0]
+        if first != 0 or last != entries or bool((self.offsets.diff() < 0).any()):
+            raise ValueError(
+                f"SparseBatch: offsets must rise from 0 to P = {entries}, got {first} to {last}"
+                f"{'' if first or last != entries else ' with a step below 0'}."
+            )
+        rows, terms = _rows(self.offsets), self.terms.long()
+        outside = (terms < 0) | (terms >= self.vocabulary)
+        _refuse("SparseBatch", outside, f"terms must be from 0 to {self.vocabulary - 1}", terms, rows, terms)
+        same_row = rows[1:] == rows[:-1]
+        back = torch.zeros_like(outside)
+        back[1:] = same_row & (terms[1:] <= terms[:-1])
+        _refuse("SparseBatch", back, "terms must ascend within a vector and not repeat", terms, rows, terms)
+        weights = self.weights
+        wrong = ~(weights.isfinite() & (weights > 0))
+        _refuse("SparseBatch", wrong, "weights must be finite and above 0", weights, rows, terms)
+
+    @classmethod
+    def _trusted(cls, offsets: Tensor, terms: Tensor, weights: Tensor, vocabulary: int) -> SparseBatch:
+        """The batch of arguments that are known to be right. Nothing is checked, nothing waits for the device."""
+        batch = object.__new__(cls)
+        for name, value in zip(
+            ("offsets", "terms", "weights", "vocabulary"), (offsets, terms, weights, vocabulary), strict=True
+        ):
+            object.__setattr__(batch, name, value)
+        return batch
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.weights.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the three tensors hold."""
+        return self.offsets.nbytes + self.terms.nbytes + self.weights.nbytes
+
+    def to(self, device: torch.device | str | int) -> SparseBatch:
+        """The same vectors on another device."""
+        tensors = (tensor.to(device) for tensor in (self.offsets, self.terms, self.weights))
+        return self._trusted(*tensors, self.vocabulary)
+
+    def select(self, index: Tensor) -> SparseBatch:
+        """The vectors ``index`` (int64, any length, repeats allowed), in that order, as a copy.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> batch = SparseBatch.from_lists([[(0, 1.0)], [(1, 2.0)]], vocabulary=2)
+        >>> batch.select(torch.tensor([1, 0, 1])).weights.tolist()
+        [2.0, 1.0, 2.0]
+        """
+        lengths = self.offsets.diff()[index]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        places = torch.repeat_interleave(self.offsets[:-1][index] - offsets[:-1], lengths)
+        places += torch.arange(places.shape[0], device=self.device)
+        return self._trusted(offsets, _take(self.terms, places), self.weights[places], self.vocabulary)
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[SparseBatch]) -> SparseBatch:
+        """All vectors of several batches in one, in their order.
+
+        float16 weights beside float32 ones become float32, uint16 terms beside int32 ones int32.
+
+        Raises
+        ------
+        ValueError
+            There is no batch, or one differs from the first in vocabulary or device.
+
+        Examples
+        --------
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> batch = SparseBatch.from_lists([[(0, 1.0)], []], vocabulary=2)
+        >>> SparseBatch.concatenate([batch, batch]).offsets.tolist()
+        [0, 1, 1, 2, 2]
+        """
+        if not batches:
+            raise ValueError("SparseBatch.concatenate: an empty list has no vocabulary; pass at least one SparseBatch.")
+        first = batches[0]
+        for batch in batches:
+            if batch.vocabulary != first.vocabulary or batch.device != first.device:
+                raise ValueError(
+                    "SparseBatch.concatenate: all batches must have the vocabulary and the device of the first, got "
+                    f"{first.vocabulary} on {first.device} and {batch.vocabulary} on {batch.device}."
+                )
+        offsets, entries = [first.offsets[:1]], 0
+        for batch in batches:
+            offsets.append(batch.offsets[1:] + entries)
+            entries += batch.terms.shape[0]
+        terms = [batch.terms for batch in batches]
+        if len({each.dtype for each in terms}) > 1:
+            terms = [each.int() for each in terms]
+        weights = torch.cat([batch.weights for batch in batches])
+        return cls._trusted(torch.cat(offsets), torch.cat(terms), weights, first.vocabulary)
+
+    @classmethod
+    def from_scipy(cls, matrix: scipy.sparse.sparray | scipy.sparse.spmatrix) -> SparseBatch:
+        """The rows of a SciPy matrix or array ``[N, vocabulary]`` of any sparse format, on the CPU.
+
+        Entries for one place are added up in float64. Weights become float32.
+
+        Raises
+        ------
+        ValueError
+            The shape has not two dimensions, weights are no real numbers, or one is negative or not finite.
+        TypeError
+            ``matrix`` is not of SciPy.
+
+        Examples
+        --------
+        >>> import scipy.sparse
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> SparseBatch.from_scipy(scipy.sparse.csr_array([[0.0, 2.0], [3.0, 0.0]])).terms.tolist()
+        [1, 0]
+        """
+        return cls._from_scipy("SparseBatch.from_scipy", matrix)
+
+    @classmethod
+    def _from_scipy(cls, where: str, matrix: object) -> SparseBatch:
+        if not scipy.sparse.issparse(matrix):
+            raise TypeError(f"{where}: matrix must be a sparse matrix of SciPy, got {type(matrix).__name__}.")
+        if len(matrix.shape) != 2:
+            raise ValueError(f"{where}: matrix must be [N, vocabulary], got shape {matrix.shape}.")
+        # CSR would add up repeated entries in the dtype of the matrix.
+        entries = matrix.tocoo()
+        if entries.dtype.kind not in "fiub":
+            raise ValueError(f"{where}: weights must be real numbers, got {entries.dtype}.")
+        weights = entries.data if entries.dtype == np.float32 else entries.data.astype(np.float64)
+        rows, terms, weights = map(torch.as_tensor, (entries.row, entries.col, weights))
+        return cls._from_entries(where, rows, terms, weights, *matrix.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: Tensor) -> SparseBatch:
+        """The rows of a tensor ``[N, vocabulary]``, sparse (COO, CSR or CSC) or dense, on its device.
+
+        Takes what ``SparseEncoder.encode`` of Sentence Transformers returns; a vector ``[vocabulary]``, as of a single
+        text, becomes a batch of one. Entries for one place are added up in float64. float16 is kept, all else becomes
+        float32. Waits for the device.
+
+        Raises
+        ------
+        ValueError
+            The shape, layout or dtype is not as above, or a weight is negative or not finite.
+        TypeError
+            ``tensor`` is not one.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> SparseBatch.from_torch(torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()).terms.tolist()
+        [1, 0]
+        """
+        where = "SparseBatch.from_torch"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{where}: tensor must be one [N, vocabulary], got {type(tensor).__name__}; "
+                "a list of vectors is torch.stack(vectors)."
+            )
+        tensor = tensor.detach()
+        if tensor.layout == torch.strided:
+            tensor = tensor.to_sparse()
+        if tensor.dim() not in (1, 2) or tensor.dense_dim():
+            raise ValueError(f"{where}: tensor must be [N, vocabulary], got shape {tuple(tensor.shape)}.")
+        if tensor.layout == torch.sparse_coo:
+            # Not coalesced, which would add up repeated entries in the dtype of the tensor.
+            places, weights = tensor._indices(), tensor._values()
+            rows, terms = places if tensor.dim() == 2 else (torch.zeros_like(places[0]), places[0])
+        elif tensor.layout == torch.sparse_csr:
+            rows, terms, weights = _rows(tensor.crow_indices()), tensor.col_indices(), tensor.values()
+        elif tensor.layout == torch.sparse_csc:
+            rows, terms, weights = tensor.row_indices(), _rows(tensor.ccol_indices()), tensor.values()
+        else:
+            raise ValueError(f"{where}: tensor must be COO, CSR, CSC or dense, got {tensor.layout}.")
+        if weights.is_complex():
+            raise ValueError(f"{where}: weights must be real numbers, got {weights.dtype}.")
+        if not weights.is_floating_point():
+            weights = weights.double()
+        count = tensor.shape[0] if tensor.dim() == 2 else 1
+        return cls._from_entries(where, rows, terms, weights, count, tensor.shape[-1])
+
+    @classmethod
+    def from_lists(cls, rows: Iterable[Sequence[tuple[int, float]]], vocabulary: int) -> SparseBatch:
+        """Vectors that are each a list of ``(term, weight)``, in any order, on the CPU in float32.
+
+        Weights of a term that repeats are added up in float64.
+
+        Raises
+        ------
+        ValueError
+            A term is no integer from 0 to ``vocabulary`` - 1, or a weight is negative or not finite.
+        TypeError
+            Something in ``rows`` is not a list of pairs.
+
+        Examples
+        --------
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> SparseBatch.from_lists([[(1, 0.5), (0, 1.0), (1, 2.0)]], vocabulary=2).weights.tolist()
+        [1.0, 2.5]
+        """
+        where = "SparseBatch.from_lists"
+        rows = list(rows)
+        try:
+            lengths = [len(row) for row in rows]
+            pairs = [(term, weight) for term, weight in chain.from_iterable(rows)]
+        except (TypeError, ValueError):
+            raise TypeError(f"{where}: each of rows must be a list of pairs (term, weight).") from None
+        return cls._from_columns(where, lengths, *(zip(*pairs, strict=True) if pairs else ((), ())), vocabulary)
+
+    @classmethod
+    def _from_columns(
+        cls, where: str, lengths: Sequence[int], terms: Sequence[int], weights: Sequence[float], vocabulary: int
+    ) -> SparseBatch:
+        """Vectors of ``lengths`` entries each, whose terms and weights lie back to back in plain sequences."""
+        terms = np.asarray(terms) if len(terms) else np.empty(0, np.int64)
+        if terms.dtype.kind not in "iu":
+            raise ValueError(f"{where}: terms must be integers, got {terms.dtype}.")
+        try:
+            weights = torch.as_tensor(np.asarray(weights, dtype=np.float64))
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}: weights must be numbers.") from None
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        terms = torch.as_tensor(terms.astype(np.int64))
+        return cls._from_entries(where, torch.as_tensor(rows), terms, weights, len(lengths), vocabulary)
+
+    @classmethod
+    def _from_entries(
+        cls, where: str, rows: Tensor, terms: Tensor, weights: Tensor, count: int, vocabulary: int
+    ) -> SparseBatch:
+        """Vectors of entries in any order: checked, sorted, added up, rounded, and without zeros."""
+        vocabulary = _vocabulary(where, vocabulary)
+        dtype = torch.float16 if weights.dtype == torch.float16 else torch.float32
+        rows, terms = rows.long(), terms.long()
+        outside = (terms < 0) | (terms >= vocabulary)
+        _refuse(where, outside, f"terms must be from 0 to {vocabulary - 1}, the vocabulary", terms, rows, terms)
+        allowed = f"weights must be at least 0 and finite in {str(dtype).removeprefix('torch.')}"
+        _refuse(where, ~(weights >= 0), allowed, weights, rows, terms)
+        keys = rows * vocabulary + terms
+        if not bool((keys.diff() > 0).all()):
+            keys, order = keys.sort(stable=True)
+            keys, group = keys.unique_consecutive(return_inverse=True)
+            weights = weights[order]
+            if len(keys) < len(weights):
+                # NumPy adds in the order of the entries, where CUDA would in any, and rounds float64 to float16 once.
+                sums = np.bincount(group.cpu().numpy(), weights.double().cpu().numpy())
+                with np.errstate(over="ignore"):
+                    sums = sums.astype(np.float16 if dtype == torch.float16 else np.float32)
+                weights = torch.as_tensor(sums).to(keys.device)
+        rows, terms, weights = keys // vocabulary, keys % vocabulary, weights.to(dtype)
+        _refuse(where, ~weights.isfinite(), allowed, weights, rows, terms)
+        positive = weights > 0
+        if not bool(positive.all()):
+            rows, terms, weights = rows[positive], terms[positive], weights[positive]
+        offsets = torch.searchsorted(rows, torch.arange(count + 1, device=rows.device))
+        terms = terms.to(torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32)
+        return cls._trusted(offsets, terms, weights, vocabulary)
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """The vectors as a CSR array of SciPy, ``[N, vocabulary]``, float32.
+
+        Examples
+        --------
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> SparseBatch.from_lists([[(1, 0.5)]], vocabulary=2).to_scipy().toarray()
+        array([[0. , 0.5]], dtype=float32)
+        """
+        weights, terms, offsets = self.weights.float(), self.terms.int(), self.offsets
+        arrays = (tensor.cpu().numpy() for tensor in (weights, terms, offsets))
+        return scipy.sparse.csr_array(tuple(arrays), shape=(len(self), self.vocabulary))
+
+
+def _vocabulary(where: str, vocabulary: object) -> int:
+    size = require_count(where, "vocabulary", vocabulary)
+    if size > LARGEST_VOCABULARY:
+        raise ValueError(f"{where}: vocabulary must be at most {LARGEST_VOCABULARY}, got {size}.")
+    return size
+
+
+def _rows(offsets: Tensor) -> Tensor:
+    """Number of the vector that each entry belongs to, ``[P]``, int64."""
+    return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())
+
+
+def _take(terms: Tensor, places: Tensor) -> Tensor:
+    """``terms[places]``. uint16 on CUDA has no such operator in PyTorch, and the bits of int16 are the same."""
+    return terms.view(torch.int16)[places].view(torch.uint16) if terms.dtype == torch.uint16 else terms[places]
+
+
+def _refuse(where: str, wrong: Tensor, allowed: str, values: Tensor, rows: Tensor, terms: Tensor) -> None:
+    """Raise ValueError that names the first of the ``values`` that are ``wrong``. Waits for the device."""
+    if bool(wrong.any()):
+        place = int(wrong.int().argmax())
+        raise ValueError(
+            f"{where}: {allowed}, got {values[place].item()} (vector {int(rows[place])}, term {int(terms[place])})."
+        )
