@@ -1,0 +1,106 @@
+"""CUDA C++ that is compiled at run time by NVRTC, which PyTorch's CUDA wheels bring, and kept in a folder of the user."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from cuda.bindings import driver, nvrtc
+from torch import Tensor
+
+
+class CudaKernels:
+    """The kernels of a file of CUDA C++, with numbers that are defined for it. Each GPU architecture is compiled for once.
+
+    The compiled code is kept in ``$XDG_CACHE_HOME/pylate_fastmaxsim`` (``~/.cache`` by default) where that can be written.
+    """
+
+    def __init__(self, file: Path, defined: dict[str, int | float]):
+        self._source = file.read_text(encoding="utf-8")
+        self._file = file.name
+        self._options = ["--std=c++17", *(f"-D{name}={number}" for name, number in defined.items())]
+        self._functions = {}
+
+    def launch(
+        self, name: str, grid: tuple[int, int], threads: int, arguments: list[Tensor | int | None], shared_bytes: int = 0
+    ) -> None:
+        """Run a kernel on the current device and stream. Integers are passed as ``int``, tensors as addresses."""
+        values = [
+            ctypes.c_int(argument)
+            if isinstance(argument, int)
+            else ctypes.c_void_p(None if argument is None else argument.data_ptr())
+            for argument in arguments
+        ]
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        stream = torch.cuda.current_stream().cuda_stream
+        function = self._function(name, torch.cuda.current_device(), shared_bytes)
+        _checked(
+            driver.cuLaunchKernel(
+                function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
+            )
+        )
+
+    def _function(self, name: str, device: int, shared_bytes: int):
+        key = (name, device)
+        if key not in self._functions:
+            if device not in self._functions:
+                self._functions[device] = _checked(driver.cuModuleLoadData(self._binary(device)))
+            function = _checked(driver.cuModuleGetFunction(self._functions[device], name.encode()))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+            self._functions[key] = function
+        return self._functions[key]
+
+    def _binary(self, device: int) -> bytes:
+        major, minor = torch.cuda.get_device_capability(device)
+        options = [*self._options, f"--gpu-architecture=sm_{major}{minor}"]
+        version = _checked(nvrtc.nvrtcVersion())
+        digest = hashlib.sha256("\0".join([self._source, *options, str(version)]).encode()).hexdigest()
+        kept = _cache() / f"{Path(self._file).stem}_{digest[:32]}.cubin"
+        if kept.is_file():
+            return kept.read_bytes()
+        binary = compiled(self._source, self._file, options)
+        _keep(kept, binary)
+        return binary
+
+
+def compiled(source: str, name: str, options: list[str]) -> bytes:
+    """The machine code of CUDA C++ for the architecture in ``options``."""
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC cannot compile {name} ({status.name}): {log.decode().strip()}")
+    binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, binary))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return binary
+
+
+def _checked(result: tuple):
+    """What a call of the driver or of NVRTC returns, without its status."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pylate_fastmaxsim"
+
+
+def _keep(file: Path, binary: bytes) -> None:
+    """Write in one step, since processes of several ranks compile at the same time."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            part.write(binary)
+        os.replace(part.name, file)
+    except OSError:  # a home that cannot be written: compiled again in the next process, which takes half a second
+        pass

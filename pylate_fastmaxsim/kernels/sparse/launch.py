@@ -1,0 +1,251 @@
+"""Exact top-k of sparse inner products on a GPU, without a matrix of scores.
+
+Documents lie in blocks of 16,384. For a query and a block, integer sums of rounded-up factors and impacts bound the inner
+products from above. Blocks are scanned in waves that grow. A histogram of the sums gives a threshold that k documents are
+known to reach, and only sums above it, less what rounding can have cost, become candidates. Candidates that are left are
+scored exactly from the rows. A buffer that runs over loses candidates of its query only; the query is scanned again
+with the threshold that it had at the end, and if that is not enough (more equal scores than the buffer holds), block by
+block.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
+from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions
+from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK, Postings, make_postings
+from pylate_fastmaxsim.kernels.sparse.state import LARGEST, Queries, State, Tables
+
+logger = logging.getLogger("pylate_fastmaxsim")
+
+# Memory of a search beyond the index. What else it needs is small beside it.
+STATE_BYTES = 384 << 20
+# Blocks that give the first threshold, and how a wave grows beside all that was scanned before it.
+SAMPLE_BLOCKS = 2
+GROWTH = 4
+# Candidates that a query has room for, times k. A wave brings about GROWTH times k.
+ROOM = 16
+
+
+class DeviceBlocks:
+    """Blocks of documents on one GPU, with their postings and exact rows.
+
+    The document ``i`` of block ``b`` has position ``b * DOCUMENTS_PER_BLOCK + i``.
+
+    Parameters
+    ----------
+    vocabulary
+        Number of terms V.
+    device
+        A CUDA device.
+    engine
+        ``"cuda"`` (CUDA C++), ``"triton"``, or ``None`` for the first that runs here; an engine itself in tests.
+    """
+
+    def __init__(
+        self, vocabulary: int, device: torch.device | str, engine: Literal["cuda", "triton"] | object | None = None
+    ):
+        self.vocabulary = vocabulary
+        self.device = torch.device(device)
+        self._engine = _engine(self.device, engine) if engine is None or isinstance(engine, str) else engine
+        self._blocks: dict[int, tuple[Postings, Tensor, Tensor, Tensor, Tensor | None]] = {}
+        self._top_scales = torch.zeros(vocabulary, device=self.device)
+        # Made again after a block has changed: addresses, and numbers of blocks by their stretch.
+        self._tables: Tables | None = None
+        self._stretches: dict[tuple[int, ...], Tensor] = {}
+        self._wide: tuple[bool, bool] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of postings and rows."""
+        rows = (tensor.nbytes for _, *tensors in self._blocks.values() for tensor in tensors if tensor is not None)
+        return self.posting_bytes + sum(rows)
+
+    @property
+    def posting_bytes(self) -> int:
+        """Bytes of postings, with the tables of their lists."""
+        return sum(postings.nbytes for postings, *_ in self._blocks.values())
+
+    def set(self, block: int, offsets: Tensor, terms: Tensor, weights: Tensor, live: Tensor | None = None) -> None:
+        """Add or replace a block of up to ``DOCUMENTS_PER_BLOCK`` rows.
+
+        Parameters
+        ----------
+        block
+            Its number.
+        offsets, terms, weights
+            Rows back to back, on the device: int64 ``[n + 1]``, int32 or uint16 ``[P]`` ascending in each row, positive
+            float32 or float16 ``[P]``. Of the same dtypes in all blocks. They are kept, not copied.
+        live
+            Documents that are not removed, bool ``[n]``; ``None``: all.
+        """
+        with on_device_of(offsets):
+            postings = make_postings(offsets, terms, weights, self.vocabulary)
+        if live is not None:  # a scan asks about whole groups of documents
+            live = torch.nn.functional.pad(live, (0, DOCUMENTS_PER_BLOCK - live.numel()))
+        self._blocks[block] = (postings, offsets, terms, weights, live)
+        self._wide = (terms.dtype == torch.int32, weights.dtype == torch.float32)
+        torch.maximum(self._top_scales, postings.scales, out=self._top_scales)
+        self._tables = None
+        self._stretches.clear()
+
+    def search(
+        self, offsets: Tensor, terms: Tensor, weights: Tensor, k: int, at_least: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The ``k`` documents with the largest inner products for each query.
+
+        Parameters
+        ----------
+        offsets, terms, weights
+            Queries as sparse rows, as in :meth:`set`, on the device.
+        k
+            Number of documents for each query, at least 1.
+        at_least
+            Scores that ``k`` documents elsewhere are known to reach, ``[Nq]`` float32; what lies below may be left out.
+
+        Returns
+        -------
+        scores
+            ``[Nq, k]``, float32, the largest first, of equal ones the lower position; 0 where there is no document.
+        positions
+            ``[Nq, k]``, int64; -1 where there is no document.
+        """
+        queries = Queries(offsets, terms.int(), weights.float())
+        if self.vocabulary > LARGEST // 512 and len(queries) and int(offsets.diff().max()) > LARGEST // 512:
+            raise ValueError(f"sparse search: a query on a GPU may have at most {LARGEST // 512} terms.")
+        scores = torch.zeros(len(queries), k, device=self.device)
+        positions = torch.full((len(queries), k), -1, dtype=torch.int64, device=self.device)
+        if not self._blocks or not terms.numel():
+            return scores, positions
+        capacity = max(ROOM * k, DOCUMENTS_PER_BLOCK)
+        part = max(1, STATE_BYTES // State.bytes_of_query(self.vocabulary, capacity))
+        with on_device_of(offsets):
+            for first in range(0, len(queries), part):
+                rows = slice(first, min(first + part, len(queries)))
+                own = Queries(offsets[rows.start : rows.stop + 1], *queries[1:])
+                keys = self._best(own, k, capacity, None if at_least is None else at_least[rows])
+                found = keys > 0
+                width = keys.shape[1]
+                scores[rows, :width] = torch.where(found, keys >> 32, 0).int().view(torch.float32)
+                positions[rows, :width] = torch.where(found, 0xFFFFFFFF - (keys & 0xFFFFFFFF), -1)
+        return scores, positions
+
+    def _best(self, queries: Queries, k: int, capacity: int, at_least: Tensor | None) -> Tensor:
+        """Keys of the best documents, ``[Nq, up to k]``, int64, the largest first; 0 where there is none."""
+        tables, engine = self._of_blocks(), self._engine
+        state = State.of(len(queries), self.vocabulary, capacity, self.device)
+        everyone = torch.arange(len(queries), dtype=torch.int32, device=self.device)
+        engine.prepare(queries, self._top_scales, at_least, state)
+        blocks = sorted(self._blocks)
+        if at_least is None and len(blocks) > 1:
+            wanted = max(1 if len(blocks) < 8 * SAMPLE_BLOCKS else SAMPLE_BLOCKS, -(-2 * k // DOCUMENTS_PER_BLOCK))
+            sample = blocks[:: max(1, len(blocks) // wanted)][:wanted]
+            engine.count(tables, self._numbers(sample), queries, everyone, state)
+            engine.raise_thresholds(everyone, state, k)
+            state.histograms.zero_()
+        lost, width = self._scan(everyone, blocks, queries, state, k)
+        if lost:
+            again = torch.tensor(lost, dtype=torch.int32, device=self.device)
+            for tensor in (state.histograms, state.counts, state.lost):
+                tensor[again.long()] = 0
+            lost, width = self._scan(again, blocks, queries, state, k)
+        if lost:
+            hard = torch.tensor(lost, dtype=torch.int32, device=self.device)
+            state.counts[hard.long()] = 0
+        keys = self._rescored(everyone, state, width, k)
+        if lost:
+            best = self._block_by_block(hard, blocks, queries, state, k)
+            keys = torch.nn.functional.pad(keys, (0, max(0, best.shape[1] - keys.shape[1])))
+            keys[hard.long()] = torch.nn.functional.pad(best, (0, keys.shape[1] - best.shape[1]))
+        return keys
+
+    def _scan(
+        self, chosen: Tensor, blocks: list[int], queries: Queries, state: State, k: int
+    ) -> tuple[list[int], int]:
+        """Candidates of some queries in all blocks; the queries that lost some, and how many others hold at most."""
+        for wave in _waves(blocks):
+            self._engine.scan(self._of_blocks(), self._numbers(wave), queries, chosen, state)
+            self._engine.raise_thresholds(chosen, state, k)
+        # The one place where the host waits.
+        counts, lost = torch.stack([state.counts, state.lost]).tolist()
+        return [query for query, flag in enumerate(lost) if flag], max(counts)
+
+    def _rescored(self, chosen: Tensor, state: State, width: int, k: int) -> Tensor:
+        """Keys of the best candidates of some queries, of up to ``width`` each."""
+        if width == 0:
+            return torch.zeros(chosen.numel(), 0, dtype=torch.int64, device=self.device)
+        self._engine.rescore(self._of_blocks(), chosen, state, width, self._wide)
+        keys = state.candidates[:, :width]
+        if chosen.numel() < keys.shape[0]:
+            keys = keys[chosen.long()]
+        return keys.topk(min(k, width), dim=1).values
+
+    def _block_by_block(self, chosen: Tensor, blocks: list[int], queries: Queries, state: State, k: int) -> Tensor:
+        """For queries with more candidates than the buffer holds, however high the threshold: equal scores in masses."""
+        best = torch.zeros(chosen.numel(), 0, dtype=torch.int64, device=self.device)
+        for block in blocks:
+            state.counts[chosen.long()] = 0
+            self._engine.scan(self._of_blocks(), self._numbers([block]), queries, chosen, state)
+            width = int(state.counts[chosen.long()].max())
+            keys = torch.cat([best, self._rescored(chosen, state, width, k)], dim=1)
+            best = keys.topk(min(k, keys.shape[1]), dim=1).values
+        return best
+
+    def _of_blocks(self) -> Tables:
+        if self._tables is None:
+            columns = [[] for _ in Tables._fields]
+            for block in range(max(self._blocks) + 1):
+                if block not in self._blocks:
+                    addresses = [0] * len(columns)
+                else:
+                    postings, *rows, live = self._blocks[block]
+                    lists = (postings.ids, postings.impacts, postings.starts, postings.scales)
+                    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*lists, live, *rows)]
+                for column, address in zip(columns, addresses, strict=True):
+                    column.append(address)
+            self._tables = Tables(*torch.tensor(columns, dtype=torch.int64).to(self.device))
+        return self._tables
+
+    def _numbers(self, blocks: list[int]) -> Tensor:
+        # Kept, since copying them anew would wait for the GPU.
+        key = tuple(blocks)
+        if key not in self._stretches:
+            self._stretches[key] = torch.tensor(blocks, dtype=torch.int32, device=self.device)
+        return self._stretches[key]
+
+
+def _waves(blocks: list[int]) -> Iterator[list[int]]:
+    """Stretches of blocks, each ``GROWTH`` times as long as all before it."""
+    first, size = 0, GROWTH * SAMPLE_BLOCKS
+    while first < len(blocks):
+        # A short rest goes with the last wave.
+        end = len(blocks) if len(blocks) - first - size < size // 4 else first + size
+        yield blocks[first:end]
+        first, size = end, GROWTH * end
+
+
+@functools.cache
+def _engine(device: torch.device, name: str | None) -> CudaEngine:
+    if name != "triton":
+        try:
+            from pylate_fastmaxsim.kernels.runtime.nvrtc import CudaKernels
+
+            return CudaEngine(CudaKernels(SOURCE, definitions()))
+        except ImportError as error:
+            if name == "cuda":
+                raise
+            logger.warning(
+                "sparse search: %s; Triton kernels run instead, which take about 16 times as long (pip install "
+                "cuda-bindings, which comes with PyTorch 2.10 and newer).",
+                error,
+            )
+    from pylate_fastmaxsim.kernels.sparse.triton_engine import TritonEngine
+
+    return TritonEngine(device)

@@ -1,0 +1,287 @@
+// Exact top-k of sparse inner products over postings in blocks of documents. launch.py says how the kernels follow each
+// other and why no result is lost. Compiled at run time, with these numbers defined: DOCUMENTS, the documents of a block;
+// THREADS, of a CTA of scan_blocks; BINS, of a histogram; BIN_SHIFT, which makes a bin of a sum; LARGEST, a bound on sums.
+//
+// A table holds the address of an array of each block. A candidate is a number of 64 bits: an integer sum of a document
+// above its position. After rescore its score's bits stand above the inverted position, so that larger is better, and of
+// equal scores the lower position.
+typedef unsigned char uint8;
+typedef unsigned short uint16;
+typedef unsigned int uint32;
+typedef unsigned long long uint64;
+typedef long long int64;
+
+#define ALL_LANES 0xffffffffu
+// Terms of a query whose lists are walked at once; more are walked in turn.
+#define TERMS 256
+
+#ifndef EMULATED
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) int name[]
+__device__ __forceinline__ float from_half(uint16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+#endif
+
+// One CTA, one query. The unit of a query's integer sums, such that they stay below LARGEST; the most that a sum can
+// exceed the inner product by, in that unit; the lowest sum that can reach `at_least`; and the query as a dense row.
+extern "C" __global__ void __launch_bounds__(128) prepare_queries(
+    const int64* __restrict__ offsets, const int* __restrict__ terms, const float* __restrict__ weights,
+    const float* __restrict__ top_scales, const float* __restrict__ at_least, double* units, int* margins,
+    int* thresholds, float* dense, int vocabulary) {
+  __shared__ double partial[128];
+  const int query = blockIdx.x, thread = threadIdx.x;
+  const int64 begin = offsets[query], end = offsets[query + 1];
+  double sum = 0.0;
+  for (int64 i = begin + thread; i < end; i += 128) {
+    sum += (double)weights[i] * (double)top_scales[terms[i]];
+    dense[(uint64)query * vocabulary + terms[i]] = weights[i];
+  }
+  partial[thread] = sum;
+  __syncthreads();
+  for (int stride = 64; stride > 0; stride /= 2) {
+    if (thread < stride) partial[thread] += partial[thread + stride];
+    __syncthreads();
+  }
+  if (thread == 0) {
+    const double count = (double)(end - begin), total = partial[0];
+    const double unit = total > 0.0 ? (LARGEST / 255.0 - count) / total : 0.0;
+    units[query] = unit;
+    // A product of a query's factor, rounded up from x, and of an impact, rounded up from y <= 255, exceeds x * y by at
+    // most x + 255. 512 covers that scores are rounded to float32.
+    margins[query] = (int)(255.0 * count + total * unit) + 512;
+    const double lowest = at_least ? (double)at_least[query] * unit * (1.0 - 4.8e-7) - 1.0 : 0.0;
+    thresholds[query] = lowest > 1.0 ? (lowest < LARGEST ? (int)lowest : (int)LARGEST) : 1;
+  }
+}
+
+#define ADD(place, impact) atomicAdd(sums + (place), factor * (int)(impact))
+// Eight postings: local numbers of documents of 16 bits, impacts of 8 bits.
+__device__ __forceinline__ void add_unit(int* sums, uint4 documents, uint2 impacts, int factor) {
+  ADD(documents.x & 0xffffu, impacts.x & 255u);
+  ADD(documents.x >> 16, (impacts.x >> 8) & 255u);
+  ADD(documents.y & 0xffffu, (impacts.x >> 16) & 255u);
+  ADD(documents.y >> 16, impacts.x >> 24);
+  ADD(documents.z & 0xffffu, impacts.y & 255u);
+  ADD(documents.z >> 16, (impacts.y >> 8) & 255u);
+  ADD(documents.w & 0xffffu, (impacts.y >> 16) & 255u);
+  ADD(documents.w >> 16, impacts.y >> 24);
+}
+
+__device__ __forceinline__ int bin_of(int sum) {
+  const int bin = sum >> BIN_SHIFT;
+  return bin < BINS ? bin : BINS - 1;
+}
+
+// One CTA, one query, one block of documents: its integer sums in shared memory.
+__device__ __forceinline__ void sum_block(
+    int* sums, const uint16* ids, const uint8* impacts, const uint32* starts, const float* scales,
+    const int64* offsets, const int* terms, const float* weights, double unit, int query) {
+  // Lists follow each other in one count of units: first unit in memory less first unit of the count, end of the count.
+  __shared__ uint32 distance[TERMS];
+  __shared__ uint32 ends[TERMS];
+  __shared__ int factors[TERMS];
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  for (int i = thread; i < DOCUMENTS / 4; i += THREADS) ((int4*)sums)[i] = make_int4(0, 0, 0, 0);
+  const int64 last = offsets[query + 1];
+  for (int64 first = offsets[query]; first < last; first += TERMS) {
+    const int count = last - first < TERMS ? (int)(last - first) : TERMS;
+    __syncthreads();
+    for (int i = thread; i < count; i += THREADS) {
+      const int term = terms[first + i];
+      const uint32 begin = starts[term];
+      distance[i] = begin;
+      ends[i] = starts[term + 1] - begin;
+      factors[i] = (int)ceil((double)weights[first + i] * (double)scales[term] * unit);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      uint32 running = 0;
+      for (int base = 0; base < count; base += 32) {
+        const int i = base + lane;
+        const uint32 own = i < count ? ends[i] : 0u;
+        uint32 through = own;
+        for (int step = 1; step < 32; step <<= 1) {
+          const uint32 before = __shfl_up_sync(ALL_LANES, through, step);
+          if (lane >= step) through += before;
+        }
+        if (i < count) {
+          ends[i] = running + through;
+          distance[i] -= running + through - own;
+        }
+        running += __shfl_sync(ALL_LANES, through, 31);
+      }
+    }
+    __syncthreads();
+    // Each warp walks a stretch of its own, so that it meets few borders of lists.
+    const uint32 total = ends[count - 1];
+    const uint32 share = (total / 32 + THREADS / 32) / (THREADS / 32) * 32;
+    uint32 stop = (warp + 1) * share;
+    stop = stop < total ? stop : total;
+    uint32 at = warp * share + lane;
+    if (at < stop) {
+      int list = 0;
+      for (int width = TERMS / 2; width > 0; width /= 2)
+        if (list + width <= count - 1 && ends[list + width - 1] <= at) list += width;
+      uint32 end = ends[list], shift = distance[list];
+      int factor = factors[list];
+      for (; at < stop; at += 64) {
+        while (at >= end) {
+          list++;
+          end = ends[list]; shift = distance[list]; factor = factors[list];
+        }
+        const uint4 documents = __ldg((const uint4*)ids + shift + at);
+        const uint2 values = __ldg((const uint2*)impacts + shift + at);
+        const uint32 next = at + 32;
+        if (next < stop) {
+          const int own = factor;
+          while (next >= end) {
+            list++;
+            end = ends[list]; shift = distance[list]; factor = factors[list];
+          }
+          const uint4 next_documents = __ldg((const uint4*)ids + shift + next);
+          const uint2 next_values = __ldg((const uint2*)impacts + shift + next);
+          add_unit(sums, documents, values, own);
+          add_unit(sums, next_documents, next_values, factor);
+        } else {
+          add_unit(sums, documents, values, factor);
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+
+#define BLOCK_ARGUMENTS \
+  const uint64* __restrict__ ids, const uint64* __restrict__ impacts, const uint64* __restrict__ starts, \
+  const uint64* __restrict__ scales, const uint64* __restrict__ live, const int* __restrict__ blocks, \
+  const int* __restrict__ queries, int query_count, const int64* __restrict__ offsets, const int* __restrict__ terms, \
+  const float* __restrict__ weights, const double* __restrict__ units, const int* __restrict__ thresholds, int* histograms
+#define SUM_BLOCK \
+  DYNAMIC_SHARED(sums); \
+  const int query = queries[blockIdx.x % query_count], block = blocks[blockIdx.x / query_count]; \
+  sum_block(sums, (const uint16*)ids[block], (const uint8*)impacts[block], (const uint32*)starts[block], \
+            (const float*)scales[block], offsets, terms, weights, units[query], query); \
+  const uint8* alive = (const uint8*)live[block]; \
+  const int threshold = thresholds[query]
+
+// Sums of a query's documents in a block that reach the threshold go into its histogram.
+extern "C" __global__ void __launch_bounds__(THREADS) count_blocks(BLOCK_ARGUMENTS) {
+  SUM_BLOCK;
+  // The histogram takes the place of the sums, which are kept in registers.
+  int own[DOCUMENTS / THREADS];
+#pragma unroll
+  for (int i = 0; i < DOCUMENTS / THREADS; i++) own[i] = sums[i * THREADS + threadIdx.x];
+  __syncthreads();
+  for (int i = threadIdx.x; i < BINS; i += THREADS) sums[i] = 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < DOCUMENTS / THREADS; i++)
+    if (own[i] >= threshold && (!alive || alive[i * THREADS + threadIdx.x])) atomicAdd(sums + bin_of(own[i]), 1);
+  __syncthreads();
+  for (int i = threadIdx.x; i < BINS; i += THREADS)
+    if (sums[i]) atomicAdd(histograms + query * BINS + i, sums[i]);
+}
+
+// The same, and they become candidates; `counts` goes on beyond `capacity`, so that one sees that some were lost.
+extern "C" __global__ void __launch_bounds__(THREADS) scan_blocks(
+    BLOCK_ARGUMENTS, int* counts, uint64* candidates, int capacity) {
+  SUM_BLOCK;
+  for (int i = threadIdx.x; i < DOCUMENTS / 4; i += THREADS) {
+    const int4 four = ((const int4*)sums)[i];
+    const int largest = max(max(four.x, four.y), max(four.z, four.w));
+    if (largest < threshold) continue;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int sum = j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w;
+      if (sum < threshold || (alive && !alive[4 * i + j])) continue;
+      atomicAdd(histograms + query * BINS + bin_of(sum), 1);
+      const int slot = atomicAdd(counts + query, 1);
+      if (slot < capacity)
+        candidates[(uint64)query * capacity + slot] = (uint64)sum << 32 | (uint32)(block * DOCUMENTS + 4 * i + j);
+    }
+  }
+}
+
+// One CTA, one query. The threshold becomes the lower edge of the highest bin at or above which k documents were counted,
+// less the margin, and never falls. Candidates below it are dropped. `lost` says whether the buffer ran over.
+extern "C" __global__ void __launch_bounds__(256) raise_thresholds(
+    const int* __restrict__ queries, const int* __restrict__ histograms, const int* __restrict__ margins, int* thresholds,
+    int* counts, uint64* candidates, int* lost, int capacity, int k) {
+  __shared__ int partial[256];
+  __shared__ int kept, raised;
+  const int query = queries[blockIdx.x], thread = threadIdx.x;
+  const int* histogram = histograms + query * BINS;
+  int sum = 0;
+  for (int i = 0; i < BINS / 256; i++) sum += histogram[thread * (BINS / 256) + i];
+  partial[thread] = sum;
+  __syncthreads();
+  if (thread == 0) {
+    int above = 0, group = 255;
+    while (group >= 0 && above + partial[group] < k) above += partial[group--];
+    int threshold = thresholds[query];
+    if (group >= 0) {
+      int bin = (group + 1) * (BINS / 256) - 1;
+      while (above + histogram[bin] < k) above += histogram[bin--];
+      const int edge = (bin << BIN_SHIFT) - margins[query];
+      threshold = edge > threshold ? edge : threshold;
+    }
+    thresholds[query] = raised = threshold;
+    kept = 0;
+  }
+  __syncthreads();
+  const int found = counts[query], threshold = raised;
+  const int count = found < capacity ? found : capacity;
+  uint64* own = candidates + (uint64)query * capacity;
+  for (int base = 0; base < count; base += 256) {
+    const uint64 candidate = base + thread < count ? own[base + thread] : 0;
+    __syncthreads();
+    // What is kept goes to places that have been read already.
+    if ((int)(candidate >> 32) >= threshold) own[atomicAdd(&kept, 1)] = candidate;
+    __syncthreads();
+  }
+  if (thread == 0) {
+    counts[query] = kept;
+    if (found > capacity) lost[query] = 1;
+  }
+}
+
+// One warp, one candidate: its inner product in float64, in the order of terms, rounded once. Places up to `width` that
+// hold no candidate become 0.
+extern "C" __global__ void __launch_bounds__(256) rescore(
+    const int* __restrict__ queries, const uint64* __restrict__ row_offsets, const uint64* __restrict__ row_terms,
+    const uint64* __restrict__ row_weights, const float* __restrict__ dense, const int* __restrict__ counts,
+    uint64* candidates, int capacity, int width, int vocabulary, int wide_terms, int wide_weights) {
+  const int query = queries[blockIdx.y], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int count = counts[query];
+  const float* row = dense + (uint64)query * vocabulary;
+  for (int i = blockIdx.x * 8 + warp; i < width; i += gridDim.x * 8) {
+    uint64* candidate = candidates + (uint64)query * capacity + i;
+    if (i >= count) {
+      if (lane == 0) *candidate = 0;
+      continue;
+    }
+    const uint32 position = (uint32)*candidate;
+    const int block = position / DOCUMENTS, place = position % DOCUMENTS;
+    const int64* offsets = (const int64*)row_offsets[block];
+    const uint64 terms = row_terms[block], weights = row_weights[block];
+    const int64 end = offsets[place + 1];
+    double sum = 0.0;
+    for (int64 first = offsets[place]; first < end; first += 32) {
+      const int64 at = first + lane;
+      double product = 0.0;
+      if (at < end) {
+        const float factor = row[wide_terms ? ((const int*)terms)[at] : (int)((const uint16*)terms)[at]];
+        if (factor != 0.0f)
+          product = (double)factor * (double)(wide_weights ? ((const float*)weights)[at] : from_half(((const uint16*)weights)[at]));
+      }
+      uint32 shared = __ballot_sync(ALL_LANES, product != 0.0);
+      while (shared) {
+        sum += __shfl_sync(ALL_LANES, product, __ffs(shared) - 1);
+        shared &= shared - 1;
+      }
+    }
+    if (lane == 0) *candidate = (uint64)__float_as_uint((float)sum) << 32 | (0xffffffffu - position);
+  }
+}

@@ -1,0 +1,75 @@
+"""What a search on a GPU holds beside the index: the queries, and for each of them a threshold and candidates."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Integer sums stay below LARGEST, so that they fit in 31 bits, and fall into BINS bins of 2**BIN_SHIFT.
+LARGEST = 1 << 30
+BINS = 2048
+BIN_SHIFT = 19
+
+
+class Tables(NamedTuple):
+    """The address of an array of each block, int64 ``[blocks]``, on the device. An address of 0 stands for "all live"."""
+
+    ids: Tensor
+    impacts: Tensor
+    starts: Tensor
+    scales: Tensor
+    live: Tensor
+    row_offsets: Tensor
+    row_terms: Tensor
+    row_weights: Tensor
+
+
+class Queries(NamedTuple):
+    """Sparse vectors back to back: int64 ``[Nq + 1]``, int32 and float32 ``[P]``."""
+
+    offsets: Tensor
+    terms: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+
+class State(NamedTuple):
+    """Of each query, on the device; see `search.cu` for what they mean."""
+
+    units: Tensor  # [Nq] float64
+    margins: Tensor  # [Nq] int32
+    thresholds: Tensor  # [Nq] int32
+    counts: Tensor  # [Nq] int32
+    lost: Tensor  # [Nq] int32
+    histograms: Tensor  # [Nq, BINS] int32
+    candidates: Tensor  # [Nq, capacity] int64
+    dense: Tensor  # [Nq, V] float32
+
+    @property
+    def capacity(self) -> int:
+        return self.candidates.shape[1]
+
+    @classmethod
+    def of(cls, count: int, vocabulary: int, capacity: int, device: torch.device) -> State:
+        def zeros(*shape, dtype=torch.int32):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            units=zeros(count, dtype=torch.float64),
+            margins=zeros(count),
+            thresholds=zeros(count),
+            counts=zeros(count),
+            lost=zeros(count),
+            histograms=zeros(count, BINS),
+            candidates=torch.empty(count, capacity, dtype=torch.int64, device=device),
+            dense=zeros(count, vocabulary, dtype=torch.float32),
+        )
+
+    @staticmethod
+    def bytes_of_query(vocabulary: int, capacity: int) -> int:
+        # Candidates twice, since topk copies them.
+        return 4 * vocabulary + 4 * BINS + 2 * 8 * capacity
