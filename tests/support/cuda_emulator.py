@@ -34,7 +34,12 @@ class EmulatedKernels:
         self._library = ctypes.CDLL(str(library))
 
     def launch(
-        self, name: str, grid: tuple[int, int], threads: int, arguments: list[Tensor | int | None], shared_bytes: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: list[Tensor | int | None],
+        shared_bytes: int = 0,
     ) -> None:
         values = [
             0 if argument is None else argument.data_ptr() if isinstance(argument, Tensor) else argument

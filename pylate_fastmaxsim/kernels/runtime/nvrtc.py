@@ -26,7 +26,12 @@ class CudaKernels:
         self._functions = {}
 
     def launch(
-        self, name: str, grid: tuple[int, int], threads: int, arguments: list[Tensor | int | None], shared_bytes: int = 0
+        self,
+        name: str,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: list[Tensor | int | None],
+        shared_bytes: int = 0,
     ) -> None:
         """Run a kernel on the current device and stream. Integers are passed as ``int``, tensors as addresses."""
         values = [

@@ -130,7 +130,7 @@ class DeviceBlocks:
             for first in range(0, len(queries), part):
                 rows = slice(first, min(first + part, len(queries)))
                 own = Queries(offsets[rows.start : rows.stop + 1], *queries[1:])
-                keys = self._best(own, k, capacity, None if at_least is None else at_least[rows])
+                keys = self._best(own, k, capacity, None if at_least is None else at_least[rows].contiguous())
                 found = keys > 0
                 width = keys.shape[1]
                 scores[rows, :width] = torch.where(found, keys >> 32, 0).int().view(torch.float32)
@@ -166,9 +166,7 @@ class DeviceBlocks:
             keys[hard.long()] = torch.nn.functional.pad(best, (0, keys.shape[1] - best.shape[1]))
         return keys
 
-    def _scan(
-        self, chosen: Tensor, blocks: list[int], queries: Queries, state: State, k: int
-    ) -> tuple[list[int], int]:
+    def _scan(self, chosen: Tensor, blocks: list[int], queries: Queries, state: State, k: int) -> tuple[list[int], int]:
         """Candidates of some queries in all blocks; the queries that lost some, and how many others hold at most."""
         for wave in _waves(blocks):
             self._engine.scan(self._of_blocks(), self._numbers(wave), queries, chosen, state)

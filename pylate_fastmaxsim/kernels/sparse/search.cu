@@ -14,6 +14,8 @@ typedef long long int64;
 #define ALL_LANES 0xffffffffu
 // Terms of a query whose lists are walked at once; more are walked in turn.
 #define TERMS 256
+// Of float32: 2^-149.
+#define SMALLEST 1.401298464324817e-45
 
 #ifndef EMULATED
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) int name[]
@@ -49,9 +51,10 @@ extern "C" __global__ void __launch_bounds__(128) prepare_queries(
     const double unit = total > 0.0 ? (LARGEST / 255.0 - count) / total : 0.0;
     units[query] = unit;
     // A product of a query's factor, rounded up from x, and of an impact, rounded up from y <= 255, exceeds x * y by at
-    // most x + 255. 512 covers that scores are rounded to float32.
-    margins[query] = (int)(255.0 * count + total * unit) + 512;
-    const double lowest = at_least ? (double)at_least[query] * unit * (1.0 - 4.8e-7) - 1.0 : 0.0;
+    // most x + 255. The rest covers that scores are rounded to float32: by 2^-24 of a score or, below 2^-126, by 2^-150.
+    const double margin = 255.0 * count + total * unit + 512.0 + unit * SMALLEST;
+    margins[query] = margin < LARGEST ? (int)margin : (int)LARGEST;
+    const double lowest = at_least ? ((double)at_least[query] * (1.0 - 4.8e-7) - SMALLEST) * unit - 1.0 : 0.0;
     thresholds[query] = lowest > 1.0 ? (lowest < LARGEST ? (int)lowest : (int)LARGEST) : 1;
   }
 }

@@ -21,7 +21,7 @@ POSTINGS_AT_ONCE = 256
 @triton.jit
 def prepare_kernel(
     offsets, terms, weights, top_scales, at_least, units, margins, thresholds, dense, vocabulary,
-    LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + query)
@@ -37,10 +37,11 @@ def prepare_kernel(
     count = (end - begin).to(tl.float64)
     unit = tl.where(total > 0.0, (LARGEST / 255.0 - count) / tl.where(total > 0.0, total, 1.0), 0.0)
     tl.store(units + query, unit)
-    tl.store(margins + query, (255.0 * count + total * unit).to(tl.int32) + 512)
+    margin = 255.0 * count + total * unit + 512.0 + unit * SMALLEST
+    tl.store(margins + query, tl.minimum(margin, LARGEST).to(tl.int32))
     lowest = count * 0.0 + 1.0
     if at_least is not None:
-        lowest = tl.load(at_least + query).to(tl.float64) * unit * (1.0 - 4.8e-7) - 1.0
+        lowest = (tl.load(at_least + query).to(tl.float64) * (1.0 - 4.8e-7) - SMALLEST) * unit - 1.0
     tl.store(thresholds + query, tl.minimum(tl.maximum(lowest, 1.0), LARGEST).to(tl.int32))
 
 
@@ -89,7 +90,9 @@ def walk_kernel(
                 tl.atomic_add(histograms + query * BINS + column, 1, mask=found, sem="relaxed")
                 if COLLECT:
                     slot = tl.atomic_add(counts + query + lane * 0, 1, mask=found, sem="relaxed")
-                    candidate = (total.to(tl.int64) << 32) | (block * DOCUMENTS + first + lane).to(tl.uint32).to(tl.int64)
+                    candidate = (total.to(tl.int64) << 32) | (block * DOCUMENTS + first + lane).to(tl.uint32).to(
+                        tl.int64
+                    )
                     tl.store(candidates + query * capacity + slot, candidate, mask=found & (slot < capacity))
         tl.debug_barrier()
 
@@ -169,7 +172,7 @@ class TritonEngine:
     def prepare(self, queries: Queries, top_scales: Tensor, at_least: Tensor | None, state: State) -> None:
         prepare_kernel[(len(queries),)](
             *queries, top_scales, at_least, state.units, state.margins, state.thresholds, state.dense,
-            top_scales.numel(), LARGEST=float(LARGEST), BLOCK=128,
+            top_scales.numel(), LARGEST=float(LARGEST), SMALLEST=2.0**-149, BLOCK=128,
         )  # fmt: skip
 
     def count(self, tables: Tables, blocks: Tensor, queries: Queries, chosen: Tensor, state: State) -> None:

@@ -1,0 +1,86 @@
+"""The CUDA C++ of sparse search, run on a CPU thread by thread: what it computes, without a GPU."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from cuda_emulator import EmulatedKernels
+from sparse_cases import CASES, Case, check, check_at_least, check_removed, drawn
+
+pytest.importorskip("triton")
+
+from pylate_fastmaxsim.kernels.sparse import launch, postings  # noqa: E402
+from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions  # noqa: E402
+
+# Small, so that a few thousand documents are several blocks.
+DOCUMENTS, THREADS = 512, 64
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator is compiled with g++, which is not there")
+    kernels = EmulatedKernels(SOURCE, definitions(DOCUMENTS, THREADS), tmp_path_factory.mktemp("emulated"))
+    return CudaEngine(kernels, DOCUMENTS, THREADS)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", DOCUMENTS)
+    monkeypatch.setattr(launch, "DOCUMENTS_PER_BLOCK", DOCUMENTS)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_bits_are_those_of_the_definition(case, engine):
+    check(case, "cpu", engine)
+
+
+def test_removed_documents_are_not_found(engine):
+    check_removed("cpu", engine)
+
+
+def test_known_scores_lose_nothing(engine):
+    check_at_least("cpu", engine)
+
+
+@pytest.mark.parametrize(
+    "case, scans",
+    [
+        (Case(9000, 2, 300, 20, 10), [8, 10]),
+        (Case(9000, 2, 60, 20, 30, "rising"), 2 * [8, 10]),
+        (CASES["equal scores in masses"], [*2 * [8, 10], *18 * [1]]),
+    ],
+    ids=["room for all", "a higher threshold", "block by block"],
+)
+def test_candidates_that_are_lost_are_found_again(case, scans, engine, monkeypatch):
+    """Each way out of a buffer that runs over is taken, and finds the same."""
+    monkeypatch.setattr(launch, "ROOM", 0)
+    made = []
+    scan = engine.scan
+    monkeypatch.setattr(engine, "scan", lambda *call: (made.append(len(call[1])), scan(*call)))
+    check(case, "cpu", engine)
+    assert made == scans
+
+
+def test_queries_in_parts_are_those_at_once(engine, monkeypatch):
+    monkeypatch.setattr(launch, "STATE_BYTES", 0)
+    check(CASES["plain"], "cpu", engine)
+
+
+def test_postings_bound_weights_from_above():
+    case = Case(500, 1, 30, 12, 1, "wide")
+    _, documents = drawn(case)
+    made = postings.make_postings(documents.offsets, documents.terms, documents.weights, case.vocabulary)
+    lists = torch.arange(case.vocabulary).repeat_interleave(made.starts.diff() * postings.UNIT)
+    there = made.impacts > 0
+    rows = torch.zeros(len(documents), case.vocabulary, dtype=torch.float64)
+    rows[torch.arange(len(documents)).repeat_interleave(documents.offsets.diff()), documents.terms.long()] = (
+        documents.weights.double()
+    )
+    weights = rows[made.ids.int()[there], lists[there]]
+    steps = made.scales.double()[lists[there]]
+    assert int(there.sum()) == int((weights > 0).sum()) == documents.terms.numel()
+    assert bool((weights <= made.impacts[there] * steps).all())
+    assert bool((weights > (made.impacts[there].double() - 1 - 1e-6) * steps).all())

@@ -1,0 +1,116 @@
+"""Sparse collections of every kind that a search must get right, and a search of them by the blocks of a GPU's index."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim import reference
+from pylate_fastmaxsim.kernels.sparse import launch, postings
+from pylate_fastmaxsim.sparse import SparseBatch
+
+
+@dataclass(frozen=True)
+class Case:
+    documents: int
+    queries: int
+    vocabulary: int
+    terms: int  # at most, of a vector
+    k: int
+    weights: str = "any"  # "equal": all 1; see `weight_of`
+    dtype: torch.dtype = torch.float32
+    everywhere: bool = False  # term 0 in all documents
+
+
+CASES = {
+    "plain": Case(3000, 5, 200, 20, 10),
+    "deep": Case(3000, 3, 200, 20, 500, dtype=torch.float16),
+    "equal scores in masses": Case(9000, 3, 3, 2, 7, "equal", everywhere=True),
+    "few sizes": Case(5000, 4, 60, 6, 20, "few"),
+    "more than there are": Case(700, 3, 50, 3, 900),
+    "one document": Case(1, 2, 9, 5, 3),
+    "int32 terms": Case(2500, 3, 70_000, 30, 10),
+    "weights that underflow": Case(2500, 3, 60, 8, 20, "tiny"),
+    "weights of every size": Case(2500, 3, 60, 12, 20, "wide"),
+    "long queries": Case(1500, 2, 2000, 700, 10),
+}
+
+
+def weight_of(kind: str, row: int, draw: random.Random) -> float:
+    if kind == "few":  # so that many scores are equal
+        return draw.choice([0.5, 1.0, 2.0])
+    if kind == "wide":
+        return 2.0 ** draw.uniform(-20, 20)
+    if kind == "rising":  # the later the better, so that every threshold comes too late
+        return 1.0 + row
+    return {"equal": 1.0, "tiny": 1e-30 * draw.random() + 1e-38}.get(kind, draw.random() + 1e-3)
+
+
+def batch_of(count: int, case: Case, draw: random.Random) -> SparseBatch:
+    """Vectors of which some are empty, unless a term is everywhere."""
+    rows = []
+    for row in range(count):
+        terms = draw.sample(range(case.vocabulary), draw.randint(0, min(case.terms, case.vocabulary)))
+        if case.everywhere and 0 not in terms:
+            terms.append(0)
+        rows.append([(term, weight_of(case.weights, row, draw)) for term in terms])
+    batch = SparseBatch.from_lists(rows, case.vocabulary)
+    return SparseBatch(batch.offsets, batch.terms, batch.weights.to(case.dtype), batch.vocabulary)
+
+
+def drawn(case: Case, seed: int = 0) -> tuple[SparseBatch, SparseBatch]:
+    """Queries and documents."""
+    draw = random.Random(seed)
+    return batch_of(case.queries, case, draw), batch_of(case.documents, case, draw)
+
+
+def blocks_of(documents: SparseBatch, device: str, engine, live: Tensor | None = None) -> launch.DeviceBlocks:
+    blocks = launch.DeviceBlocks(documents.vocabulary, device, engine)
+    size = postings.DOCUMENTS_PER_BLOCK
+    for block in range(-(-len(documents) // size)):
+        rows = torch.arange(block * size, min((block + 1) * size, len(documents)))
+        part = documents.select(rows).to(device)
+        blocks.set(block, part.offsets, part.terms, part.weights, None if live is None else live[rows].to(device))
+    return blocks
+
+
+def check(case: Case, device: str, engine, seed: int = 0) -> launch.DeviceBlocks:
+    """Scores and positions are those of the definition, bit for bit."""
+    queries, documents = drawn(case, seed)
+    blocks = blocks_of(documents, device, engine)
+    own = queries.to(device)
+    scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k)
+    expected_scores, expected_positions = reference.sparse_top(queries, documents, case.k)
+    assert torch.equal(positions.cpu(), expected_positions)
+    assert torch.equal(scores.cpu(), expected_scores)
+    return blocks
+
+
+def check_removed(device: str, engine) -> None:
+    """Documents that are not live are not found, nor do they raise a threshold."""
+    case = CASES["few sizes"]
+    queries, documents = drawn(case)
+    live = torch.rand(len(documents), generator=torch.Generator().manual_seed(0)) < 0.5
+    blocks = blocks_of(documents, device, engine, live)
+    own = queries.to(device)
+    scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k)
+    expected_scores, expected = reference.sparse_top(queries, documents.select(live.nonzero()[:, 0]), case.k)
+    places = live.nonzero()[:, 0]
+    expected = torch.where(expected < 0, -1, places[expected.clamp(min=0)])
+    assert torch.equal(positions.cpu(), expected)
+    assert torch.equal(scores.cpu(), expected_scores)
+
+
+def check_at_least(device: str, engine) -> None:
+    """With scores that are known to be reached, what reaches them is found all the same, equal ones too."""
+    case = CASES["few sizes"]
+    queries, documents = drawn(case)
+    blocks = blocks_of(documents, device, engine)
+    own = queries.to(device)
+    expected, places = reference.sparse_top(queries, documents, case.k)
+    scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k, expected[:, -1].to(device))
+    assert torch.equal(positions.cpu(), places)
+    assert torch.equal(scores.cpu(), expected)
