@@ -48,7 +48,7 @@ ROOMS = {
     "kernels": (
         ("runtime",),
         ("primitives",),
-        ("maxsim", "winner_backward", "projection", "attention"),
+        ("maxsim", "winner_backward", "projection", "attention", "sparse"),
         ("xtr", "pooled"),
     ),
     "integrations": (
@@ -79,6 +79,8 @@ ROOMS = {
 # Pairs of modules that do not keep to it yet. The list only shrinks.
 EXCEPTIONS: set[tuple[str, str]] = set()
 HOSTS = {"pylate", "colpali_engine", "sentence_transformers", "transformers"}
+# Used where it is there, with a line of log where not. PyTorch brings the release that fits its CUDA.
+OPTIONAL = {"cuda"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 

@@ -240,8 +240,8 @@ def _engine(device: torch.device, name: str | None) -> CudaEngine:
             if name == "cuda":
                 raise
             logger.warning(
-                "sparse search: %s; Triton kernels run instead, which take about 16 times as long (pip install "
-                "cuda-bindings, which comes with PyTorch 2.10 and newer).",
+                "sparse search: %s; Triton kernels run instead, which take several times as long. PyTorch 2.10 and newer "
+                "bring cuda-bindings, which compiles the CUDA ones.",
                 error,
             )
     from pylate_fastmaxsim.kernels.sparse.triton_engine import TritonEngine
