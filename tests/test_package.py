@@ -142,6 +142,6 @@ def test_what_is_imported_is_declared():
     for file in PACKAGE.rglob("*.py"):
         for module in imported(file):
             package = module.split(".")[0]
-            if package not in sys.stdlib_module_names:
+            if package not in sys.stdlib_module_names | OPTIONAL:
                 names = {name.replace("_", "-").lower() for name in known.get(package, [package])}
                 assert package == "pylate_fastmaxsim" or names & set(declared), (file, package)
