@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,10 +15,13 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count, require_tensor
+from pylate_fastmaxsim._impacts import Paths, impact_files, impact_terms, read_columns
 
 # Numbers of terms are int32, or uint16 where they fit.
 LARGEST_VOCABULARY = 1 << 31
 LARGEST_OF_UINT16 = 1 << 16
+# PyTorch has few operators on uint16. What only moves terms moves the same bits as signed numbers.
+_BITS = {torch.uint16: torch.int16, torch.int32: torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +153,8 @@ class SparseBatch:
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         places = torch.repeat_interleave(self.offsets[:-1][index] - offsets[:-1], lengths)
         places += torch.arange(places.shape[0], device=self.device)
-        return self._trusted(offsets, _take(self.terms, places), self.weights[places], self.vocabulary)
+        terms = self.terms.view(_BITS[self.terms.dtype])[places].view(self.terms.dtype)
+        return self._trusted(offsets, terms, self.weights[places], self.vocabulary)
 
     @classmethod
     def concatenate(cls, batches: Sequence[SparseBatch]) -> SparseBatch:
@@ -183,8 +190,10 @@ class SparseBatch:
         terms = [batch.terms for batch in batches]
         if len({each.dtype for each in terms}) > 1:
             terms = [each.int() for each in terms]
+        dtype = terms[0].dtype
+        joined = torch.cat([each.view(_BITS[dtype]) for each in terms]).view(dtype)
         weights = torch.cat([batch.weights for batch in batches])
-        return cls._trusted(torch.cat(offsets), torch.cat(terms), weights, first.vocabulary)
+        return cls._trusted(torch.cat(offsets), joined, weights, first.vocabulary)
 
     @classmethod
     def from_scipy(cls, matrix: scipy.sparse.sparray | scipy.sparse.spmatrix) -> SparseBatch:
@@ -301,6 +310,80 @@ class SparseBatch:
         return cls._from_columns(where, lengths, *(zip(*pairs, strict=True) if pairs else ((), ())), vocabulary)
 
     @classmethod
+    def from_jsonl(cls, paths: Paths, vocabulary: Mapping[str, int] | int, *, size: int | None = None) -> SparseBatch:
+        """The vectors in files of JSON lines as Anserini and Pyserini take them, on the CPU in float32.
+
+        A line is an object with ``"id"`` and ``"vector"``, which maps tokens to weights; all else in it is passed over,
+        blank lines too. Weights of a token that repeats are added up in float64.
+        :func:`pylate_fastmaxsim.retrieval.impacts.read_impacts` reads in batches, and keeps the ids.
+
+        Parameters
+        ----------
+        paths
+            A file, plain or gzip, a folder of them, or several of either. Of a folder the files that end in ``.jsonl``,
+            ``.json``, ``.jsonl.gz`` or ``.json.gz`` are read, in the order of their names.
+        vocabulary
+            Number of each token, such as ``tokenizer.get_vocab()``. Or how many terms there are, where the tokens are
+            numbers themselves.
+        size
+            Number of terms, if a model counts more than its tokenizer. By default the largest number in ``vocabulary``
+            plus 1.
+
+        Raises
+        ------
+        ValueError
+            A line is not as above or not whole, a token is not in the vocabulary, or a weight is negative or not finite:
+            named by file and line. ``size`` is too small, or a folder holds no such file.
+        TypeError
+            ``vocabulary`` is neither.
+        FileNotFoundError
+            A file is not there.
+
+        Examples
+        --------
+        >>> from pathlib import Path
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> _ = Path("docs.jsonl").write_text('{"id": "7", "contents": "", "vector": {"sea": 1.5, "sky": 0.25}}')
+        >>> SparseBatch.from_jsonl("docs.jsonl", {"sky": 0, "sea": 1}).weights.tolist()
+        [0.25, 1.5]
+        """
+        where = "SparseBatch.from_jsonl"
+        numbers, size = impact_terms(where, vocabulary, size)
+        files = impact_files(where, paths)
+        batches = [cls._from_columns(where, (), (), (), size)]
+        for _, *columns in read_columns(where, files, numbers, size, batch_size=16384):
+            batches.append(cls._from_columns(where, *columns, size))
+        return cls.concatenate(batches)
+
+    @classmethod
+    def from_npz(cls, path: str | os.PathLike) -> SparseBatch:
+        """The rows of the matrix ``[N, vocabulary]`` in a file of ``scipy.sparse.save_npz``, as :meth:`from_scipy`.
+
+        Raises
+        ------
+        ValueError
+            The file is damaged or another one, or the matrix is not as in :meth:`from_scipy`.
+        FileNotFoundError
+            It is not there.
+
+        Examples
+        --------
+        >>> import scipy.sparse
+        >>> from pylate_fastmaxsim import SparseBatch
+        >>> scipy.sparse.save_npz("docs.npz", scipy.sparse.csr_array([[0.0, 2.0], [3.0, 0.0]]))
+        >>> SparseBatch.from_npz("docs.npz").terms.tolist()
+        [1, 0]
+        """
+        try:
+            matrix = scipy.sparse.load_npz(path)
+        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+            raise ValueError(
+                f"SparseBatch.from_npz: {os.fspath(path)} must be a file of scipy.sparse.save_npz, "
+                "but is another or damaged."
+            ) from error
+        return cls._from_scipy(f"SparseBatch.from_npz: {os.fspath(path)}", matrix)
+
+    @classmethod
     def _from_columns(
         cls, where: str, lengths: Sequence[int], terms: Sequence[int], weights: Sequence[float], vocabulary: int
     ) -> SparseBatch:
@@ -372,11 +455,6 @@ def _vocabulary(where: str, vocabulary: object) -> int:
 def _rows(offsets: Tensor) -> Tensor:
     """Number of the vector that each entry belongs to, ``[P]``, int64."""
     return torch.repeat_interleave(torch.arange(offsets.shape[0] - 1, device=offsets.device), offsets.diff())
-
-
-def _take(terms: Tensor, places: Tensor) -> Tensor:
-    """``terms[places]``. uint16 on CUDA has no such operator in PyTorch, and the bits of int16 are the same."""
-    return terms.view(torch.int16)[places].view(torch.uint16) if terms.dtype == torch.uint16 else terms[places]
 
 
 def _refuse(where: str, wrong: Tensor, allowed: str, values: Tensor, rows: Tensor, terms: Tensor) -> None:

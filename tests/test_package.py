@@ -35,6 +35,7 @@ ROOMS = {
     "": (
         ("_dtypes", "_tracing", "_winners"),
         ("_checks",),
+        ("_impacts",),
         ("tokens", "sparse"),
         ("_operands",),
         ("reference", "kernels", "cpu"),

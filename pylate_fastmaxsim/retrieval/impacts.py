@@ -1,0 +1,62 @@
+"""Sparse vectors from files of JSON lines, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim._impacts import Columns, Paths, impact_files, impact_terms, read_columns
+from pylate_fastmaxsim.sparse import SparseBatch
+
+
+def read_impacts(
+    paths: Paths,
+    vocabulary: Mapping[str, int] | int,
+    batch_size: int = 16384,
+    *,
+    size: int | None = None,
+    start: int = 0,
+) -> Iterator[tuple[list[str], SparseBatch]]:
+    """Ids and vectors from files in the format of :meth:`SparseBatch.from_jsonl`, ``batch_size`` lines at a time.
+
+    Parameters
+    ----------
+    paths, vocabulary, size
+        As in :meth:`SparseBatch.from_jsonl`.
+    batch_size
+        Vectors of each batch but the last, at least 1.
+    start
+        How many vectors to pass over: those that an interrupted build of an index holds already.
+
+    Returns
+    -------
+    Iterator
+        Of pairs: a list of ids, and the ``SparseBatch`` of their vectors.
+
+    Raises
+    ------
+    ValueError, TypeError, FileNotFoundError
+        As in :meth:`SparseBatch.from_jsonl`, for a bad line once it is reached.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from pylate_fastmaxsim.retrieval.impacts import read_impacts
+    >>> _ = Path("docs.jsonl").write_text(
+    ...     '{"id": "a", "contents": "", "vector": {"sea": 1.5}}\\n{"id": "b", "contents": "", "vector": {"sky": 2}}\\n'
+    ... )
+    >>> for ids, batch in read_impacts("docs.jsonl", {"sea": 0, "sky": 1}, batch_size=1):
+    ...     print(ids, batch.terms.tolist(), batch.weights.tolist())
+    ['a'] [0] [1.5]
+    ['b'] [1] [2.0]
+    """
+    where = "read_impacts"
+    batch_size = require_count(where, "batch_size", batch_size)
+    numbers, size = impact_terms(where, vocabulary, size)
+    columns = read_columns(where, impact_files(where, paths), numbers, size, batch_size, start)
+    return (_batch(where, each, size) for each in columns)
+
+
+def _batch(where: str, columns: Columns, size: int) -> tuple[list[str], SparseBatch]:
+    ids, *vectors = columns
+    return ids, SparseBatch._from_columns(where, *vectors, size)
