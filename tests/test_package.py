@@ -52,6 +52,12 @@ ROOMS = {
         ("maxsim", "winner_backward", "projection", "attention", "sparse"),
         ("xtr", "pooled"),
     ),
+    "retrieval": (
+        ("checks", "topk", "impacts"),
+        ("search", "corpus", "sparse_blocks"),
+        ("sparse_files", "sparse_search"),
+        ("sparse_index",),
+    ),
     "integrations": (
         ("log", "options", "score_metric"),
         ("patching",),

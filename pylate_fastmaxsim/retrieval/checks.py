@@ -7,10 +7,10 @@ from torch import Tensor
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
-def require_batches(where: str, name: str, value: object) -> None:
+def require_batches(where: str, name: str, value: object, kind: type = TokenBatch) -> None:
     """Raise TypeError unless the argument ``name`` of ``where`` is an iterable, and not a single batch."""
-    one = "one " if isinstance(value, (TokenBatch, Tensor)) else ""
+    one = "one " if isinstance(value, (kind, Tensor)) else ""
     if one or not isinstance(value, Iterable):
         raise TypeError(
-            f"{where}: {name} must be batches of documents, as a list of TokenBatch, got {one}{type(value).__name__}."
+            f"{where}: {name} must be batches of documents, as a list of {kind.__name__}, got {one}{type(value).__name__}."
         )

@@ -1,5 +1,7 @@
 """The k largest scores of each query, repeatably: of equal scores the earlier document comes first."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,9 +9,32 @@ from torch import Tensor
 def merge(best: Tensor, positions: Tensor, scores: Tensor, first: int, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` best scores and positions of those so far and of new scores, the first of which is at ``first``."""
     new = torch.arange(first, first + scores.shape[1], device=scores.device).expand_as(scores)
+    return merge_at(best, positions, scores, new, k)
+
+
+def merge_at(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same for new scores at the positions ``new``, which ascend and lie behind those so far."""
     scores, positions = torch.cat([best, scores], dim=1), torch.cat([positions, new], dim=1)
     order = largest(scores, min(k, scores.shape[1]))
     return scores.gather(1, order), positions.gather(1, order)
+
+
+def merge_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The k best of several results ``[Nq, k]`` of sparse search, each of documents behind those of the one before."""
+    if len(results) == 1:
+        return results[0]
+    k = results[0][0].shape[1]
+    scores, positions = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
+    # A score may be 0 as well, and must come before what fills up.
+    scores = scores.masked_fill(positions < 0, -1)
+    order = largest(scores, k)
+    return filled_up(scores.gather(1, order), positions.gather(1, order))
+
+
+def filled_up(scores: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Results of sparse search: 0 and -1 where there is no document, which ``scores`` marks by a number below 0."""
+    missing = scores < 0
+    return scores.masked_fill(missing, 0), positions.masked_fill(missing, -1)
 
 
 def largest(scores: Tensor, k: int) -> Tensor:

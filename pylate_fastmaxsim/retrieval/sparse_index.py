@@ -1,0 +1,454 @@
+"""An index of sparse documents that is searched exactly, in memory, on disk, on a GPU or shared among several."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.ops.distributed.layout import rank_and_ranks
+from pylate_fastmaxsim.retrieval import sparse_files as files
+from pylate_fastmaxsim.retrieval.checks import require_batches
+from pylate_fastmaxsim.retrieval.sparse_blocks import (
+    in_blocks,
+    require_device,
+    require_fitting,
+    require_queries,
+    search_blocks,
+    searchable,
+)
+from pylate_fastmaxsim.retrieval.topk import merge_results
+from pylate_fastmaxsim.sparse import SparseBatch
+
+Batches = Iterable[SparseBatch] | Callable[[int], Iterable[SparseBatch]]
+
+
+class SparseIndex:
+    """Sparse documents, to be searched exactly by inner product.
+
+    Made by :meth:`build` or :meth:`load`. A document keeps its position, whatever is added or removed. ``len`` counts all
+    positions, also those of removed documents. The scores and their order are the same bits on a CPU (SciPy) and on a
+    CUDA GPU.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pylate_fastmaxsim import SparseBatch, SparseIndex
+    >>> documents = SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)], [(0, 1.0), (2, 4.0)]], vocabulary=3)
+    >>> queries = SparseBatch.from_lists([[(0, 1.0), (2, 0.5)]], vocabulary=3)
+    >>> index = SparseIndex.build([documents])
+    >>> index.search(queries, k=2)
+    (tensor([[3., 2.]]), tensor([[2, 0]]))
+    >>> index.add([documents])
+    >>> index.remove([2])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     index.save(folder)
+    ...     SparseIndex.load(folder).search(queries, k=4)
+    (tensor([[3., 2., 2., 0.]]), tensor([[ 5,  0,  3, -1]]))
+    """
+
+    def __init__(self, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Use :meth:`build` or :meth:`load`."""
+        self.vocabulary, self.dtype, self.device = vocabulary, dtype, device
+        self._blocks: list[SparseBatch] = []
+        self._live: list[Tensor | None] = []  # which documents are not removed; None: all
+        self._searched = searchable(vocabulary, device)
+        # Where the blocks are on disk, if anywhere: of a block there, the number of its documents.
+        self._folder: Path | None = None
+        self._written: dict[int, int] = {}
+        # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
+        self._shard: tuple[int, int] | None = None
+        self._first_block, self._documents_of_all = 0, 0
+
+    @classmethod
+    def build(
+        cls, batches: Batches, *, folder: str | os.PathLike | None = None, device: str | torch.device | None = None
+    ) -> SparseIndex:
+        """Make an index of documents that come in batches.
+
+        With a ``folder`` the collection need not fit in memory: each block of 16,384 documents is written as soon as it is
+        full, and read through a memory map. A build that is interrupted loses at most the documents after its last full
+        block. The same call goes on with it if ``batches`` is a function. So does a later call that has more documents.
+
+        Parameters
+        ----------
+        batches
+            Batches of documents over one vocabulary, on any device; they may come from a generator. Or a function that
+            returns them, called with the number of documents that the folder holds already: it begins with the document
+            of this number. float16 weights are kept as such; behind float32 ones they become float32.
+        folder
+            Where to keep the index; ``None``: in memory. Empty, yet to be made, or with ``batches`` a function, the folder
+            of an earlier build.
+        device
+            Where to search, a CPU or a CUDA GPU. By default the CPU with a folder, and the device of the first batch
+            without.
+
+        Raises
+        ------
+        ValueError
+            There is no batch, vocabularies differ, float32 weights follow float16 ones, ``folder`` holds something and
+            ``batches`` is no function, or a file of an earlier build is damaged.
+        TypeError
+            ``batches`` are no batches of ``SparseBatch``.
+        OSError
+            Writing fails, as on a full disk.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from pylate_fastmaxsim import SparseBatch, SparseIndex
+        >>> documents = SparseBatch.from_lists([[(0, 2.0)], [(1, 1.0)], [(0, 1.0)]], vocabulary=2)
+        >>> def batches(held):
+        ...     return [documents.select(torch.arange(held, len(documents)))]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     len(SparseIndex.build(batches, folder=folder))
+        3
+        """
+        where = "SparseIndex.build"
+        folder = None if folder is None else Path(folder)
+        device = None if device is None else _device(where, device)
+        index, held = None, 0
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            device = device or torch.device("cpu")
+            index = cls._of_folder(where, folder, device)
+            held = 0 if index is None else len(index)
+            if not callable(batches) and any(folder.iterdir()):
+                raise ValueError(
+                    f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
+                    f"holds ({held}), which goes on with them."
+                )
+        batches = batches(held) if callable(batches) else batches
+        require_batches(where, "batches", batches, SparseBatch)
+        if index is None:
+            batches = iter(batches)
+            first = next(batches, None)
+            if first is None:
+                raise ValueError(f"{where}: there must be at least one batch, which says what the vocabulary is.")
+            if not isinstance(first, SparseBatch):
+                raise TypeError(f"{where}: each of batches must be a SparseBatch, got {type(first).__name__}.")
+            index = cls(first.vocabulary, first.dtype, device or _device(where, first.device))
+            index._folder = folder
+            batches = chain([first], batches)
+        index._append(where, batches, folder)
+        if folder is not None:
+            index._describe(folder)
+        return index
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike,
+        device: str | torch.device = "cpu",
+        shard: tuple[int, int] | None = None,
+    ) -> SparseIndex:
+        """Open an index that :meth:`save` or :meth:`build` has written.
+
+        On a CPU the files are mapped into memory, and the operating system reads and caches what is used. If a file is
+        truncated while it is mapped, reading ends the process (SIGBUS) without a Python error.
+
+        Parameters
+        ----------
+        folder
+            Where the index is.
+        device
+            Where to search, a CPU or a CUDA GPU.
+        shard
+            This rank and the number of ranks R. Holds one of R about equal parts of the index. :meth:`search` then is a
+            call that all ranks of the default process group make together, with equal arguments, and each gets the
+            results of the whole. Such an index cannot be changed or saved.
+
+        Raises
+        ------
+        ValueError
+            The folder holds no complete index, a file is missing, truncated or damaged, or ``shard`` is out of range.
+        """
+        where, folder, device = "SparseIndex.load", Path(folder), _device("SparseIndex.load", device)
+        description = files.read_description(where, folder)
+        blocks = range(len(description.documents))
+        if shard is not None:
+            rank, ranks = shard
+            if not 0 <= rank < ranks:
+                raise ValueError(f"{where}: shard must be a rank from 0 and a larger number of ranks, got {shard}.")
+            blocks = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
+        index = cls._opened(where, folder, device, description, blocks)
+        index._shard = shard
+        return index
+
+    @classmethod
+    def _of_folder(cls, where: str, folder: Path, device: torch.device) -> SparseIndex | None:
+        """What an earlier build has left in a folder, finished or not; None if nothing."""
+        documents, removed = files.finished_blocks(folder), []
+        if files.is_complete(folder):
+            description = files.read_description(where, folder)
+            vocabulary, dtype, removed = description.vocabulary, description.dtype, description.removed
+            # After an interrupted build there may be more.
+            documents = max(documents, description.documents, key=sum)
+        elif documents:
+            block = files.read_block(where, folder, 0, documents[0])
+            vocabulary, dtype = block.vocabulary, block.dtype
+        else:
+            return None
+        description = files.Description(vocabulary, dtype, documents, removed)
+        return cls._opened(where, folder, device, description, range(len(documents)))
+
+    @classmethod
+    def _opened(
+        cls, where: str, folder: Path, device: torch.device, description: files.Description, blocks: range
+    ) -> SparseIndex:
+        index = cls(description.vocabulary, description.dtype, device)
+        index._folder, index._first_block = folder, blocks.start
+        index._documents_of_all = sum(description.documents)
+        for number in blocks:
+            documents = description.documents[number]
+            block = files.read_block(where, folder, number, documents)
+            if (block.vocabulary, block.dtype) != (index.vocabulary, index.dtype):
+                raise ValueError(
+                    f"{where}: block {number} of {folder} has another vocabulary or dtype than {files.DESCRIPTION_FILE} "
+                    "says; build the index again."
+                )
+            first = number * postings.DOCUMENTS_PER_BLOCK
+            begin, end = (bisect_left(description.removed, first + each) for each in (0, documents))
+            gone = torch.tensor(description.removed[begin:end], dtype=torch.int64) - first
+            live = None if begin == end else torch.ones(documents, dtype=torch.bool).index_fill_(0, gone, False)
+            index._written[len(index._blocks)] = documents
+            index._set(len(index._blocks), block.to(device), None if live is None else live.to(device))
+        return index
+
+    def __len__(self) -> int:
+        return sum(map(len, self._blocks)) if self._shard is None else self._documents_of_all
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the documents that this process holds, with their postings on a GPU; mapped ones count too."""
+        return self._searched.nbytes
+
+    def add(self, batches: Iterable[SparseBatch]) -> None:
+        """Add documents behind the last one.
+
+        Changes the index in memory; :meth:`save` writes the blocks that are new or have grown. More documents than fit in
+        memory are added by :meth:`build`, with a function.
+
+        Raises
+        ------
+        ValueError
+            A batch differs from the index in vocabulary, its weights are float32 and those of the index float16, or the
+            index is a shard. Batches before it have been added, in whole blocks.
+        TypeError
+            ``batches`` are no batches of ``SparseBatch``.
+        """
+        self._require_whole("SparseIndex.add")
+        require_batches("SparseIndex.add", "batches", batches, SparseBatch)
+        self._append("SparseIndex.add", batches, None)
+
+    def remove(self, positions: Iterable[int] | Tensor) -> None:
+        """Remove documents: no search returns them any more. All others keep their positions.
+
+        Their memory is not freed.
+
+        Parameters
+        ----------
+        positions
+            Integers, in any order: a list, or an int64 tensor.
+
+        Raises
+        ------
+        ValueError
+            A position is not in the index, is removed already or occurs twice, or the index is a shard. Then none is
+            removed.
+        TypeError
+            Positions are no integers; a mask is ``mask.nonzero().flatten()``.
+        """
+        self._require_whole("SparseIndex.remove")
+        positions = torch.as_tensor(positions if isinstance(positions, Tensor) else [*positions], device="cpu")
+        if len(positions) and (positions.is_floating_point() or positions.dtype == torch.bool):
+            raise TypeError(f"SparseIndex.remove: positions must be integers, got {positions.dtype}.")
+        positions, counts = positions.long().unique(return_counts=True)
+        for wrong, what in (
+            ((positions < 0) | (positions >= len(self)), f"is not in the index, which has 0 to {len(self) - 1}"),
+            (counts > 1, "is given twice"),
+        ):
+            if bool(wrong.any()):
+                raise ValueError(f"SparseIndex.remove: position {positions[wrong][0]} {what}.")
+        numbers = positions // postings.DOCUMENTS_PER_BLOCK
+        changed = {}
+        for number in numbers.unique().tolist():
+            places = (positions[numbers == number] % postings.DOCUMENTS_PER_BLOCK).to(self.device)
+            live = self._live[number]
+            live = torch.ones(len(self._blocks[number]), dtype=torch.bool, device=self.device) if live is None else live
+            if not bool((kept := live[places]).all()):
+                gone = places[~kept][0] + number * postings.DOCUMENTS_PER_BLOCK
+                raise ValueError(f"SparseIndex.remove: position {gone} is removed already.")
+            changed[number] = live.index_fill(0, places, False)
+        for number, live in changed.items():
+            self._set(number, self._blocks[number], live)
+
+    @torch.no_grad()
+    def search(self, queries: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
+        """The ``k`` documents of each query with the largest inner product.
+
+        Parameters
+        ----------
+        queries
+            Nq queries over the vocabulary of the index, on its device.
+        k
+            Number of documents to return for each query, at least 1.
+
+        Returns
+        -------
+        scores
+            Inner products, best first, ``[Nq, k]``, float32: sums in float64, rounded once. 0 where fewer than ``k``
+            documents share a term with the query.
+        positions
+            Which document each score is of, ``[Nq, k]``, int64; -1 where there is none. Of equal scores the lower
+            position comes first.
+
+        Raises
+        ------
+        ValueError
+            ``k`` is below 1, or queries differ from the index in vocabulary or device. Of a shard also: the process group
+            is another than the index was loaded for, or ranks differ in ``queries`` or ``k``.
+        TypeError
+            ``k`` is no integer, or ``queries`` is no ``SparseBatch``.
+        """
+        where = "SparseIndex.search"
+        k = require_queries(where, queries, k)
+        if queries.vocabulary != self.vocabulary:
+            raise ValueError(
+                f"{where}: queries must have the vocabulary {self.vocabulary} of the index, got {queries.vocabulary}."
+            )
+        if queries.device != self.device:
+            raise ValueError(
+                f"{where}: queries must be on {self.device}, as the index is, got {queries.device}; move one of them "
+                "with .to."
+            )
+        if self._shard is not None:
+            _require_same_on_all_ranks(where, self._shard, queries, k)
+        first = self._first_block * postings.DOCUMENTS_PER_BLOCK
+        found = search_blocks(self._searched, queries, k, first)
+        if self._shard is None or self._shard[1] == 1:
+            return found
+        # Ranks hold documents in their order.
+        return merge_results([*zip(*map(_of_all_ranks, found), strict=True)])
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the index to a folder: each block of documents to a file, and ``index.json`` last.
+
+        In the folder that the index was loaded from, built in or saved in, only new and grown blocks are written. If that
+        is interrupted, the folder holds the index of before.
+
+        Raises
+        ------
+        ValueError
+            The folder holds something else, or the index is a shard.
+        OSError
+            Writing fails, as on a full disk.
+        """
+        self._require_whole("SparseIndex.save")
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._folder is None or not folder.samefile(self._folder):
+            if any(folder.iterdir()):
+                raise ValueError(
+                    f"SparseIndex.save: {folder} must be empty, or the folder that this index is from; choose another "
+                    "folder, or remove what it holds."
+                )
+            self._written = {}
+        for number, block in enumerate(self._blocks):
+            if self._written.get(number) != len(block):
+                files.write_block(folder, number, block)
+        self._describe(folder)
+
+    def to(self, device: str | torch.device) -> SparseIndex:
+        """The index on another device, a CPU or a CUDA GPU; itself if it is there."""
+        device = _device("SparseIndex.to", device)
+        if device == self.device:
+            return self
+        index = SparseIndex(self.vocabulary, self.dtype, device)
+        for name in ("_folder", "_shard", "_first_block", "_documents_of_all"):
+            setattr(index, name, getattr(self, name))
+        index._written = dict(self._written)
+        for number, (block, live) in enumerate(zip(self._blocks, self._live, strict=True)):
+            index._set(number, block.to(device), None if live is None else live.to(device))
+        return index
+
+    def _append(self, where: str, batches: Iterable[SparseBatch], folder: Path | None) -> None:
+        """Add documents, with a folder on disk."""
+        first = len(self._blocks)
+        begun, live = None, None
+        if first and len(self._blocks[-1]) < postings.DOCUMENTS_PER_BLOCK:
+            first -= 1
+            begun, live = self._blocks[-1], self._live[-1]
+        fitting = require_fitting(where, "batches", batches, self.device, self.vocabulary, self.dtype)
+        for number, block in enumerate(in_blocks(fitting, begun), first):
+            if folder is not None:
+                files.write_block(folder, number, block)
+                self._written[number] = len(block)
+                if self.device.type == "cpu":
+                    block = files.read_block(where, folder, number, len(block))
+            if live is not None:
+                live = torch.nn.functional.pad(live, (0, len(block) - len(live)), value=True)
+            self._set(number, block, live)
+            live = None
+
+    def _set(self, number: int, block: SparseBatch, live: Tensor | None) -> None:
+        if number == len(self._blocks):
+            self._blocks.append(block)
+            self._live.append(live)
+        self._blocks[number], self._live[number] = block, live
+        self._searched.set(number, block.offsets, block.terms, block.weights, live)
+
+    def _describe(self, folder: Path) -> None:
+        """Write ``index.json``, when all blocks are there."""
+        removed = [
+            (~live).nonzero().flatten() + number * postings.DOCUMENTS_PER_BLOCK
+            for number, live in enumerate(self._live)
+            if live is not None
+        ]
+        documents = [len(block) for block in self._blocks]
+        positions = torch.cat(removed).tolist() if removed else []
+        files.write_description(folder, files.Description(self.vocabulary, self.dtype, documents, positions))
+        self._folder, self._written = folder, dict(enumerate(documents))
+
+    def _require_whole(self, where: str) -> None:
+        if self._shard is not None:
+            raise ValueError(f"{where}: an index that was loaded as a shard cannot be changed or saved; load it whole.")
+
+
+def _device(where: str, device: str | torch.device) -> torch.device:
+    """With its number, so that it equals the device of a tensor; ValueError if it cannot search."""
+    device = torch.device(device)
+    require_device(where, device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _require_same_on_all_ranks(where: str, shard: tuple[int, int], queries: SparseBatch, k: int) -> None:
+    """Raise the same ValueError on all ranks unless they ask the same."""
+    if rank_and_ranks() != tuple(shard):
+        rank, ranks = rank_and_ranks()
+        raise ValueError(
+            f"{where}: the index was loaded for rank {shard[0]} of {shard[1]}, but this is rank {rank} of {ranks} of the "
+            "default process group."
+        )
+    # Any sum of all numbers that changes with their order.
+    numbers = torch.cat([queries.offsets, queries.terms.long(), queries.weights.double().view(torch.int64)])
+    sum_of_all = (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
+    asked = _of_all_ranks(torch.stack([sum_of_all, torch.full_like(sum_of_all, k)]))
+    if bool((asked != asked[0]).any()):
+        raise ValueError(f"{where}: all ranks must pass the same queries and k, since each searches its share for all.")
+
+
+def _of_all_ranks(tensor: Tensor) -> Tensor:
+    """The tensors of all ranks, ``[R, ...]``."""
+    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+    dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1))
+    return gathered

@@ -1,0 +1,211 @@
+"""A sparse index on disk: saved, built there, interrupted and gone on with, and damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sparse_vectors import sorted_scores, sparse_vectors
+
+from pylate_fastmaxsim import SparseBatch, SparseIndex
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.retrieval import sparse_files
+
+VOCABULARY = 30
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", 8)
+
+
+@pytest.fixture
+def documents() -> SparseBatch:
+    return sparse_vectors(37, VOCABULARY, seed=0)
+
+
+def rest(documents: SparseBatch, size: int = 3):
+    """What ``SparseIndex.build`` calls with the number of documents that a folder holds."""
+
+    def batches(held: int):
+        for begin in range(held, len(documents), size):
+            yield documents.select(torch.arange(begin, min(begin + size, len(documents))))
+
+    return batches
+
+
+def assert_finds(index: SparseIndex, documents: SparseBatch, removed: set[int] = frozenset()) -> None:
+    for ours, theirs in zip(index.search(documents, 9), sorted_scores(documents, documents, 9, removed), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def assert_mapped(index: SparseIndex, folder: Path) -> None:
+    """All entries lie in mappings of the folder's files."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    ranges = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+    for block in index._blocks:
+        for tensor in (block.terms, block.weights):
+            assert any(begin <= tensor.data_ptr() < end for begin, end in ranges)
+
+
+def blocks(folder) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, 1 << 20])
+def test_what_is_loaded_is_what_was_saved(dtype, vocabulary, tmp_path):
+    documents = sparse_vectors(37, vocabulary, seed=1, dtype=dtype)
+    index = SparseIndex.build([documents])
+    index.remove([4, 36])
+    index.save(tmp_path / "index")
+    loaded = SparseIndex.load(tmp_path / "index")
+    assert (len(loaded), loaded.vocabulary, loaded.dtype, loaded.nbytes) == (37, vocabulary, dtype, index.nbytes)
+    assert_finds(loaded, documents, {4, 36})
+    assert_mapped(loaded, tmp_path)
+    entry = (2 if vocabulary == VOCABULARY else 4) + dtype.itemsize
+    assert loaded.nbytes == len(documents.terms) * entry + (37 + 5) * 8
+
+
+def test_saving_again_writes_what_has_changed(documents, tmp_path):
+    index = SparseIndex.build([documents])
+    index.save(tmp_path)
+    old = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    other = SparseIndex.load(tmp_path)
+    index.add([documents])
+    index.remove([0])
+    index.save(tmp_path)
+    new = {file.name: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert {name for name in new if new[name] == old.get(name)} == {f"block-0000000{i}-8.safetensors" for i in range(4)}
+    assert {*old} - {*new} == {"block-00000004-5.safetensors"}
+    both = SparseBatch.concatenate([documents, documents])
+    assert_finds(SparseIndex.load(tmp_path), both, {0})
+    assert_finds(other, documents)  # still reads what it has mapped
+
+
+def test_the_folder_holds_the_index_of_before_until_the_new_one_is_complete(documents, tmp_path, monkeypatch):
+    index = SparseIndex.build([documents])
+    index.save(tmp_path)
+    index.add([documents])
+    with monkeypatch.context() as patch:
+        patch.setattr(sparse_files, "write_description", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            index.save(tmp_path)
+    assert_finds(SparseIndex.load(tmp_path), documents)
+    index.save(tmp_path)
+    assert len(SparseIndex.load(tmp_path)) == 74 and len(blocks(tmp_path)) == 11
+
+
+def test_a_folder_with_something_else_is_left_alone(documents, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="^SparseIndex.save: .* must be empty, or the folder that this index is from"):
+        SparseIndex.build([documents]).save(tmp_path)
+    with pytest.raises(ValueError, match="^SparseIndex.build: .* must be empty, unless batches is a function"):
+        SparseIndex.build([documents], folder=tmp_path)
+    assert blocks(tmp_path) == ["notes.txt"]
+
+
+def test_an_interrupted_build_goes_on(documents, tmp_path):
+    def interrupted(held: int):
+        for number, batch in enumerate(rest(documents)(held)):
+            if number == 7:
+                raise KeyboardInterrupt
+            yield batch
+
+    with pytest.raises(KeyboardInterrupt):
+        SparseIndex.build(interrupted, folder=tmp_path)
+    with pytest.raises(ValueError, match="^SparseIndex.load: .* holds no complete index, since it has no index.json"):
+        SparseIndex.load(tmp_path)
+    asked = []
+
+    def batches(held: int):
+        asked.append(held)
+        return rest(documents)(held)
+
+    built = SparseIndex.build(batches, folder=tmp_path)
+    assert asked == [16]
+    assert_finds(built, documents)
+    assert_finds(SparseIndex.load(tmp_path), documents)
+
+
+def test_a_finished_build_goes_on_with_more_documents(documents, tmp_path):
+    index = SparseIndex.build(rest(documents), folder=tmp_path)
+    index.remove([1, 36])
+    index.save(tmp_path)
+    assert_finds(SparseIndex.build(rest(documents), folder=tmp_path), documents, {1, 36})
+    more = SparseBatch.concatenate([documents, sparse_vectors(30, VOCABULARY, seed=5)])
+    assert_finds(SparseIndex.build(rest(more), folder=tmp_path), more, {1, 36})
+    assert_finds(SparseIndex.load(tmp_path), more, {1, 36})
+    with pytest.raises(ValueError, match="^SparseIndex.build: batches must have the vocabulary 30, got 31.$"):
+        SparseIndex.build(lambda held: [sparse_vectors(1, 31, seed=0)], folder=tmp_path)
+
+
+def test_blocks_are_read_from_disk_while_the_index_is_built(documents, tmp_path):
+    """So that what is in memory does not grow with the collection."""
+    index = SparseIndex.build(rest(documents), folder=tmp_path)
+    assert_mapped(index, tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 7, 40, -1])
+def test_a_truncated_file_is_named(length, documents, tmp_path):
+    SparseIndex.build([documents]).save(tmp_path)
+    file = tmp_path / "block-00000002-8.safetensors"
+    os.truncate(file, length if length >= 0 else file.stat().st_size - 1)
+    for opened, where in (
+        (SparseIndex.load, "load"),
+        (lambda folder: SparseIndex.build(rest(documents), folder=folder), "build"),
+    ):
+        with pytest.raises(ValueError, match=rf"^SparseIndex.{where}: {file} is truncated or damaged \(.*\); build"):
+            opened(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"^SparseIndex.load: {file} is missing; build the index again.$"):
+        SparseIndex.load(tmp_path)
+
+
+def test_files_of_something_else_are_named(documents, tmp_path):
+    index = SparseIndex.build([documents])
+    index.save(tmp_path)
+    description = json.loads((tmp_path / "index.json").read_text())
+    for text, sentence in (
+        ("{", "must be of the format"),
+        ("[]", "must be of the format"),
+        (json.dumps({**description, "format": "other"}), "must be of the format"),
+        (json.dumps({**description, "documents_per_block": 9}), "has blocks of 9 documents, but this release has 8"),
+        (json.dumps({**description, "weights": "float16"}), "block 0 of .* has another vocabulary or dtype"),
+    ):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(ValueError, match=f"^SparseIndex.load: .*{sentence}"):
+            SparseIndex.load(tmp_path)
+
+
+@pytest.mark.process
+@pytest.mark.smoke
+def test_a_killed_build_loses_no_finished_block(documents, tmp_path):
+    program = (
+        "import os, signal, sys\n"
+        "sys.path[:0] = ['tests/support', 'tests/retrieval']\n"
+        "from pylate_fastmaxsim import SparseIndex\n"
+        "from pylate_fastmaxsim.kernels.sparse import postings\n"
+        "from sparse_vectors import sparse_vectors\n"
+        "from test_sparse_files import rest\n"
+        "postings.DOCUMENTS_PER_BLOCK = 8\n"
+        "def batches(held):\n"
+        "    for number, batch in enumerate(rest(sparse_vectors(37, 30, seed=0))(held)):\n"
+        "        if number == 6:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        yield batch\n"
+        f"SparseIndex.build(batches, folder={str(tmp_path)!r})\n"
+    )
+    held = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", program], timeout=120)
+        assert done.returncode == -signal.SIGKILL
+        held.append(sum(sparse_files.finished_blocks(tmp_path)))
+    assert held == [16, 32]
+    assert_finds(SparseIndex.build(rest(documents), folder=tmp_path), documents)

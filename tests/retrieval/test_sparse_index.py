@@ -1,0 +1,163 @@
+"""A sparse index and a stream of sparse batches return what sorting all of SciPy's scores returns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_vectors import sorted_scores, sparse_vectors
+
+from pylate_fastmaxsim import SparseBatch, SparseIndex, reference, sparse_search
+from pylate_fastmaxsim.cpu import sparse as cpu_sparse
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.retrieval import sparse_search as module
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", 8)
+
+
+def in_batches(documents: SparseBatch, sizes: list[int]):
+    begin = 0
+    for size in [*sizes, len(documents)]:
+        end = min(len(documents), begin + size)
+        yield documents.select(torch.arange(begin, end))
+        begin = end
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), (ours, theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(0, 40),
+    vocabulary=st.sampled_from([1, 4, 30, 1 << 16, (1 << 16) + 1, 1 << 31]),
+    sizes=st.lists(st.integers(0, 20), max_size=4),
+    k=st.sampled_from([1, 2, 7, 60]),
+    queries=st.integers(0, 5),
+    dtypes=st.tuples(*[st.sampled_from([torch.float16, torch.float32])] * 2),
+    at_once=st.sampled_from([1, 20, 1 << 22]),
+    data=st.data(),
+)
+def test_equal_to_sorting_all_scores(count, vocabulary, sizes, k, queries, dtypes, at_once, data, tmp_path_factory):
+    asked = sparse_vectors(queries, vocabulary, seed=queries, dtype=dtypes[0])
+    documents = sparse_vectors(count, vocabulary, seed=count, dtype=dtypes[1])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PAIRS_AT_ONCE", "ENTRIES_AT_ONCE"):
+            patch.setattr(cpu_sparse, name, at_once)
+        patch.setattr(module, "ENTRIES_HELD", at_once)
+        expected = sorted_scores(asked, documents, k)
+        assert_same(reference.sparse_top(asked, documents, k), expected)
+        assert_same(sparse_search(asked, in_batches(documents, sizes), k), expected)
+        index = SparseIndex.build(in_batches(documents, sizes))
+        assert len(index) == count
+        assert_same(index.search(asked, k), expected)
+
+        removed: set[int] = set()
+        for _ in range(data.draw(st.integers(0, 3))):
+            if data.draw(st.booleans()):
+                more = sparse_vectors(data.draw(st.integers(0, 20)), vocabulary, seed=len(index), dtype=dtypes[1])
+                index.add(in_batches(more, sizes))
+                documents = SparseBatch.concatenate([documents, more])
+            left = sorted({*range(len(documents))} - removed)
+            gone = data.draw(st.lists(st.sampled_from(left), unique=True)) if left else []
+            index.remove(gone)
+            removed |= {*gone}
+            if data.draw(st.booleans()):
+                folder = tmp_path_factory.mktemp("index")
+                index.save(folder)
+                index = SparseIndex.load(folder)
+            assert len(index) == len(documents)
+            assert_same(index.search(asked, k), sorted_scores(asked, documents, k, removed))
+
+
+def test_sums_keep_the_order_of_terms():
+    """Of these weights every other order of adding gives other bits."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-30, 30, (40, 60), generator=generator)
+    documents = SparseBatch.from_torch(torch.rand(40, 60, generator=generator) * 2.0**exponents)
+    queries = documents.select(torch.arange(10))
+    found = SparseIndex.build([documents]).search(queries, 40)
+    assert_same(found, reference.sparse_top(queries, documents, 40))
+    exact = reference.sparse_scores(queries, documents)
+    assert torch.equal(found[0], exact.float().sort(dim=1, descending=True).values)
+
+
+def test_scores_that_round_to_zero_and_to_infinity_are_returned():
+    documents = SparseBatch.from_lists([[(1, 1.0)], [(0, 1e-30)], [(0, 3e38)], [(0, 1e38)]] * 5, vocabulary=2)
+    queries = SparseBatch.from_lists([[(0, 1e-30)], [(0, 3e38)]], vocabulary=2)
+    expected = reference.sparse_top(queries, documents, 30)
+    assert expected[0][0, 10] == 0 and expected[1][0, 10] == 1 and expected[0][1, 9].isinf()
+    assert_same(SparseIndex.build([documents]).search(queries, 30), expected)
+    assert_same(sparse_search(queries, [documents], 30), expected)
+    for k in (1, 3, 12):
+        assert_same(sparse_search(queries, [documents], k), [each[:, :k] for each in expected])
+
+
+def test_what_cannot_be_in_an_index_is_refused():
+    batch = sparse_vectors(20, 30, seed=0)
+    half = sparse_vectors(20, 30, seed=0, dtype=torch.float16)
+    index = SparseIndex.build([half])
+    for wrong, error, sentence in (
+        (batch, TypeError, "SparseIndex.add: batches must be batches of documents, as a list of SparseBatch, got one"),
+        ([torch.ones(2, 2)], TypeError, "SparseIndex.add: each of batches must be a SparseBatch, got Tensor."),
+        ([sparse_vectors(2, 31, 0)], ValueError, "SparseIndex.add: batches must have the vocabulary 30, got 31."),
+        ([batch], ValueError, "SparseIndex.add: float32 weights cannot follow float16 ones"),
+    ):
+        with pytest.raises(error, match=sentence):
+            index.add(wrong)
+    assert len(index) == 20
+    with pytest.raises(ValueError, match="SparseIndex.build: there must be at least one batch"):
+        SparseIndex.build([])
+    with pytest.raises(ValueError, match="SparseIndex.to: the device must be a CPU or a CUDA GPU, got meta."):
+        index.to("meta")
+
+
+def test_what_cannot_be_asked_is_refused():
+    batch = sparse_vectors(20, 30, seed=0)
+    index = SparseIndex.build([batch])
+    for search, where in (
+        (index.search, "SparseIndex.search"),
+        (lambda q, k: sparse_search(q, [batch], k), "sparse_search"),
+    ):
+        with pytest.raises(TypeError, match=f"^{where}: queries must be a SparseBatch, got Tensor.$"):
+            search(torch.ones(2, 30), 1)
+        with pytest.raises(ValueError, match=f"^{where}: k must be at least 1, got 0.$"):
+            search(batch, 0)
+        with pytest.raises(ValueError, match=f"^{where}: .* must have the vocabulary"):
+            search(sparse_vectors(2, 31, seed=0), 1)
+    with pytest.raises(TypeError, match="sparse_search: documents must be batches .* got one SparseBatch"):
+        sparse_search(batch, batch, 1)
+
+
+def test_what_cannot_be_removed_is_refused_and_nothing_is_removed():
+    batch = sparse_vectors(20, 4, seed=0)
+    index = SparseIndex.build([batch])
+    index.remove(torch.tensor([3, 17]))
+    for positions, error, sentence in (
+        ([2, 20], ValueError, "position 20 is not in the index, which has 0 to 19"),
+        ([-1], ValueError, "position -1 is not in the index"),
+        ([2, 17], ValueError, "position 17 is removed already"),
+        ([2, 2], ValueError, "position 2 is given twice"),
+        (torch.ones(20, dtype=torch.bool), TypeError, "positions must be integers, got torch.bool"),
+        ([1.5], TypeError, "positions must be integers, got torch.float32"),
+    ):
+        with pytest.raises(error, match=f"^SparseIndex.remove: {sentence}"):
+            index.remove(positions)
+    assert_same(index.search(batch, 20), sorted_scores(batch, batch, 20, {3, 17}))
+
+
+def test_float16_documents_widen_behind_float32_ones():
+    half, single = (
+        sparse_vectors(9, 30, seed, dtype=dtype) for seed, dtype in enumerate((torch.float16, torch.float32))
+    )
+    assert SparseIndex.build([half]).dtype == torch.float16
+    index = SparseIndex.build([single, half])
+    assert index.dtype == torch.float32
+    both = SparseBatch.concatenate([single, half])
+    assert_same(index.search(both, 18), sorted_scores(both, both, 18))
+    assert_same(sparse_search(both, [single, half], 18), sorted_scores(both, both, 18))

@@ -1,0 +1,52 @@
+"""Sparse vectors in awkward numbers for tests, and search by sorting all of SciPy's scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.sparse
+import torch
+
+from pylate_fastmaxsim import SparseBatch
+
+
+def sparse_vectors(
+    count: int, vocabulary: int, seed: int, *, most: int = 6, dtype: torch.dtype = torch.float32
+) -> SparseBatch:
+    """Vectors of up to ``most`` terms, some without any. In every third there is term 0, and many weights are equal."""
+    numbers = np.random.default_rng(seed)
+    rows = []
+    for row in range(count):
+        terms = numbers.choice(
+            min(vocabulary, 1 << 20), size=min(vocabulary, numbers.integers(most + 1)), replace=False
+        )
+        terms = {0, *terms.tolist()} if row % 3 == 1 else {*terms.tolist()}
+        weights = [0.0, 0.5, 1.0, 1.0, 1.5, float(np.float16(numbers.random()))]
+        # Spread over all of a huge vocabulary.
+        spread = max(1, vocabulary // (1 << 20))
+        rows.append([(int(term) * spread, weights[numbers.integers(len(weights))]) for term in terms])
+    batch = SparseBatch.from_lists(rows, vocabulary)
+    return SparseBatch(batch.offsets, batch.terms, batch.weights.to(dtype), vocabulary)
+
+
+def sorted_scores(
+    queries: SparseBatch, documents: SparseBatch, k: int, removed: set[int] = frozenset()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` best by SciPy in float64 and a stable sort."""
+    # SciPy would hold a number for each term of a vocabulary.
+    terms, columns = np.unique(torch.cat([queries.terms.int(), documents.terms.int()]).numpy(), return_inverse=True)
+    columns = np.split(columns.astype(np.int32), [len(queries.terms)])
+    matrices = [
+        scipy.sparse.csr_matrix((batch.weights.double().numpy(), own, batch.offsets.numpy()), (len(batch), len(terms)))
+        for batch, own in zip((queries, documents), columns, strict=True)
+    ]
+    exact = (matrices[0] @ matrices[1].T).toarray()
+    exact[:, sorted(removed)] = 0
+    scores = np.where(exact > 0, exact.astype(np.float32), np.float32(-1))
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    best = np.take_along_axis(scores, order, axis=1)
+    order[best < 0], best[best < 0] = -1, 0
+    padding = ((0, 0), (0, k - order.shape[1]))
+    return (
+        torch.from_numpy(np.pad(best, padding)),
+        torch.from_numpy(np.pad(order, padding, constant_values=-1)),
+    )
