@@ -186,6 +186,22 @@ def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
     assert names["trainer"].state.global_step == 1
 
 
+def test_the_example_of_sparse_search_finds_documents(encoder, monkeypatch, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+
+    script, *_ = examples("docs/sparse.md")
+    model = '"naver/splade-v3"'
+    assert model in script
+    monkeypatch.chdir(tmp_path)
+    SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()]).save("model")
+    names: dict = {}
+    exec(script.replace(model, '"model"'), names)
+    assert names["scores"].shape == names["positions"].shape == (1, 10)
+    assert sorted(names["positions"][0].tolist())[-3:] == [-1, 0, 1] and len(names["index"]) == 3
+
+
 def test_the_losses_with_other_poolings_train(encoder):
     pytest.importorskip("pylate")
     script, *_ = examples("docs/pooling.md")
