@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Callable
 from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
@@ -240,11 +241,9 @@ def quickstart_table() -> str:
     )
 
 
-def pooling_operators_table() -> str:
-    """Speed and memory of poolings, once they are measured."""
-    if not (RESULTS / "pooling_operators.json").exists():
-        return "Not measured yet."
-    return pooling_tables(results("pooling_operators"))
+def measured(name: str, made: Callable[[dict], str]) -> str:
+    """The tables of results, once there are any."""
+    return made(results(name)) if (RESULTS / f"{name}.json").exists() else "Not measured yet."
 
 
 def number(value: float | None, pattern: str) -> str:
@@ -297,7 +296,7 @@ def tables() -> dict[str, dict[str, str]]:
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
         },
-        "docs/pooling.md": {"pooling-operators-table": pooling_operators_table()},
+        "docs/pooling.md": {"pooling-operators-table": measured("pooling_operators", pooling_tables)},
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),
             "pooling-cranfield-table": pooling_cranfield_markdown(results("pooling_cranfield")["cells"]),

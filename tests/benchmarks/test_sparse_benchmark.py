@@ -1,0 +1,110 @@
+"""The benchmark of sparse search: its data, the baselines, what the targets conclude, and the command on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from benchmarked import run_benchmark
+from interpreter import interpreted  # noqa: F401
+
+from benchmarks.retrieval import sparse_data
+from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, ScatterAdd
+from benchmarks.retrieval.sparse_search import agreement, exact
+from benchmarks.retrieval.sparse_table import checks, docs_table
+from pylate_fastmaxsim import SparseBatch, reference
+
+CPU = torch.device("cpu")
+
+
+def collection(count: int = 70) -> list[SparseBatch]:
+    """Chunks of different sizes."""
+    (chunk,) = sparse_data.documents(count, CPU)
+    return [chunk.select(torch.arange(50)), chunk.select(torch.arange(50, count))]
+
+
+def test_queries_share_as_many_terms_with_documents_as_published_models():
+    documents = list(sparse_data.documents(2000, CPU))
+    asked = sparse_data.queries(documents, 300)
+    drawn = sparse_data.describe(documents, asked)
+    assert drawn["documents"] == 2000 and abs(drawn["terms_per_document"] - 127) < 3
+    assert abs(drawn["terms_per_query"] - 50) < 3 and abs(drawn["shared_terms"] - 4.4) < 0.5
+    for batch in (*documents, asked):  # the constructor checks every number
+        SparseBatch(batch.offsets, batch.terms, batch.weights, batch.vocabulary)
+    # Half of a query is from a document, of which it has more terms than chance gives.
+    assert reference.sparse_scores(asked.select(torch.arange(5)), documents[0]).max(dim=1).values.min() > 2
+
+
+def test_the_exact_result_is_that_of_the_whole():
+    documents = collection()
+    asked = sparse_data.queries(documents, 6)
+    whole = reference.sparse_top(asked, SparseBatch.concatenate(documents), 80)
+    assert agreement(exact(asked, documents, 80), whole) == {"recall": 1, "exact": True}
+    wrong = whole[0], whole[1].roll(1, dims=0)
+    assert agreement(wrong, tuple(each[:2] for each in whole))["exact"] is False
+    assert agreement((whole[0][:, :10], whole[1][:, 10:20]), whole)["recall"] == 0
+
+
+def check_baseline(kind: type) -> None:
+    documents = collection()
+    asked = sparse_data.queries(documents, 5)
+    scores, positions = kind(documents).search(asked, 20)
+    expected = exact(asked, documents, 20)
+    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-6)
+    assert agreement((scores, positions), expected)["recall"] > 0.99
+
+
+def test_the_matrix_product_finds_the_same(monkeypatch):
+    monkeypatch.setattr("benchmarks.retrieval.sparse_baselines.DOCUMENTS_PER_MATRIX", 10)  # a matrix for each chunk
+    check_baseline(CuSparse)
+
+
+@pytest.mark.interpret
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("kind", [ScatterAdd, DocumentParallel])
+def test_the_published_kernels_find_the_same(kind):
+    check_baseline(kind)
+
+
+def test_targets_are_met_or_not_by_what_was_measured():
+    index = {"recall": 1.0, "exact": True, "repeatable": True, "repeats": 5}
+    cells = {
+        "8800000/index/build": {"bytes_per_posting": 3.6},
+        "8800000/index/k=1000": {**index, "ms": 20, "peak_bytes": 2**29},
+        "8800000/index/one": {**index, "ms": 1.1, "repeatable": False},
+        "8800000/scatter/k=1000": {"ms": 480, "recall": 0.9, "exact": False, "repeatable": False},
+        "8800000/cusparse/k=1000": {"failure": "out of memory: CUDA out of memory"},
+    }
+    found = {(entry["kind"], entry["what"]): entry["met"] for entry in checks(cells) if entry["measured"] is not None}
+    of_all = "all cells of the index"
+    assert found == {
+        ("must", "8,800,000 documents, k = 1000, times scatter-add"): True,
+        ("goal", "8,800,000 documents, k = 1000, times scatter-add"): False,
+        ("must", "8,800,000 documents: bytes a posting"): False,
+        ("must", "8,800,000 documents: GiB beyond the index"): True,
+        ("must", "8,800,000 documents, one query: ms"): False,
+        ("must", f"{of_all}: recall"): True,
+        ("must", f"{of_all}: equal bits"): True,
+        ("must", f"{of_all}: the same twice"): False,
+    }
+    made = dict.fromkeys(("device", "torch", "triton", "date"), "-")
+    setting = {"queries": 500, "checked_queries": 8, "sweep_size": 1_000_000}
+    printed = docs_table({"cells": cells, "environment": made, "setting": setting})
+    failure = "out of memory: CUDA out of memory"
+    assert f"| 8,800,000 | k = 1000 | 20 ms | 480 ms | {failure} | 24.0x | | 635 ms |" in printed
+
+
+@pytest.mark.bench
+def test_the_command_measures_what_runs_here_and_records_what_fails(tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "tiny.json"
+    sizes = ("--sizes", "100,300", "--sweep-size", "300", "--queries", "4")
+    printed = run_benchmark("retrieval.sparse_search", *sizes, "--tiny", "--results", str(target))
+    cells = json.loads(target.read_text())["cells"]
+    for name in ("100/index/one", "300/index/batch=4", "terms=25/index/k=1000", "cpu/index/k=1000"):
+        assert cells[name]["exact"] and cells[name]["repeatable"], name
+    assert cells["300/cusparse/k=10"]["recall"] > 0.99 and cells["pipeline/batch=8"]["both"]["ms"] > 0
+    if not torch.cuda.is_available():  # the kernels of baselines need one
+        assert "failure" in cells["300/scatter/k=10"]
+    assert "| 300 | k = 10 |" in printed and target.with_suffix(".png").exists()
