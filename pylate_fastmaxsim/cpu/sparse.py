@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pylate_fastmaxsim.sparse import SparseBatch
 
-# Pairs of a query and a document that are scored at once. With candidates and the keys of their order a pair takes at
-# most 64 bytes.
-PAIRS_AT_ONCE = 1 << 22
+# Pairs of a query and a document that are scored at once. A pair takes up to 80 bytes until the best are known.
+PAIRS_AT_ONCE = 3 << 20
 
 # Entries of documents that are multiplied at once, of 24 bytes as the float64 matrix and its transpose.
 ENTRIES_AT_ONCE = 1 << 22
@@ -26,25 +25,14 @@ class PreparedQueries:
     """Queries as float64 matrices over the terms that occur in them, to be multiplied with many blocks of documents."""
 
     def __init__(self, queries: SparseBatch) -> None:
-        self._matrix = self._over_own_terms(queries)
-
-    def _over_own_terms(self, queries: SparseBatch) -> csr_matrix:
-        terms = queries.terms.numpy()
-        self._terms = np.unique(terms)
+        self._terms, columns = np.unique(queries.terms.numpy(), return_inverse=True)
         self._table = None
         if queries.vocabulary <= TABLE_TERMS:
             self._table = np.full(queries.vocabulary, -1, dtype=np.int32)
             self._table[self._terms] = np.arange(len(self._terms), dtype=np.int32)
+            self._occurs = self._table >= 0
         weights = queries.weights.numpy().astype(np.float64)
-        return _matrix(weights, self._columns(terms), queries.offsets.numpy(), len(self._terms))
-
-    def _columns(self, terms: np.ndarray) -> np.ndarray:
-        """Where each term is among the terms of the queries, int32; -1: in no query."""
-        if self._table is not None:
-            return self._table[terms]
-        place = np.searchsorted(self._terms, terms).clip(max=max(0, len(self._terms) - 1)).astype(np.int32)
-        found = self._terms[place] == terms if len(self._terms) else np.zeros(len(terms), dtype=bool)
-        return np.where(found, place, np.int32(-1))
+        self._matrix = _matrix(weights, columns, queries.offsets.numpy(), len(self._terms))
 
     def candidates(
         self, documents: SparseBatch, live: Tensor | None, worst: Tensor, floor: Tensor | None = None
@@ -91,11 +79,20 @@ class PreparedQueries:
         """Documents from ``begin`` to before ``end`` by the terms of the queries, ``[terms, end - begin]``."""
         offsets = documents.offsets[begin : end + 1].numpy()
         entries = slice(offsets[0], offsets[-1])
-        columns = self._columns(documents.terms[entries].numpy())
-        kept = columns >= 0
-        counts = np.concatenate([[0], np.cumsum(kept)])
-        weights = documents.weights[entries].numpy()[kept].astype(np.float64)
-        return _matrix(weights, columns[kept], counts[offsets - offsets[0]], len(self._terms)).T.tocsr()
+        places, columns = self._matches(documents.terms[entries].numpy())
+        weights = documents.weights[entries].numpy()[places].astype(np.float64)
+        bounds = np.searchsorted(places, offsets - offsets[0])
+        return _matrix(weights, columns, bounds, len(self._terms)).T.tocsr()
+
+    def _matches(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of some terms occur in the queries, and where each of these is among the queries' terms."""
+        if self._table is not None:
+            places = np.flatnonzero(self._occurs[terms])
+            return places, self._table[terms[places]]
+        columns = np.searchsorted(self._terms, terms)
+        columns[columns == len(self._terms)] = 0
+        places = np.flatnonzero(self._terms[columns] == terms) if len(self._terms) else columns[:0]
+        return places, columns[places]
 
 
 def _matrix(weights: np.ndarray, columns: np.ndarray, offsets: np.ndarray, width: int) -> csr_matrix:
@@ -110,8 +107,9 @@ def _above(products: csr_matrix, worst: np.ndarray, first: int, live: Tensor | N
     kept = scores > np.repeat(worst, np.diff(products.indptr))
     if live is not None:
         kept &= live.numpy()[products.indices + first]
-    counts = np.concatenate([[0], np.cumsum(kept)])[products.indptr]
-    found = _matrix(scores[kept], products.indices[kept], counts, products.shape[1])
+    kept = np.flatnonzero(kept)
+    bounds = np.searchsorted(kept, products.indptr)
+    found = _matrix(scores[kept], products.indices[kept], bounds, products.shape[1])
     # Sorts the documents of each query, in linear time.
     found = found.tocsc().tocsr()
     lengths = torch.from_numpy(np.diff(found.indptr)).long()
