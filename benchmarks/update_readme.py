@@ -22,6 +22,8 @@ from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
+from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
+from benchmarks.retrieval.sparse_table import two_gpus_table as sparse_two_gpus_table
 from benchmarks.training.lengths import cell_name as lengths_cell
 from benchmarks.training.lengths import live_share, mean_lengths
 from benchmarks.training.lengths import markdown_table as lengths_table
@@ -297,6 +299,10 @@ def tables() -> dict[str, dict[str, str]]:
             "deepspeed-table": deepspeed_table(),
         },
         "docs/pooling.md": {"pooling-operators-table": measured("pooling_operators", pooling_tables)},
+        "docs/sparse.md": {
+            "sparse-search-table": measured("sparse_search", sparse_search_tables),
+            "sparse-two-gpus-table": measured("sparse_two_gpus", sparse_two_gpus_table),
+        },
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),
             "pooling-cranfield-table": pooling_cranfield_markdown(results("pooling_cranfield")["cells"]),

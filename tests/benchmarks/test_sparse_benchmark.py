@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from benchmarked import run_benchmark
 from interpreter import interpreted  # noqa: F401
+from paths import ROOT
 
 from benchmarks.retrieval import sparse_data
 from benchmarks.retrieval.sparse_baselines import CuSparse, DocumentParallel, ScatterAdd
 from benchmarks.retrieval.sparse_search import agreement, exact
-from benchmarks.retrieval.sparse_table import checks, docs_table
+from benchmarks.retrieval.sparse_table import checks, docs_table, two_gpus_table
 from pylate_fastmaxsim import SparseBatch, reference
 
 CPU = torch.device("cpu")
@@ -108,3 +112,16 @@ def test_the_command_measures_what_runs_here_and_records_what_fails(tmp_path):
     if not torch.cuda.is_available():  # the kernels of baselines need one
         assert "failure" in cells["300/scatter/k=10"]
     assert "| 300 | k = 10 |" in printed and target.with_suffix(".png").exists()
+
+
+@pytest.mark.bench
+@pytest.mark.process
+def test_two_ranks_find_what_one_finds(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    target = tmp_path / "two.json"
+    options = ["--folder", str(tmp_path / "index"), "--documents", "300", "--queries", "3", "--results", str(target)]
+    command = [*launch, "-m", "benchmarks.retrieval.sparse_two_gpus", *options]
+    subprocess.run(command, check=True, timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    content = json.loads(target.read_text())
+    assert content["ranks"] == 2 and all(cell["same"] for cell in content["cells"].values())
+    assert "| 3 | 1000 |" in two_gpus_table(content)
