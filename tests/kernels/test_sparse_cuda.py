@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_removed, drawn
+from sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
 
 pytest.importorskip("triton")
 
@@ -33,9 +33,10 @@ def test_bits_are_those_of_the_definition(case, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_removed_documents_and_known_scores(engine):
+def test_removed_documents_known_scores_and_order(engine):
     check_removed("cuda", engine)
     check_at_least("cuda", engine)
+    check_order("cuda", engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

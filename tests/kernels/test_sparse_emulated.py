@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from cuda_emulator import EmulatedKernels
-from sparse_cases import CASES, Case, check, check_at_least, check_removed, drawn
+from sparse_cases import CASES, Case, check, check_at_least, check_order, check_removed, drawn
 
 pytest.importorskip("triton")
 
@@ -39,6 +39,10 @@ def test_bits_are_those_of_the_definition(case, engine):
 
 def test_removed_documents_are_not_found(engine):
     check_removed("cpu", engine)
+
+
+def test_sums_are_in_the_order_of_terms(engine):
+    check_order("cpu", engine)
 
 
 def test_known_scores_lose_nothing(engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparse_cases import CASES, Case, check, check_at_least, check_removed
+from sparse_cases import CASES, Case, check, check_at_least, check_order, check_removed
 
 pytest.importorskip("triton")
 
@@ -32,6 +32,10 @@ def test_bits_are_those_of_the_definition(case, engine):
 
 def test_removed_documents_are_not_found(engine):
     check_removed("cpu", engine)
+
+
+def test_sums_are_in_the_order_of_terms(engine):
+    check_order("cpu", engine)
 
 
 def test_known_scores_lose_nothing(engine):

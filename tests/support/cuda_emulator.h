@@ -73,6 +73,7 @@ static unsigned __ballot_sync(unsigned, bool vote) {
 static int __ffs(unsigned x) { return __builtin_ffs(x); }
 template <class T> static T max(T a, T b) { return a > b ? a : b; }
 template <class T> static T atomicAdd(T* place, T value) { const T old = *place; *place = old + value; return old; }
+static void atomicOr(unsigned* place, unsigned bits) { *place |= bits; }
 template <class T> static T __ldg(const T* place) { return *place; }
 static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static float from_half(unsigned short bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }

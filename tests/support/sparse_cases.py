@@ -114,3 +114,17 @@ def check_at_least(device: str, engine) -> None:
     scores, positions = blocks.search(own.offsets, own.terms, own.weights, case.k, expected[:, -1].to(device))
     assert torch.equal(positions.cpu(), places)
     assert torch.equal(scores.cpu(), expected)
+
+
+# Their sums in float64 round to different float32 numbers in the two directions.
+ORDERED = [1.0, 2.0**-24, 2.0**-53, 2.0**-53]
+
+
+def check_order(device: str, engine) -> None:
+    """Scores are sums in the order of terms."""
+    rows = [list(enumerate(ORDERED)), list(enumerate(reversed(ORDERED)))]
+    documents = SparseBatch.from_lists(rows, 4)
+    queries = SparseBatch.from_lists([[(term, 1.0) for term in range(4)]], 4).to(device)
+    blocks = blocks_of(documents, device, engine)
+    scores, positions = blocks.search(queries.offsets, queries.terms, queries.weights, 2)
+    assert (scores.tolist(), positions.tolist()) == ([[1.0 + 2.0**-23, 1.0]], [[1, 0]])

@@ -12,6 +12,8 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
+_BITS = 2**64 - 1
+
 
 class CudaKernels:
     """The kernels of a file of CUDA C++, with numbers that are defined for it. Each GPU architecture is compiled for once.
@@ -34,13 +36,15 @@ class CudaKernels:
         shared_bytes: int = 0,
     ) -> None:
         """Run a kernel on the current device and stream. Integers are passed as ``int``, tensors as addresses."""
-        values = [
-            ctypes.c_int(argument)
-            if isinstance(argument, int)
-            else ctypes.c_void_p(None if argument is None else argument.data_ptr())
-            for argument in arguments
-        ]
-        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        # Each in eight bytes, of which the driver reads as many as the parameter has.
+        values = (ctypes.c_uint64 * len(arguments))(
+            *(
+                argument & _BITS if isinstance(argument, int) else 0 if argument is None else argument.data_ptr()
+                for argument in arguments
+            )
+        )
+        first = ctypes.addressof(values)
+        addresses = (ctypes.c_void_p * len(arguments))(*range(first, first + 8 * len(arguments), 8))
         stream = torch.cuda.current_stream().cuda_stream
         function = self._function(name, torch.cuda.current_device(), shared_bytes)
         _checked(

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("search.cu")
 # Of a CTA that scans: three of them fit on a multiprocessor of an H100, by shared memory and by registers.
 THREADS = 512
 # Candidates that a warp of rescore takes.
-CANDIDATES_PER_WARP = 4
+CANDIDATES_PER_WARP = 8
 
 
 def definitions(documents: int = DOCUMENTS_PER_BLOCK, threads: int = THREADS) -> dict[str, int | float]:
@@ -31,7 +31,7 @@ class CudaEngine:
     def prepare(self, queries: Queries, top_scales: Tensor, at_least: Tensor | None, state: State) -> None:
         self._launch(
             "prepare_queries", (len(queries), 1), 128,
-            [*queries, top_scales, at_least, state.units, state.margins, state.thresholds, state.dense, top_scales.numel()],
+            [*queries, top_scales, at_least, state.units, state.margins, state.thresholds],
         )  # fmt: skip
 
     def count(self, tables: Tables, blocks: Tensor, queries: Queries, chosen: Tensor, state: State) -> None:
@@ -57,10 +57,11 @@ class CudaEngine:
              state.capacity, k],
         )  # fmt: skip
 
-    def rescore(self, tables: Tables, chosen: Tensor, state: State, width: int, wide: tuple[bool, bool]) -> None:
+    def rescore(
+        self, tables: Tables, queries: Queries, chosen: Tensor, state: State, width: int, wide: tuple[bool, bool]
+    ) -> None:
         grid = (-(-width // (8 * CANDIDATES_PER_WARP)), chosen.numel())
         self._launch(
             "rescore", grid, 256,
-            [chosen, *tables[5:], state.dense, state.counts, state.candidates, state.capacity, width,
-             state.dense.shape[1], *map(int, wide)],
+            [chosen, *queries, *tables[5:], state.counts, state.candidates, state.capacity, width, *map(int, wide)],
         )  # fmt: skip

@@ -30,8 +30,8 @@ STATE_BYTES = 384 << 20
 # Blocks that give the first threshold, and how a wave grows beside all that was scanned before it.
 SAMPLE_BLOCKS = 2
 GROWTH = 4
-# Candidates that a query has room for, times k. A wave brings about GROWTH times k.
-ROOM = 16
+# Candidates that a query has room for, times k. A wave brings 4 to 15 times k.
+ROOM = 32
 
 
 class DeviceBlocks:
@@ -125,7 +125,7 @@ class DeviceBlocks:
         if not self._blocks or not terms.numel():
             return scores, positions
         capacity = max(ROOM * k, DOCUMENTS_PER_BLOCK)
-        part = max(1, STATE_BYTES // State.bytes_of_query(self.vocabulary, capacity))
+        part = max(1, STATE_BYTES // State.bytes_of_query(capacity))
         with on_device_of(offsets):
             for first in range(0, len(queries), part):
                 rows = slice(first, min(first + part, len(queries)))
@@ -140,7 +140,7 @@ class DeviceBlocks:
     def _best(self, queries: Queries, k: int, capacity: int, at_least: Tensor | None) -> Tensor:
         """Keys of the best documents, ``[Nq, up to k]``, int64, the largest first; 0 where there is none."""
         tables, engine = self._of_blocks(), self._engine
-        state = State.of(len(queries), self.vocabulary, capacity, self.device)
+        state = State.of(len(queries), capacity, self.device)
         everyone = torch.arange(len(queries), dtype=torch.int32, device=self.device)
         engine.prepare(queries, self._top_scales, at_least, state)
         blocks = sorted(self._blocks)
@@ -158,8 +158,9 @@ class DeviceBlocks:
             lost, width = self._scan(again, blocks, queries, state, k)
         if lost:
             hard = torch.tensor(lost, dtype=torch.int32, device=self.device)
-            state.counts[hard.long()] = 0
-        keys = self._rescored(everyone, state, width, k)
+            for tensor in (state.histograms, state.counts):
+                tensor[hard.long()] = 0
+        keys = self._rescored(queries, everyone, state, width, k)
         if lost:
             best = self._block_by_block(hard, blocks, queries, state, k)
             keys = torch.nn.functional.pad(keys, (0, max(0, best.shape[1] - keys.shape[1])))
@@ -172,14 +173,14 @@ class DeviceBlocks:
             self._engine.scan(self._of_blocks(), self._numbers(wave), queries, chosen, state)
             self._engine.raise_thresholds(chosen, state, k)
         # The one place where the host waits.
-        counts, lost = torch.stack([state.counts, state.lost]).tolist()
-        return [query for query, flag in enumerate(lost) if flag], max(counts)
+        counts, lost = torch.stack([state.counts, state.lost]).cpu()
+        return lost.nonzero()[:, 0].tolist(), int(counts.max())
 
-    def _rescored(self, chosen: Tensor, state: State, width: int, k: int) -> Tensor:
+    def _rescored(self, queries: Queries, chosen: Tensor, state: State, width: int, k: int) -> Tensor:
         """Keys of the best candidates of some queries, of up to ``width`` each."""
         if width == 0:
             return torch.zeros(chosen.numel(), 0, dtype=torch.int64, device=self.device)
-        self._engine.rescore(self._of_blocks(), chosen, state, width, self._wide)
+        self._engine.rescore(self._of_blocks(), queries, chosen, state, width, self._wide)
         keys = state.candidates[:, :width]
         if chosen.numel() < keys.shape[0]:
             keys = keys[chosen.long()]
@@ -191,8 +192,9 @@ class DeviceBlocks:
         for block in blocks:
             state.counts[chosen.long()] = 0
             self._engine.scan(self._of_blocks(), self._numbers([block]), queries, chosen, state)
+            self._engine.raise_thresholds(chosen, state, k)
             width = int(state.counts[chosen.long()].max())
-            keys = torch.cat([best, self._rescored(chosen, state, width, k)], dim=1)
+            keys = torch.cat([best, self._rescored(queries, chosen, state, width, k)], dim=1)
             best = keys.topk(min(k, keys.shape[1]), dim=1).values
         return best
 

@@ -14,6 +14,8 @@ typedef long long int64;
 #define ALL_LANES 0xffffffffu
 // Terms of a query whose lists are walked at once; more are walked in turn.
 #define TERMS 256
+// Bits of a filter of terms.
+#define FILTER 32768
 // Of float32: 2^-149.
 #define SMALLEST 1.401298464324817e-45
 
@@ -27,19 +29,16 @@ __device__ __forceinline__ float from_half(uint16 bits) {
 #endif
 
 // One CTA, one query. The unit of a query's integer sums, such that they stay below LARGEST; the most that a sum can
-// exceed the inner product by, in that unit; the lowest sum that can reach `at_least`; and the query as a dense row.
+// exceed the inner product by, in that unit; and the lowest sum that can reach `at_least`.
 extern "C" __global__ void __launch_bounds__(128) prepare_queries(
     const int64* __restrict__ offsets, const int* __restrict__ terms, const float* __restrict__ weights,
     const float* __restrict__ top_scales, const float* __restrict__ at_least, double* units, int* margins,
-    int* thresholds, float* dense, int vocabulary) {
+    int* thresholds) {
   __shared__ double partial[128];
   const int query = blockIdx.x, thread = threadIdx.x;
   const int64 begin = offsets[query], end = offsets[query + 1];
   double sum = 0.0;
-  for (int64 i = begin + thread; i < end; i += 128) {
-    sum += (double)weights[i] * (double)top_scales[terms[i]];
-    dense[(uint64)query * vocabulary + terms[i]] = weights[i];
-  }
+  for (int64 i = begin + thread; i < end; i += 128) sum += (double)weights[i] * (double)top_scales[terms[i]];
   partial[thread] = sum;
   __syncthreads();
   for (int stride = 64; stride > 0; stride /= 2) {
@@ -190,19 +189,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_blocks(BLOCK_ARGUMEN
 // The same, and they become candidates; `counts` goes on beyond `capacity`, so that one sees that some were lost.
 extern "C" __global__ void __launch_bounds__(THREADS) scan_blocks(
     BLOCK_ARGUMENTS, int* counts, uint64* candidates, int capacity) {
+  __shared__ int found, first;
+  if (threadIdx.x == 0) found = 0;  // sum_block waits for all threads
   SUM_BLOCK;
+  int own = 0;
   for (int i = threadIdx.x; i < DOCUMENTS / 4; i += THREADS) {
     const int4 four = ((const int4*)sums)[i];
-    const int largest = max(max(four.x, four.y), max(four.z, four.w));
-    if (largest < threshold) continue;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int sum = j == 0 ? four.x : j == 1 ? four.y : j == 2 ? four.z : four.w;
-      if (sum < threshold || (alive && !alive[4 * i + j])) continue;
-      atomicAdd(histograms + query * BINS + bin_of(sum), 1);
-      const int slot = atomicAdd(counts + query, 1);
+    if (max(max(four.x, four.y), max(four.z, four.w)) < threshold) continue;
+    own += (four.x >= threshold) + (four.y >= threshold) + (four.z >= threshold) + (four.w >= threshold);
+  }
+  // Removed documents take a slot as well, which their sum of 0 gives up again when the threshold is raised.
+  const int offset = own ? atomicAdd(&found, own) : 0;
+  __syncthreads();
+  if (threadIdx.x == 0 && found) first = atomicAdd(counts + query, found);
+  __syncthreads();
+  if (!own) return;
+  int slot = first + offset;
+  for (int i = threadIdx.x; i < DOCUMENTS / 4; i += THREADS) {
+    for (int place = 4 * i; place < 4 * i + 4; place++) {
+      int sum = sums[place];
+      if (sum < threshold) continue;
+      if (alive && !alive[place]) sum = 0;
+      else atomicAdd(histograms + query * BINS + bin_of(sum), 1);
       if (slot < capacity)
-        candidates[(uint64)query * capacity + slot] = (uint64)sum << 32 | (uint32)(block * DOCUMENTS + 4 * i + j);
+        candidates[(uint64)query * capacity + slot] = (uint64)sum << 32 | (uint32)(block * DOCUMENTS + place);
+      slot++;
     }
   }
 }
@@ -253,12 +264,23 @@ extern "C" __global__ void __launch_bounds__(256) raise_thresholds(
 // One warp, one candidate: its inner product in float64, in the order of terms, rounded once. Places up to `width` that
 // hold no candidate become 0.
 extern "C" __global__ void __launch_bounds__(256) rescore(
-    const int* __restrict__ queries, const uint64* __restrict__ row_offsets, const uint64* __restrict__ row_terms,
-    const uint64* __restrict__ row_weights, const float* __restrict__ dense, const int* __restrict__ counts,
-    uint64* candidates, int capacity, int width, int vocabulary, int wide_terms, int wide_weights) {
+    const int* __restrict__ queries, const int64* __restrict__ query_offsets, const int* __restrict__ query_terms,
+    const float* __restrict__ query_weights, const uint64* __restrict__ row_offsets, const uint64* __restrict__ row_terms,
+    const uint64* __restrict__ row_weights, const int* __restrict__ counts, uint64* candidates, int capacity, int width,
+    int wide_terms, int wide_weights) {
+  // Terms that the query may have. Few of a document's pass, so few are looked for.
+  __shared__ uint32 filter[FILTER / 32];
   const int query = queries[blockIdx.y], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int count = counts[query];
-  const float* row = dense + (uint64)query * vocabulary;
+  const int64 begin = query_offsets[query];
+  const int length = (int)(query_offsets[query + 1] - begin);
+  for (int i = threadIdx.x; i < FILTER / 32; i += 256) filter[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < length; i += 256) {
+    const uint32 bit = query_terms[begin + i] % FILTER;
+    atomicOr(filter + bit / 32, 1u << bit % 32);
+  }
+  __syncthreads();
   for (int i = blockIdx.x * 8 + warp; i < width; i += gridDim.x * 8) {
     uint64* candidate = candidates + (uint64)query * capacity + i;
     if (i >= count) {
@@ -275,9 +297,19 @@ extern "C" __global__ void __launch_bounds__(256) rescore(
       const int64 at = first + lane;
       double product = 0.0;
       if (at < end) {
-        const float factor = row[wide_terms ? ((const int*)terms)[at] : (int)((const uint16*)terms)[at]];
-        if (factor != 0.0f)
-          product = (double)factor * (double)(wide_weights ? ((const float*)weights)[at] : from_half(((const uint16*)weights)[at]));
+        const int term = wide_terms ? ((const int*)terms)[at] : (int)((const uint16*)terms)[at];
+        const uint32 bit = (uint32)term % FILTER;
+        if (filter[bit / 32] >> bit % 32 & 1u) {
+          int low = 0, high = length;
+          while (low < high) {
+            const int middle = (low + high) / 2;
+            if (query_terms[begin + middle] < term) low = middle + 1;
+            else high = middle;
+          }
+          if (low < length && query_terms[begin + low] == term)
+            product = (double)query_weights[begin + low] *
+                      (double)(wide_weights ? ((const float*)weights)[at] : from_half(((const uint16*)weights)[at]));
+        }
       }
       uint32 shared = __ballot_sync(ALL_LANES, product != 0.0);
       while (shared) {

@@ -47,29 +47,24 @@ class State(NamedTuple):
     lost: Tensor  # [Nq] int32
     histograms: Tensor  # [Nq, BINS] int32
     candidates: Tensor  # [Nq, capacity] int64
-    dense: Tensor  # [Nq, V] float32
 
     @property
     def capacity(self) -> int:
         return self.candidates.shape[1]
 
     @classmethod
-    def of(cls, count: int, vocabulary: int, capacity: int, device: torch.device) -> State:
-        def zeros(*shape, dtype=torch.int32):
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+    def of(cls, count: int, capacity: int, device: torch.device) -> State:
+        # Few allocations, since the host takes as long as the GPU for small searches.
+        numbers = torch.empty(4, count, dtype=torch.int32, device=device)
+        numbers[2:] = 0
         return cls(
-            units=zeros(count, dtype=torch.float64),
-            margins=zeros(count),
-            thresholds=zeros(count),
-            counts=zeros(count),
-            lost=zeros(count),
-            histograms=zeros(count, BINS),
-            candidates=torch.empty(count, capacity, dtype=torch.int64, device=device),
-            dense=zeros(count, vocabulary, dtype=torch.float32),
+            torch.empty(count, dtype=torch.float64, device=device),
+            *numbers,
+            torch.zeros(count, BINS, dtype=torch.int32, device=device),
+            torch.empty(count, capacity, dtype=torch.int64, device=device),
         )
 
     @staticmethod
-    def bytes_of_query(vocabulary: int, capacity: int) -> int:
-        # Candidates twice, since topk copies them.
-        return 4 * vocabulary + 4 * BINS + 2 * 8 * capacity
+    def bytes_of_query(capacity: int) -> int:
+        # Part of the candidates twice: topk copies those that are left.
+        return 4 * BINS + 12 * capacity

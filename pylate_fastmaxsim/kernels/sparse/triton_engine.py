@@ -16,11 +16,12 @@ from pylate_fastmaxsim.kernels.sparse.state import BIN_SHIFT, BINS, LARGEST, Que
 # Programs of a scan on a multiprocessor, each with a slice of 64 KiB.
 PROGRAMS_PER_PROCESSOR = 8
 POSTINGS_AT_ONCE = 256
+ROW_TERMS_AT_ONCE = 128
 
 
 @triton.jit
 def prepare_kernel(
-    offsets, terms, weights, top_scales, at_least, units, margins, thresholds, dense, vocabulary,
+    offsets, terms, weights, top_scales, at_least, units, margins, thresholds,
     LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
@@ -32,7 +33,6 @@ def prepare_kernel(
         term = tl.load(terms + at, mask=at < end, other=0)
         weight = tl.load(weights + at, mask=at < end, other=0.0)
         sums += weight.to(tl.float64) * tl.load(top_scales + term, mask=at < end, other=0.0).to(tl.float64)
-        tl.store(dense + query * vocabulary + term, weight, mask=at < end)
     total = tl.sum(sums, 0)
     count = (end - begin).to(tl.float64)
     unit = tl.where(total > 0.0, (LARGEST / 255.0 - count) / tl.where(total > 0.0, total, 1.0), 0.0)
@@ -129,8 +129,8 @@ def raise_kernel(
 
 @triton.jit
 def rescore_kernel(
-    chosen, row_offsets, row_terms, row_weights, dense, counts, candidates, capacity, vocabulary,
-    DOCUMENTS: tl.constexpr, WIDE_TERMS: tl.constexpr, WIDE_WEIGHTS: tl.constexpr,
+    chosen, query_offsets, query_terms, query_weights, row_offsets, row_terms, row_weights, counts, candidates, capacity,
+    DOCUMENTS: tl.constexpr, WIDE_TERMS: tl.constexpr, WIDE_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.load(chosen + tl.program_id(1)).to(tl.int64)
     place = candidates + query * capacity + tl.program_id(0)
@@ -142,18 +142,24 @@ def rescore_kernel(
         offsets = tl.load(row_offsets + block).to(tl.pointer_type(tl.int64)) + position % DOCUMENTS
         terms = tl.load(row_terms + block)
         weights = tl.load(row_weights + block)
+        end = tl.load(offsets + 1)
         total = tl.full([], 0.0, tl.float64)
-        # One after the other, which is the order that a score is defined by.
-        for i in range(tl.load(offsets), tl.load(offsets + 1)):
+        for first in range(tl.load(offsets), end, BLOCK):
+            at = first + tl.arange(0, BLOCK)
             if WIDE_TERMS:
-                term = tl.load(terms.to(tl.pointer_type(tl.int32)) + i)
+                own = tl.load(terms.to(tl.pointer_type(tl.int32)) + at, mask=at < end, other=-1)
             else:
-                term = tl.load(terms.to(tl.pointer_type(tl.int16)) + i).to(tl.int32) & 0xFFFF
+                own = tl.load(terms.to(tl.pointer_type(tl.int16)) + at, mask=at < end, other=0).to(tl.int32) & 0xFFFF
+                own = tl.where(at < end, own, -1)
             if WIDE_WEIGHTS:
-                weight = tl.load(weights.to(tl.pointer_type(tl.float32)) + i).to(tl.float64)
+                weight = tl.load(weights.to(tl.pointer_type(tl.float32)) + at, mask=at < end, other=0.0)
             else:
-                weight = tl.load(weights.to(tl.pointer_type(tl.float16)) + i).to(tl.float64)
-            total += weight * tl.load(dense + query * vocabulary + term).to(tl.float64)
+                weight = tl.load(weights.to(tl.pointer_type(tl.float16)) + at, mask=at < end, other=0.0)
+            weight = weight.to(tl.float64)
+            # One term after the other, which is the order that a score is defined by. At most one place has it.
+            for i in range(tl.load(query_offsets + query), tl.load(query_offsets + query + 1)):
+                shared = tl.sum(tl.where(own == tl.load(query_terms + i), weight, 0.0), 0)
+                total += shared * tl.load(query_weights + i).to(tl.float64)
         bits = total.to(tl.float32).to(tl.int32, bitcast=True).to(tl.int64)
         tl.store(place, (bits << 32) | (0xFFFFFFFF - position))
 
@@ -171,8 +177,8 @@ class TritonEngine:
 
     def prepare(self, queries: Queries, top_scales: Tensor, at_least: Tensor | None, state: State) -> None:
         prepare_kernel[(len(queries),)](
-            *queries, top_scales, at_least, state.units, state.margins, state.thresholds, state.dense,
-            top_scales.numel(), LARGEST=float(LARGEST), SMALLEST=2.0**-149, BLOCK=128,
+            *queries, top_scales, at_least, state.units, state.margins, state.thresholds,
+            LARGEST=float(LARGEST), SMALLEST=2.0**-149, BLOCK=128,
         )  # fmt: skip
 
     def count(self, tables: Tables, blocks: Tensor, queries: Queries, chosen: Tensor, state: State) -> None:
@@ -196,8 +202,10 @@ class TritonEngine:
             state.capacity, k, BINS=BINS, BIN_SHIFT=BIN_SHIFT, BLOCK=1024,
         )  # fmt: skip
 
-    def rescore(self, tables: Tables, chosen: Tensor, state: State, width: int, wide: tuple[bool, bool]) -> None:
+    def rescore(
+        self, tables: Tables, queries: Queries, chosen: Tensor, state: State, width: int, wide: tuple[bool, bool]
+    ) -> None:
         rescore_kernel[(width, chosen.numel())](
-            chosen, *tables[5:], state.dense, state.counts, state.candidates, state.capacity, state.dense.shape[1],
-            DOCUMENTS=self._documents, WIDE_TERMS=wide[0], WIDE_WEIGHTS=wide[1], num_warps=1,
+            chosen, *queries, *tables[5:], state.counts, state.candidates, state.capacity,
+            DOCUMENTS=self._documents, WIDE_TERMS=wide[0], WIDE_WEIGHTS=wide[1], BLOCK=ROW_TERMS_AT_ONCE, num_warps=1,
         )  # fmt: skip
