@@ -21,7 +21,8 @@ def plot(cells: dict, results: Path) -> None:
         known = {size: ms for size, ms in points.items() if ms is not None}
         axis.plot(list(known), list(known.values()), line, marker=marker, color=colour, label=title)
         for size, ms in known.items():
-            axis.annotate(f"{ms:.3g}", (size, ms), (0, 6), textcoords="offset points", fontsize=8, ha="center")
+            above = 6 if title != "cuSPARSE" else -14  # its times are those of scatter-add, nearly
+            axis.annotate(f"{ms:.3g}", (size, ms), (0, above), textcoords="offset points", fontsize=8, ha="center")
     axis.set(xlabel="documents", ylabel="ms", title="500 queries, k = 1000", xscale="log", yscale="log")
     axis.grid(alpha=0.3, which="both")
     axis.spines[["top", "right"]].set_visible(False)
