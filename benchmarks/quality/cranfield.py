@@ -134,7 +134,8 @@ def load(cell: Cell, data: Path, output: Path, extra: list[str]) -> Any:
 
 def run(cell: Cell, data: Path, output: Path, extra: list[str]) -> dict[str, Any]:
     """Train and evaluate a cell in this process."""
-    from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection, load_collection
+    from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
+    from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
     from pylate_fastmaxsim.recipes.mining.mine import mine
     from pylate_fastmaxsim.recipes.models.load import load_model
     from pylate_fastmaxsim.recipes.training.train import train

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pylate.models import ColBERT
 from torch import Tensor
+
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 
 TEXTS_AT_ONCE = 64  # checked in one call
 
@@ -17,8 +18,13 @@ class NotFiniteError(Exception):
     """A model gave an embedding that is NaN or infinite."""
 
 
-def require_finite(embeddings: Sequence[Tensor]) -> None:
-    """Raise :class:`NotFiniteError` where an embedding of these texts or pages is NaN or infinite."""
+def require_finite(embeddings: Sequence[Tensor] | Tensor) -> None:
+    """Raise :class:`NotFiniteError` where an embedding of these texts or pages is NaN or infinite.
+
+    One sparse tensor holds those of all texts of a sparse model.
+    """
+    if isinstance(embeddings, Tensor) and embeddings.is_sparse:
+        embeddings = [embeddings.coalesce().values()]
     parts = (embeddings[first : first + TEXTS_AT_ONCE] for first in range(0, len(embeddings), TEXTS_AT_ONCE))
     # One result, because each waits for the GPU.
     finite = [torch.cat([embedding.flatten() for embedding in part]).isfinite().all() for part in parts]
@@ -27,7 +33,7 @@ def require_finite(embeddings: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def only_finite(model: ColBERT) -> Iterator[None]:
+def only_finite(model: TextRetriever) -> Iterator[None]:
     """Check what ``model.encode`` returns, also inside PyLate's evaluators."""
     encode = model.encode
 

@@ -10,9 +10,9 @@ from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import METRICS
 from pylate_fastmaxsim.recipes.evaluation.held_out import at_once
 from pylate_fastmaxsim.recipes.evaluation.pooling import score_functions
+from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS
 
 KEY = "evaluation.nano_beir"
 

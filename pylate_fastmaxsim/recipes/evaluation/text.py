@@ -6,10 +6,10 @@ from pylate.models import ColBERT
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
-from pylate_fastmaxsim.recipes.evaluation.beir import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.evaluation.pooling import pooled_pairs
+from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 

@@ -1,22 +1,57 @@
-"""Texts as ragged batches of token embeddings, for exact search."""
+"""Texts as batches of what a model makes of them, token embeddings or sparse vectors, and exact search in those."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from pylate.models import ColBERT
+from sentence_transformers import SparseEncoder
+from torch import Tensor
 
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
-# Batches encoded in one call: PyLate sorts the texts of a call by length, so more of them need less padding.
+# Batches encoded in one call: the texts of a call are sorted by length, so more of them need less padding.
 BATCHES_AT_ONCE = 64
+
+Encoded = TokenBatch | SparseBatch
 
 
 def encode(
-    model: ColBERT, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False
-) -> TokenBatch:
-    """The normalized token embeddings of ``model.encode``, without padding and skipped tokens."""
-    embeddings = model.encode(
-        list(texts), batch_size=batch_size, is_query=is_query, convert_to_tensor=True, show_progress_bar=show_progress
-    )
-    return TokenBatch.from_list(embeddings)
+    model: TextRetriever, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False
+) -> Encoded:
+    """What ``model.encode`` makes of texts: one vector for each token, without padding and skipped tokens, or a sparse one."""
+    options = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": show_progress}
+    if isinstance(model, SparseEncoder):
+        # They add the prompts of the model and choose its route, where it has two.
+        encode = model.encode_query if is_query else model.encode_document
+        try:
+            return SparseBatch.from_torch(encode(list(texts), **options))
+        except ValueError as error:
+            raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
+    return TokenBatch.from_list(model.encode(list(texts), is_query=is_query, **options))
+
+
+def exact_search(
+    queries: Encoded, documents: Iterable[Encoded], k: int, pooling: Pooling = Max()
+) -> tuple[Tensor, Tensor]:
+    """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches, both of one kind of model.
+
+    K is ``k``; with late interaction no more than there are documents.
+
+    Raises
+    ------
+    RecipeError
+        ``pooling`` is another than the maximum, and the model is a sparse one.
+    """
+    if isinstance(queries, SparseBatch):
+        if pooling != Max():
+            raise RecipeError(
+                "loss.pooling must be max for a sparse model, which has no similarities of tokens to pool."
+            )
+        return sparse_search(queries, documents, k)
+    return search(queries, documents, k, pooling=pooling)

@@ -1,4 +1,4 @@
-"""The two kinds of model that a recipe may have."""
+"""The kinds of model that retrieve."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pylate.models import ColBERT
+from sentence_transformers import SparseEncoder
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
@@ -26,4 +27,7 @@ class VisualRetriever:
         self.processor.save_pretrained(directory)
 
 
+# What a recipe trains.
 Retriever = ColBERT | VisualRetriever
+# What encodes texts: late interaction, or learned-sparse.
+TextRetriever = ColBERT | SparseEncoder

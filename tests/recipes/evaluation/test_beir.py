@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import models
 import pytest
+from beir_folder import QUERIES, judged, tables, write_folder
 from pylate import evaluation
 from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
@@ -14,40 +14,10 @@ from tiny_recipe import hub_dataset, text, tiny, write
 from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation import beir
+from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
-
-QUERIES, DOCUMENTS = 6, 150
-
-
-def tables() -> dict[str, list[dict]]:
-    corpus = [
-        {"_id": f"{row:04d}", "title": f"number {row}" if row % 2 else "", "text": text(row, 1 + row % 23)}
-        for row in range(DOCUMENTS)
-    ]
-    queries = [{"_id": f"q{row}", "text": text(row * 3, 5)} for row in range(QUERIES + 2)]  # two are not judged
-    qrels = [
-        {"query-id": f"q{row}", "corpus-id": f"{(row * 31 + step * 17) % DOCUMENTS:04d}", "score": step % 3}
-        for row in range(QUERIES)
-        for step in range(7)
-    ]
-    return {"corpus": corpus, "queries": queries, "qrels": qrels}
-
-
-def judged(*rows: tuple) -> list[dict]:
-    return [dict(zip(beir.JUDGEMENT_COLUMNS, row, strict=True)) for row in rows]
-
-
-def write_folder(folder: Path, file: str = "qrels/test.tsv", **changed: list[dict]) -> Path:
-    content = tables() | changed
-    (folder / file).parent.mkdir(parents=True)
-    for name in ("corpus", "queries"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content[name]))
-    lines = [list(content["qrels"][0]), *(row.values() for row in content["qrels"])]
-    (folder / file).write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
-    return folder
 
 
 def write_hub(folder: Path, layout: str) -> Path:
@@ -79,7 +49,7 @@ def test_every_layout_gives_the_same_collection(layout, tmp_path):
 def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkeypatch):
     model = models.load_model(encoder("bert"), do_query_expansion=True)
     collection = beir.load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
-    monkeypatch.setattr(beir, "BATCHES_AT_ONCE", 3)  # several batches of documents
+    monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)  # several batches of documents
     documents = [f"{row['title']} {row['text']}".strip() for row in tables()["corpus"]]
     d_embeddings = model.encode(documents, is_query=False, convert_to_tensor=True)
     ranked = []
@@ -89,14 +59,14 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkey
             row["_id"]: colbert_scores(query[None], document[None]).item()
             for row, document in zip(tables()["corpus"], d_embeddings, strict=True)
         }
-        best = sorted(scores, key=scores.get, reverse=True)[: beir.DEPTH]
+        best = sorted(scores, key=scores.get, reverse=True)[: ranking.DEPTH]
         ranked.append([{"id": name, "score": scores[name]} for name in best])
-    found = beir.retrieve(model, collection, batch_size=8)
+    found = ranking.retrieve(model, collection, batch_size=8)
     for matches, got in zip(ranked, found.values(), strict=True):
         assert list(got.values()) == pytest.approx([match["score"] for match in matches], rel=1e-5)
-        assert len(set(got) & {match["id"] for match in matches}) >= beir.DEPTH - 2  # rounding at the last ranks
-    expected = evaluation.evaluate(ranked, collection.judgements, list(collection.queries), list(beir.METRICS))
-    metrics = beir.evaluate_collection(model, collection, batch_size=8)
+        assert len(set(got) & {match["id"] for match in matches}) >= ranking.DEPTH - 2  # rounding at the last ranks
+    expected = evaluation.evaluate(ranked, collection.judgements, list(collection.queries), list(ranking.METRICS))
+    metrics = ranking.evaluate_collection(model, collection, batch_size=8)
     assert metrics == pytest.approx(expected, abs=1e-6)
     assert 0 < metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
 
@@ -104,7 +74,7 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkey
 def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[str, float]]:
     model = models.load_model(encoder("bert"))
     collection = beir.load_collection(EvaluationSection(beir=str(write_folder(folder, **changed))))
-    return beir.retrieve(model, collection, batch_size=8)
+    return ranking.retrieve(model, collection, batch_size=8)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +88,12 @@ def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[
 def test_the_query_itself_is_no_result(own, encoder, tmp_path):
     content = tables()
     # With the query itself one more than are looked at, so that it would be among them or take a rank from another.
-    corpus = content["corpus"][: beir.DEPTH]
+    corpus = content["corpus"][: ranking.DEPTH]
     plain = ranked_with(tmp_path / "plain", encoder, corpus=corpus)
     corpus = [{"_id": "q1", **own}, *corpus]
     assert content["queries"][1] == {"_id": "q1", "text": text(3, 5)}
     found = ranked_with(tmp_path / "own", encoder, corpus=corpus)
-    assert len(found["q1"]) == len(plain["q1"]) == beir.DEPTH
+    assert len(found["q1"]) == len(plain["q1"]) == ranking.DEPTH
     assert found["q1"] == pytest.approx(plain["q1"], rel=1e-5)
 
 
@@ -155,7 +125,9 @@ def test_a_recipe_reports_it(tmp_path, caplog):
     assert len([message for message in caplog.messages if "judged documents are not in the corpus" in message]) == 1
     assert {"nDCG@10", "MRR@10", "Recall@100"} <= set(training_table(stock).columns[0].cells)
     fast = train(load_recipe(tmp_path / "tiny.yaml", ["fast.enabled=true", "fast.stock_masking=true"]), resume=False)
-    assert {name: fast[name] for name in beir.METRICS} == pytest.approx({name: stock[name] for name in beir.METRICS})
+    assert {name: fast[name] for name in ranking.METRICS} == pytest.approx(
+        {name: stock[name] for name in ranking.METRICS}
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim import LogSumExp, Max, Softmax, TokenBatch, TopK
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, retrieve
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.pooling import pooled_pairs, score_functions
+from pylate_fastmaxsim.recipes.evaluation.ranking import retrieve
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.evaluation.text import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe

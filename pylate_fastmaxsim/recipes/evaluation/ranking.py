@@ -1,0 +1,96 @@
+"""Rank the documents of a collection by exact search, and measure the ranking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from datasets import Dataset
+from torch import Tensor
+from tqdm import tqdm
+
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts, is_query, titles
+from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, Encoded, encode, exact_search
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+
+METRICS = ("ndcg@10", "mrr@10", "recall@100")
+DEPTH = 100  # ranks that the metrics look at
+
+# The scores of the best documents of each query, best first, by their ids.
+Ranking = dict[str, dict[str, float]]
+
+
+def evaluate_collection(
+    model: TextRetriever, collection: Collection, batch_size: int, pooling: Pooling = Max()
+) -> dict[str, float]:
+    """nDCG@10, MRR@10 and Recall@100 of exact search, averaged over the judged queries.
+
+    ``pooling`` is that of late interaction; a sparse model has none.
+    """
+    return metrics_of(retrieve(model, collection, batch_size, pooling), collection)
+
+
+def retrieve(model: TextRetriever, collection: Collection, batch_size: int, pooling: Pooling = Max()) -> Ranking:
+    """The 100 best documents of each query.
+
+    A document that is the query itself is no result, as in ArguAna and Quora.
+    """
+    queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
+    documents = _shown(encode_corpus(model, collection.corpus, batch_size), len(collection.corpus))
+    return ranking(collection, *exact_search(queries, documents, DEPTH + 1, pooling), DEPTH)
+
+
+def encode_corpus(model: TextRetriever, corpus: Dataset, batch_size: int, begin: int = 0) -> Iterator[Encoded]:
+    """The documents of a corpus from the one at ``begin`` on, in batches that are encoded as they are asked for."""
+    for rows in corpus.select(range(begin, len(corpus))).iter(BATCHES_AT_ONCE * batch_size):
+        yield encode(model, document_texts(rows), batch_size, is_query=False)
+
+
+def _shown(batches: Iterator[Encoded], documents: int) -> Iterator[Encoded]:
+    with tqdm(total=documents, desc="Searching", unit=" documents", unit_scale=True) as progress:
+        for batch in batches:
+            yield batch
+            progress.update(len(batch))
+
+
+def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: int) -> Ranking:
+    """The first ``depth`` documents of each query, of ``scores`` and ``positions`` ``[Nq, K]``.
+
+    A position of -1 is no document, as sparse search has where too few share a term with the query. A document that is
+    the query itself is left out, so that K should be more than ``depth``.
+    """
+    ids = collection.corpus.select_columns("_id")
+    found = {}
+    for query, row, values in zip(collection.queries, positions.cpu(), scores.tolist(), strict=True):
+        row = row[row >= 0].tolist()
+        documents = dict(zip(map(str, ids[row]["_id"]), zip(row, values, strict=False), strict=True))
+        if query in documents and _is_query(collection, query, documents[query][0]):
+            del documents[query]
+        found[query] = {document: score for document, (_, score) in list(documents.items())[:depth]}
+    return found
+
+
+def _is_query(collection: Collection, query: str, position: int) -> bool:
+    rows = collection.corpus[[position]]
+    return is_query(collection, query, titles(rows)[0], rows["text"][0])
+
+
+def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = METRICS) -> dict[str, float]:
+    """Metrics of a ranking by the names that ranx has for them, averaged over the judged queries.
+
+    Of equal scores the order of the ranking counts.
+    """
+    # ranx compiles for seconds when it is imported.
+    from ranx import Qrels, Run, evaluate
+
+    # ranx sorts by score, and equal ones at random. What finds nothing it cannot hold: make_comparable puts it back.
+    ranked = {
+        query: {document: float(-rank) for rank, document in enumerate(documents)}
+        for query, documents in found.items()
+        if documents and query in collection.judgements
+    }
+    if not ranked:
+        return dict.fromkeys(names, 0.0)
+    values = evaluate(Qrels(collection.judgements), Run(ranked), list(names), make_comparable=True)
+    # Of a single metric it returns the number.
+    return {name: float(values[name] if len(names) > 1 else values) for name in names}

@@ -1,0 +1,89 @@
+"""Load a model that retrieves texts, of the kind that its files say it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from sentence_transformers import SparseEncoder
+
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.load import load_model, model_failure
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+
+CONFIG_FILE = "config_sentence_transformers.json"
+LATE_INTERACTION, SPARSE = "late interaction", "sparse"
+
+
+def load_retriever(
+    name: str, device: torch.device | str, trust_remote_code: bool = False, key: str = "MODEL"
+) -> TextRetriever:
+    """The ColBERT of PyLate or the SparseEncoder of Sentence Transformers of this folder or name on the Hub.
+
+    ``key`` is what an error calls the model.
+
+    Raises
+    ------
+    RecipeError
+        There is no such model, it is of another kind, it cannot be loaded, or a sparse model has another similarity than
+        the inner product.
+    """
+    path = Path(name).expanduser()
+    # A name on the Hub has one slash and does not begin with a dot.
+    if not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise RecipeError(f"{key}: there is no folder {name}.")
+    name = str(path) if path.is_dir() else name
+    section = ModelSection(name_or_path=name, trust_remote_code=trust_remote_code)
+    try:
+        kind = _model_type(name)
+    except Exception as error:  # of the Hub's client, or of a file that is not JSON
+        raise model_failure(key, section, error) from error
+    if kind not in ("ColBERT", "SparseEncoder"):
+        found = f"{CONFIG_FILE} says {kind}" if kind else f"it has no {CONFIG_FILE}"
+        raise RecipeError(
+            f"{key} {name} must be a ColBERT that PyLate has saved or a SparseEncoder that Sentence Transformers has saved, "
+            f"but {found}."
+        )
+    if kind == "ColBERT":
+        return load_model(section, device, seed=0, key=key)
+    try:
+        model = SparseEncoder(name, device=str(device), trust_remote_code=trust_remote_code)
+    except Exception as error:  # each library that reads the files has its own errors
+        raise model_failure(key, section, error) from error
+    if model.similarity_fn_name != "dot":
+        raise RecipeError(
+            f"{key} {name} must score by the inner product (dot), but its similarity is {model.similarity_fn_name}."
+        )
+    return model
+
+
+def kind_of(model: TextRetriever) -> str:
+    """The kind of a model that is loaded."""
+    return SPARSE if isinstance(model, SparseEncoder) else LATE_INTERACTION
+
+
+def _model_type(name: str) -> str | None:
+    """The class that a model was saved by, or None where its files do not say."""
+    config = _json(name, CONFIG_FILE)
+    if config is None:
+        # As PyLate tells models of the original ColBERT.
+        architectures = (_json(name, "config.json") or {}).get("architectures") or [""]
+        return "ColBERT" if architectures[0] == "HF_ColBERT" else None
+    # Earlier releases of PyLate and of Sentence Transformers did not write it; only PyLate writes lengths.
+    return config.get("model_type", "ColBERT" if "document_length" in config else "SentenceTransformer")
+
+
+def _json(name: str, file: str) -> dict[str, Any] | None:
+    """The content of a file of a model, or None if it has no such file."""
+    try:
+        path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
+        raise
+    except (FileNotFoundError, EntryNotFoundError):
+        return None

@@ -1,0 +1,51 @@
+"""Which kind of model a folder holds, told from its files."""
+
+import json
+
+import models
+import pytest
+from pylate.models import ColBERT
+from sentence_transformers import SentenceTransformer
+from sparse_encoders import build_sparse_encoder
+
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.kind import CONFIG_FILE, load_retriever
+
+
+def edit(folder, **changes):
+    """Change the configuration that Sentence Transformers wrote; None removes a key."""
+    file = folder / CONFIG_FILE
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_a_colbert_of_a_release_that_wrote_no_kind_is_one(encoder, tmp_path):
+    models.load_model(encoder("bert")).save_pretrained(str(tmp_path))
+    edit(tmp_path, model_type=None)
+    assert isinstance(load_retriever(str(tmp_path), "cpu"), ColBERT)
+
+
+def test_other_models_are_refused_in_one_sentence(encoder, tmp_path):
+    def refused(folder, said):
+        with pytest.raises(RecipeError, match=said) as caught:
+            load_retriever(str(folder), "cpu")
+        assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+    wanted = "must be a ColBERT that PyLate has saved or a SparseEncoder that Sentence Transformers has saved, but "
+    refused(encoder("bert"), f"{wanted}it has no {CONFIG_FILE}")
+    dense = tmp_path / "dense"
+    SentenceTransformer(encoder("bert"), device="cpu").save_pretrained(str(dense))
+    refused(dense, f"{wanted}{CONFIG_FILE} says SentenceTransformer")
+    edit(dense, model_type=None)
+    refused(dense, f"{wanted}{CONFIG_FILE} says SentenceTransformer")
+    colbert = tmp_path / "colbert"
+    models.load_model(encoder("bert")).save_pretrained(str(colbert))
+    edit(colbert, model_type="MultiVectorEncoder")
+    refused(colbert, f"{wanted}{CONFIG_FILE} says MultiVectorEncoder")
+    (colbert / CONFIG_FILE).write_text("{")
+    refused(colbert, "cannot be loaded")
+    sparse = build_sparse_encoder(tmp_path, encoder("bert"))
+    edit(tmp_path / "model", similarity_fn_name="cosine")
+    refused(sparse, r"must score by the inner product \(dot\), but its similarity is cosine")
+    (tmp_path / "model" / "modules.json").write_text("[]")
+    refused(tmp_path / "nothing", "MODEL: there is no folder")
