@@ -79,7 +79,7 @@ ROOMS = {
         ("validate",),
         ("load",),
         ("training",),
-        ("mining", "comparison"),
+        ("mining", "comparison", "search"),
         ("robustness",),
     ),
 }

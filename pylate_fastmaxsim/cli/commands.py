@@ -11,12 +11,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBars
-from rich.table import Column
-from rich.text import Text
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.cli.progress import progress_of_runs, progress_of_tasks
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -239,7 +236,7 @@ def compare(
         _quiet_libraries()
         try:
             with _one_sentence_for_a_full_disk(lambda: steps):
-                with _progress() as on_progress:
+                with progress_of_runs() as on_progress:
                     comparison = run(loaded, on_progress, batch_sizes)
                 # Before anything that may fail, because measuring took long.
                 _show_comparison(comparison)
@@ -262,45 +259,6 @@ def _show_comparison(comparison: dict[str, Any]) -> None:
         plain.print(sweep_sentence(points), highlight=False, soft_wrap=True)
     for warning in warnings_of(comparison):
         errors.print(warning, style="yellow", markup=False, highlight=False)
-
-
-class _Rate(ProgressColumn):
-    """Steps a second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:.2f} steps/s" if speed else "")
-
-
-@contextmanager
-def _progress():
-    """A bar on the terminal for each run, with its rate and the time left."""
-    console = Console(stderr=True, emoji=False)
-    bars = ProgressBars(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        _Rate(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[bar]}", markup=False),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    tasks = {}
-
-    def on_progress(progress) -> None:
-        if not tasks:
-            # Preparing the data shows bars of its own before.
-            bars.start()
-        if progress.run not in tasks:
-            tasks[progress.run] = bars.add_task(progress.run, total=None, bar="")
-        bar = progress.bar if progress.steps else "starting"
-        bars.update(tasks[progress.run], completed=progress.steps, total=progress.of, bar=bar)
-
-    try:
-        yield on_progress
-    finally:
-        bars.stop()
 
 
 @app.command()
@@ -366,6 +324,77 @@ def robustness(
         draw_robustness(result, file.with_suffix(".png"))
         write_html(result, pairs, file.with_suffix(".html"))
     typer.echo("\n".join(str(file.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
+
+
+@app.command()
+def search(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A ColBERT of PyLate or a SparseEncoder of Sentence Transformers: its folder or its name on the Hub.",
+            show_default=False,
+        ),
+    ],
+    beir: Annotated[
+        str | None, typer.Option(metavar="FOLDER_OR_NAME", help="A collection in BEIR's layout; its judged queries.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split of its judgements.")] = "test",
+    corpus: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Documents, .jsonl or .parquet, with _id, text and perhaps title."),
+    ] = None,
+    queries: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Queries, .jsonl or .parquet, with _id and text.")
+    ] = None,
+    qrels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Judgements, .tsv as in BEIR, for metrics of these queries.")
+    ] = None,
+    k: Annotated[int, typer.Option("--k", min=1, help="Results of each query.")] = 1000,
+    run: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results as a TREC run file.")] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep the encoded documents here: an interrupted command goes on, a further one encodes none.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of token embeddings in the index: float32 (the default), bfloat16 or float16."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write metrics and times as JSON.")
+    ] = None,
+) -> None:
+    """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
+    with _one_sentence_instead_of_a_traceback():
+        from pylate_fastmaxsim.recipes.files.json import write_json
+        from pylate_fastmaxsim.recipes.files.write import make_directory
+        from pylate_fastmaxsim.recipes.search.inputs import load_inputs
+        from pylate_fastmaxsim.recipes.search.report import search_table
+        from pylate_fastmaxsim.recipes.search.run import Options
+        from pylate_fastmaxsim.recipes.search.run import search as run_search
+
+        kept = "documents are kept with --index only, and the same command starts again"
+        if index is not None:
+            kept = f"what is encoded is kept in {index}, and the same command goes on from there"
+        options = Options(k, run, index, dtype, batch_size, trust_remote_code)
+        _quiet_libraries()
+        if json_ is not None:
+            make_directory("--json", json_.parent)
+        try:
+            with _one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:
+                result = run_search(model, load_inputs(beir, split, corpus, queries, qrels), options, begin)
+        except KeyboardInterrupt:
+            _end_interrupted(kept)
+        if json_ is not None:
+            write_json(json_, result)
+    plain.print(search_table(result))
 
 
 @app.command()

@@ -39,7 +39,7 @@ def fastmaxsim(*arguments, code="", **options):
 def test_version_and_help():
     assert CliRunner().invoke(app, ["--version"]).output == f"pylate-fastmaxsim {pylate_fastmaxsim.__version__}\n"
     listed = CliRunner().invoke(app, ["--help"]).output
-    assert all(command in listed for command in ("train", "mine", "compare", "robustness", "warmup"))
+    assert all(command in listed for command in ("train", "mine", "compare", "robustness", "search", "warmup"))
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

@@ -1,0 +1,1 @@
+"""``fastmaxsim search``: encode, index and search a collection."""

@@ -1,0 +1,39 @@
+"""Digests that tell whether an index is that of a model and of a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from datasets import Dataset
+from pylate.models import ColBERT
+
+from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, document_texts
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+
+# What PyLate does to documents beside the modules.
+LATE_SETTINGS = ("document_length", "document_prefix", "skiplist_words")
+SPARSE_SETTINGS = ("max_active_dims",)
+# SpladePooling knows its size after the first text only.
+FOUND_OUT = "word_embedding_dimension"
+
+
+def corpus_digest(corpus: Dataset) -> str:
+    """The same for the same ids, titles and texts in the same order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for rows in corpus.iter(IDS_AT_ONCE):
+        digest.update(json.dumps([list(map(str, rows["_id"])), document_texts(rows)]).encode())
+    return digest.hexdigest()
+
+
+def model_digest(model: TextRetriever) -> str:
+    """The same for the same weights and settings, by which documents are encoded."""
+    names = LATE_SETTINGS if isinstance(model, ColBERT) else SPARSE_SETTINGS
+    settings = {name: getattr(model, name) for name in (*names, "prompts", "default_prompt_name", "max_seq_length")}
+    modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in model]
+    digest = hashlib.blake2b(json.dumps([settings, modules], default=str).encode(), digest_size=16)
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

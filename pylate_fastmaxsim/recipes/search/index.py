@@ -1,0 +1,166 @@
+"""An encoded corpus on disk, made part by part, so that an interrupted call goes on from there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.files.lock import hold_lock
+from pylate_fastmaxsim.recipes.files.write import write_text_atomically
+from pylate_fastmaxsim.recipes.models.encode import Encoded, exact_search
+from pylate_fastmaxsim.recipes.models.kind import SPARSE
+from pylate_fastmaxsim.retrieval.corpus import DESCRIPTION_FILE as CORPUS_FILE
+from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.tokens import TokenBatch
+
+DESCRIPTION_FILE = "search.json"  # written first
+LOCK_FILE = "lock"
+FORMAT = "pylate-fastmaxsim search 1"
+SPARSE_FOLDER = "sparse"
+PART_FOLDER = "documents-{:010d}"  # by the position of its first document
+
+# What an interruption can cost at most, as in a sparse index.
+DOCUMENTS_PER_PART = 16_384
+
+# The documents from a position on, encoded as they are asked for.
+EncodeFrom = Callable[[int], Iterator[Encoded]]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What an index is made of.
+
+    Parameters
+    ----------
+    kind
+        Of the model.
+    model
+        Its name, for messages.
+    model_digest, corpus_digest
+        The same for the same weights and settings, and for the same texts in the same order.
+    dtype
+        Of token embeddings on disk; None for a sparse index.
+    documents
+        Their number.
+    """
+
+    kind: str
+    model: str
+    model_digest: str
+    corpus_digest: str
+    dtype: str | None
+    documents: int
+
+
+class Index(Protocol):
+    """A corpus that can be searched."""
+
+    def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+        """Scores and positions ``[Nq, K]``; ``searched`` is told how many documents have been scored since."""
+        ...
+
+
+def open_or_build(folder: Path, description: Description, encode_from: EncodeFrom, device: torch.device) -> Index:
+    """The index in a folder, finished first where an earlier call was interrupted, and built where there is none.
+
+    Raises
+    ------
+    RecipeError
+        The folder holds something else, the index of another model or corpus, or a damaged file, or another command
+        builds it.
+    """
+    building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
+    with hold_lock("--index", folder, LOCK_FILE, building):
+        _describe(folder, description)
+        try:
+            if description.kind == SPARSE:
+                return _Sparse(SparseIndex.build(encode_from, folder=folder / SPARSE_FOLDER, device=device))
+            return _LateInteraction(_parts(folder, description, encode_from), device)
+        except RecipeError:
+            raise
+        except ValueError as error:  # a file is damaged, or a number too large for the dtype
+            raise RecipeError(f"--index: {first_line(error)}") from error
+
+
+def _describe(folder: Path, description: Description) -> None:
+    """Write the description of a new index, or refuse an index of something else."""
+    file, wanted = folder / DESCRIPTION_FILE, {"format": FORMAT, **asdict(description)}
+    if not file.exists():
+        if any(path.name != LOCK_FILE for path in folder.iterdir()):
+            raise RecipeError(f"--index must be a folder for an index, but {folder} holds something else.")
+        write_text_atomically(file, json.dumps(wanted, indent=2) + "\n")
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise RecipeError(f"--index: {file} must be of the format {FORMAT!r}, as fastmaxsim search writes it.")
+    for key, other in (
+        ("model_digest", f"another model ({found.get('model')}, or other weights or settings of {description.model})"),
+        ("corpus_digest", "another corpus"),
+        ("dtype", f"--dtype {found.get('dtype')}"),
+    ):
+        if found.get(key) != wanted[key]:
+            raise RecipeError(
+                f"--index: {folder} was made with {other}; choose another folder, or remove it to build it anew."
+            )
+
+
+@dataclass(frozen=True)
+class _Sparse:
+    index: SparseIndex
+
+    def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+        found = self.index.search(queries, k)
+        searched(len(self.index))
+        return found
+
+
+@dataclass(frozen=True)
+class _LateInteraction:
+    parts: list[Corpus]
+    device: torch.device
+
+    def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
+        def batches() -> Iterator[TokenBatch]:
+            for batch in chain.from_iterable(part.batches(self.device) for part in self.parts):
+                yield batch
+                searched(len(batch))
+
+        return exact_search(queries.with_values(queries.values.to(self.parts[0].dtype)), batches(), k)
+
+
+def _parts(folder: Path, description: Description, encode_from: EncodeFrom) -> list[Corpus]:
+    """The parts of the corpus on disk, the missing ones encoded."""
+    parts, done = [], 0
+    while (part := folder / PART_FOLDER.format(done) / CORPUS_FILE).exists():
+        parts.append(Corpus(part.parent))
+        done += len(parts[-1])
+    batches = encode_from(done)
+    while done < description.documents:
+        part = folder / PART_FOLDER.format(done)
+        shutil.rmtree(part, ignore_errors=True)  # that an interrupted call left
+        parts.append(write_corpus(part, _some(batches), getattr(torch, description.dtype)))
+        done += len(parts[-1])
+    return parts
+
+
+def _some(batches: Iterator[Encoded]) -> Iterator[Encoded]:
+    """Batches until there are the documents of a part."""
+    taken = 0
+    for batch in batches:
+        yield batch
+        taken += len(batch)
+        if taken >= DOCUMENTS_PER_PART:
+            return

@@ -1,0 +1,182 @@
+"""Search a collection with a model, exactly: rankings, metrics, and what took how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
+from pylate_fastmaxsim.recipes.evaluation.ranking import encode_corpus, metrics_of, ranking
+from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
+from pylate_fastmaxsim.recipes.models.kind import SPARSE, kind_of, load_retriever
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.search.clock import Clock
+from pylate_fastmaxsim.recipes.search.digest import corpus_digest, model_digest
+from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
+from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+
+# The tasks, in the order of the report. INDEX is to write the index, and to open it.
+ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"
+# By how many ranks they look at.
+METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000": 1000}
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Progress(Protocol):
+    """Begin a task of ``total`` items, ``done`` of which are done, and return what is told how many more are."""
+
+    def __call__(self, task: str, total: int, done: int = 0) -> Callable[[int], None]: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to search.
+
+    Parameters
+    ----------
+    k
+        Results of a query.
+    run
+        The TREC run file to write, or None.
+    index
+        Folder of an index that is built, gone on with or used, or None to search documents as they are encoded.
+    dtype
+        Of token embeddings in the index, one of ``DTYPES``; None is float32.
+    batch_size
+        Texts encoded at once.
+    trust_remote_code
+        Whether code that comes with the model may run.
+    """
+
+    k: int = 1000
+    run: Path | None = None
+    index: Path | None = None
+    dtype: str | None = None
+    batch_size: int = 32
+    trust_remote_code: bool = False
+
+
+def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
+    """Search all queries of a collection with a model, by its folder or its name on the Hub.
+
+    Returns
+    -------
+    Names and numbers, ``seconds`` of encoding and of search, and ``metrics``, which are None without judgements. A
+    metric that looks at more ranks than ``k`` is left out.
+
+    Raises
+    ------
+    RecipeError
+        The model, the index or an option does not fit, embeddings are not finite, or memory has run out.
+    """
+    if options.run is not None:
+        require_ids_of_one_word(collection)
+        make_directory("--run", options.run.parent)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_retriever(name, device, options.trust_remote_code)
+    _check_dtype(options, kind_of(model))
+    task = _Search(name, model, collection, options, progress, Clock(device))
+    try:
+        with only_finite(model):
+            scores, positions = task.search()
+    except NotFiniteError:
+        raise RecipeError(
+            f"MODEL {name}: some embeddings are NaN or infinite, as after a training that diverged."
+        ) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        kept = ", and the same command goes on from what is in the index" if options.index is not None else ""
+        raise RecipeError(
+            f"--batch-size of {options.batch_size} is more than fits into memory; lower it{kept}."
+        ) from error
+    found = ranking(collection, scores, positions, options.k)
+    if options.run is not None:
+        write_run(options.run, found)
+    names = [name for name, depth in METRICS_BY_DEPTH.items() if depth <= options.k]
+    return {
+        "model": name,
+        "kind": kind_of(model),
+        "device": str(device),
+        "queries": len(collection.queries),
+        "documents": len(collection.corpus),
+        "encoded_documents": task.encoded,
+        "k": options.k,
+        "index": None if options.index is None else str(options.index),
+        "run": None if options.run is None else str(options.run),
+        "seconds": task.clock.seconds,
+        "metrics": metrics_of(found, collection, names) if collection.judgements and names else None,
+    }
+
+
+def _check_dtype(options: Options, kind: str) -> None:
+    if options.dtype is None:
+        return
+    if options.dtype not in DTYPES:
+        raise RecipeError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}.")
+    if options.index is None or kind == SPARSE:
+        raise RecipeError("--dtype is that of token embeddings in an index; it needs --index and a ColBERT.")
+
+
+@dataclass
+class _Search:
+    name: str
+    model: TextRetriever
+    collection: Collection
+    options: Options
+    progress: Progress
+    clock: Clock
+    encoded: int = 0
+
+    def search(self) -> tuple[Tensor, Tensor]:
+        """Scores and positions, one more for each query than is asked for: it may be a document itself."""
+        queries, depth = self._queries(), self.options.k + 1
+        folder = self.options.index
+        if folder is None:
+            with self.clock.during(SEARCH):
+                return exact_search(queries, self._encode_from(0), depth)
+        with self.clock.during(INDEX):
+            index = open_or_build(folder, self._description(), self._encode_from, self.clock.device)
+        searched = self.progress(SEARCH, len(self.collection.corpus))
+        with self.clock.during(SEARCH):
+            return index.search(queries, depth, searched)
+
+    def _queries(self) -> Encoded:
+        texts = list(self.collection.queries.values())
+        encoded = self.progress(ENCODE_QUERIES, len(texts))
+        with self.clock.during(ENCODE_QUERIES):
+            queries = encode(self.model, texts, self.options.batch_size, is_query=True)
+        encoded(len(queries))
+        return queries
+
+    def _encode_from(self, begin: int) -> Iterator[Encoded]:
+        corpus = self.collection.corpus
+        if begin == len(corpus):
+            return
+        encoded = self.progress(ENCODE_DOCUMENTS, len(corpus), begin)
+        batches = encode_corpus(self.model, corpus, self.options.batch_size, begin)
+        for batch in self.clock.iterate(ENCODE_DOCUMENTS, batches):
+            yield batch
+            # When it has been written or searched.
+            self.encoded += len(batch)
+            encoded(len(batch))
+
+    def _description(self) -> Description:
+        kind = kind_of(self.model)
+        return Description(
+            kind=kind,
+            model=self.name,
+            model_digest=model_digest(self.model),
+            corpus_digest=corpus_digest(self.collection.corpus),
+            dtype=None if kind == SPARSE else self.options.dtype or DTYPES[0],
+            documents=len(self.collection.corpus),
+        )

@@ -1,0 +1,248 @@
+"""``fastmaxsim search``: its rankings are those of the hosts, an index goes on where it was killed, bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import models
+import pytest
+from beir_folder import tables, write_folder
+from pylate.scores import colbert_scores
+from sparse_encoders import build_sparse_encoder
+from tiny_recipe import text
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.evaluation import beir, ranking
+from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.search import index
+
+KINDS = ("sparse", "late interaction")
+
+
+@pytest.fixture(scope="module")
+def saved(encoder, tmp_path_factory) -> dict[str, str]:
+    """The folder of a tiny model of each kind."""
+    folder = tmp_path_factory.mktemp("saved")
+    models.load_model(encoder("bert")).save_pretrained(str(folder / "colbert"))
+    sparse = build_sparse_encoder(folder / "sparse", encoder("bert"))
+    return {"sparse": sparse, "late interaction": str(folder / "colbert")}
+
+
+@pytest.fixture
+def files(tmp_path) -> list[str]:
+    """The arguments that name documents and queries."""
+    folder = write_folder(tmp_path / "data")
+    return ["--corpus", f"{folder}/corpus.jsonl", "--queries", f"{folder}/queries.jsonl"]
+
+
+@pytest.fixture
+def small_parts(monkeypatch) -> None:
+    """An index has parts of 32 documents, which are encoded 16 at a time."""
+    monkeypatch.setattr(index, "DOCUMENTS_PER_PART", 32)
+    monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", 32)
+    monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 2)
+
+
+def search(*arguments: object, code: int = 0):
+    done = CliRunner().invoke(app, ["search", *map(str, arguments), "--batch-size", "8"])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def read_run(file: Path) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for line in file.read_text().splitlines():
+        query, q0, document, rank, score, tag = line.split(" ")
+        found.setdefault(query, {})[document] = float(score)
+        assert (q0, int(rank), tag) == ("Q0", len(found[query]), "fastmaxsim")
+    return found
+
+
+def host_scores(name: str, queries: list[str], documents: list[str]) -> list[list[float]]:
+    """Each query against each document, by the library of the model."""
+    model = load_retriever(name, "cpu")
+    if "sparse" in name:
+        return model.similarity(model.encode_query(queries), model.encode_document(documents)).to_dense().tolist()
+    encoded = model.encode(documents, is_query=False, convert_to_tensor=True)
+    return [
+        [colbert_scores(query[None], document[None]).item() for document in encoded]
+        for query in model.encode(queries, is_query=True, convert_to_tensor=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, files, tmp_path):
+    run, result = tmp_path / "out" / "run.trec", tmp_path / "result.json"
+    done = search(saved[kind], *files, "--k", 20, "--run", run, "--json", result)
+    content = tables()
+    documents = [f"{row['title']} {row['text']}".strip() for row in content["corpus"]]
+    expected = host_scores(saved[kind], [row["text"] for row in content["queries"]], documents)
+    found = read_run(run)
+    assert list(found) == [row["_id"] for row in content["queries"]]  # those without judgements too
+    for scores, results in zip(expected, found.values(), strict=True):
+        named = dict(zip((row["_id"] for row in content["corpus"]), scores, strict=True))
+        assert list(results.values()) == pytest.approx(sorted(scores, reverse=True)[:20], rel=1e-5)
+        assert results == pytest.approx({name: named[name] for name in results}, rel=1e-5)
+    written = json.loads(result.read_text())
+    assert (written["kind"], written["documents"], written["queries"], written["metrics"]) == (kind, 150, 8, None)
+    assert all(written["seconds"][task] > 0 for task in ("encode queries", "encode documents", "search"))
+    assert "encode documents" in done.stdout and "documents/s" in done.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_index_goes_on_and_a_finished_one_encodes_nothing(
+    kind, saved, files, small_parts, tmp_path, monkeypatch
+):
+    folder, plain, again = tmp_path / "index", tmp_path / "plain.trec", tmp_path / "again.trec"
+    search(saved[kind], *files, "--run", plain)
+    encoded, encode = [], ranking.encode
+
+    def counted(stop_at: int | None = None) -> Callable:
+        def inner(model, texts, *options, **more):
+            if stop_at is not None and sum(encoded) >= stop_at:
+                raise KeyboardInterrupt
+            encoded.append(len(texts))
+            return encode(model, texts, *options, **more)
+
+        encoded.clear()
+        return inner
+
+    monkeypatch.setattr(ranking, "encode", counted(stop_at=112))
+    done = search(saved[kind], *files, "--index", folder, code=130)
+    assert f"Interrupted: what is encoded is kept in {folder}, and the same command goes on from there." in done.stderr
+    # Of 112 documents three whole parts of 32 have been kept.
+    monkeypatch.setattr(ranking, "encode", counted())
+    search(saved[kind], *files, "--index", folder, "--run", again)
+    assert sum(encoded) == 150 - 96 and again.read_text() == plain.read_text()
+    monkeypatch.setattr(ranking, "encode", counted())
+    search(saved[kind], *files, "--index", folder, "--run", again)
+    assert not encoded and again.read_text() == plain.read_text()
+
+
+KILLED = """
+import os
+from pylate_fastmaxsim.cli import main
+from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.recipes.evaluation import ranking
+from pylate_fastmaxsim.recipes.search import index
+index.DOCUMENTS_PER_PART = postings.DOCUMENTS_PER_BLOCK = 32
+ranking.BATCHES_AT_ONCE = 2
+encode, calls = ranking.encode, iter(range(5))  # 16 documents each
+ranking.encode = lambda *arguments, **more: os._exit(9) if next(calls, None) is None else encode(*arguments, **more)
+main()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_index_goes_on(kind, saved, files, small_parts, tmp_path):
+    folder, result = tmp_path / "index", tmp_path / "result.json"
+    arguments = [*files, "--index", folder]
+    command = [sys.executable, "-c", KILLED, "search", saved[kind], *arguments, "--batch-size", "8"]
+    killed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert killed.returncode == 9, killed.stderr
+    search(saved[kind], *arguments, "--json", result)
+    assert json.loads(result.read_text())["encoded_documents"] == 150 - 64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_token_embeddings_are_kept_in_the_dtype_that_is_asked_for(dtype, saved, files, tmp_path):
+    name, folder, run, plain = saved["late interaction"], tmp_path / "index", tmp_path / "run", tmp_path / "plain"
+    search(name, *files, "--index", folder, "--dtype", dtype, "--run", run)
+    search(name, *files, "--run", plain)
+    for found, exact in zip(read_run(run).values(), read_run(plain).values(), strict=True):
+        assert found == pytest.approx(exact, abs=0.1) and found != exact
+    done = search(name, *files, "--index", folder, code=2)
+    assert f"--index: {folder} was made with --dtype {dtype}" in done.stderr
+
+
+def test_an_index_of_something_else_is_refused(saved, files, encoder, tmp_path):
+    other, folder = tmp_path / "sparse", tmp_path / "index"
+    name = build_sparse_encoder(other, encoder("bert"))
+    search(name, *files, "--index", folder)
+    # Another kind of model, and other weights under the same name.
+    for model in (saved["late interaction"], name):
+        if model == name:
+            shutil.rmtree(other)
+            build_sparse_encoder(other, encoder("bert"), seed=1)
+        done = search(model, *files, "--index", folder, code=2)
+        assert f"--index: {folder} was made with another model ({name}, or other weights or settings of " in done.stderr
+    corpus = Path(files[1])
+    rows = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([*rows[1:], rows[0]]) + "\n")
+    shutil.rmtree(other)
+    build_sparse_encoder(other, encoder("bert"))
+    assert f"--index: {folder} was made with another corpus" in search(name, *files, "--index", folder, code=2).stderr
+    (folder / "search.json").write_text("{}")
+    assert "must be of the format" in search(name, *files, "--index", folder, code=2).stderr
+    done = search(name, *files, "--index", corpus.parent, code=2)
+    assert f"--index must be a folder for an index, but {corpus.parent} holds something else." in done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_cut_is_named(kind, saved, files, tmp_path):
+    folder = tmp_path / "index"
+    search(saved[kind], *files, "--index", folder)
+    file = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-100])
+    done = search(saved[kind], *files, "--index", folder, code=2)
+    assert done.stderr.startswith("fastmaxsim: --index: ") and str(file) in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "Name what to search: --beir FOLDER_OR_NAME, or --corpus and --queries"),
+        (["--beir", "DATA", "--queries", "DATA/queries.jsonl"], "Name what to search"),
+        (["--corpus", "DATA/corpus.jsonl"], "Name what to search"),
+        (["--beir", "DATA", "--split", "dev"], "--beir: the folder DATA must hold qrels/dev.tsv or qrels.tsv."),
+        (["--corpus", "DATA/corpus.txt", "--queries", "DATA/queries.jsonl"], "--corpus must be a file that ends in"),
+        (["--corpus", "DATA/corpus.jsonl", "--queries", "DATA/none.jsonl"], "--queries cannot be loaded"),
+        (
+            ["--corpus", "DATA/corpus.jsonl", "--queries", "DATA/spaced.jsonl", "--run", "DATA/run"],
+            "--run: ids must have no white space, which separates the columns of a run file, but 'a b' is that of a query.",
+        ),
+        (["--beir", "DATA", "--dtype", "float16"], "--dtype is that of token embeddings in an index"),
+        (
+            ["--beir", "DATA", "--index", "DATA/i", "--dtype", "int8"],
+            "--dtype must be one of float32, bfloat16, float16",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, saved, tmp_path):
+    data = write_folder(tmp_path / "data")
+    (data / "spaced.jsonl").write_text(json.dumps({"_id": "a b", "text": text(1, 3)}) + "\n")
+    done = search(saved["sparse"], *(each.replace("DATA", str(data)) for each in arguments), code=2)
+    assert done.stderr.startswith(f"fastmaxsim: {said.replace('DATA', str(data))}") and done.stderr.count("\n") == 1
+    assert not done.stdout and not (data / "run").exists()
+
+
+@pytest.mark.e2e  # ranx compiles for seconds
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_are_those_of_the_evaluation(kind, saved, tmp_path):
+    folder = write_folder(tmp_path / "data")
+    run, result = tmp_path / "run.trec", tmp_path / "result.json"
+    done = search(saved[kind], "--beir", folder, "--run", run, "--json", result)
+    metrics = json.loads(result.read_text())["metrics"]
+    collection = beir.load_collection(EvaluationSection(beir=str(folder)))
+    assert list(read_run(run)) == list(collection.queries)
+    model = load_retriever(saved[kind], "cpu")
+    expected = ranking.evaluate_collection(model, collection, batch_size=8)
+    assert {name: metrics[name] for name in ranking.METRICS} == pytest.approx(expected, abs=1e-9)
+    assert 0 < metrics["ndcg@10"] < 1 and metrics["recall@1000"] > metrics["recall@100"]
+    assert f"{metrics['ndcg@10']:.4f}" in done.stdout
+    files = [f"--{name}={folder}/{name}.jsonl" for name in ("corpus", "queries")]
+    search(saved[kind], *files, "--qrels", folder / "qrels" / "test.tsv", "--k", 10, "--json", result)
+    found = json.loads(result.read_text())
+    # All queries are searched, and no metric looks further than the results.
+    assert found["queries"] == len(collection.queries) + 2
+    assert found["metrics"] == pytest.approx({name: metrics[name] for name in ("ndcg@10", "mrr@10")}, abs=1e-9)
