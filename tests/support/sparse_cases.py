@@ -35,6 +35,7 @@ CASES = {
     "int32 terms": Case(2500, 3, 70_000, 30, 10),
     "weights that underflow": Case(2500, 3, 60, 8, 20, "tiny"),
     "weights of every size": Case(2500, 3, 60, 12, 20, "wide"),
+    "scores beyond float32": Case(2500, 3, 60, 8, 20, "huge"),
     "long queries": Case(1500, 2, 2000, 700, 10),
 }
 
@@ -46,7 +47,9 @@ def weight_of(kind: str, row: int, draw: random.Random) -> float:
         return 2.0 ** draw.uniform(-20, 20)
     if kind == "rising":  # the later the better, so that every threshold comes too late
         return 1.0 + row
-    return {"equal": 1.0, "tiny": 1e-30 * draw.random() + 1e-38}.get(kind, draw.random() + 1e-3)
+    return {"equal": 1.0, "huge": 2.0 ** draw.uniform(60, 66), "tiny": 1e-30 * draw.random() + 1e-38}.get(
+        kind, draw.random() + 1e-3
+    )
 
 
 def batch_of(count: int, case: Case, draw: random.Random) -> SparseBatch:

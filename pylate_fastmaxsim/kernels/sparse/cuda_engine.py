@@ -53,7 +53,7 @@ class CudaEngine:
     def raise_thresholds(self, chosen: Tensor, state: State, k: int) -> None:
         self._launch(
             "raise_thresholds", (chosen.numel(), 1), 256,
-            [chosen, state.histograms, state.margins, state.thresholds, state.counts, state.candidates, state.lost,
+            [chosen, state.histograms, state.units, state.margins, state.thresholds, state.counts, state.candidates, state.lost,
              state.capacity, k],
         )  # fmt: skip
 

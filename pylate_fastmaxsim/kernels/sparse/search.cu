@@ -16,8 +16,9 @@ typedef long long int64;
 #define TERMS 256
 // Bits of a filter of terms.
 #define FILTER 32768
-// Of float32: 2^-149.
+// Numbers of float32 above 0.
 #define SMALLEST 1.401298464324817e-45
+#define GREATEST 3.4028234663852886e38
 
 #ifndef EMULATED
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) int name[]
@@ -27,6 +28,11 @@ __device__ __forceinline__ float from_half(uint16 bits) {
   return value;
 }
 #endif
+
+// A sum that what rounds to `score` or more is sure to reach. All that is too large for float32 is infinite, and equal.
+__device__ __forceinline__ double sum_of(double score, double unit) {
+  return ((score < GREATEST ? score : GREATEST) * (1.0 - 4.8e-7) - SMALLEST) * unit - 1.0;
+}
 
 // One CTA, one query. The unit of a query's integer sums, such that they stay below LARGEST; the most that a sum can
 // exceed the inner product by, in that unit; and the lowest sum that can reach `at_least`.
@@ -53,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare_queries(
     // most x + 255. The rest covers that scores are rounded to float32: by 2^-24 of a score or, below 2^-126, by 2^-150.
     const double margin = 255.0 * count + total * unit + 512.0 + unit * SMALLEST;
     margins[query] = margin < LARGEST ? (int)margin : (int)LARGEST;
-    const double lowest = at_least ? ((double)at_least[query] * (1.0 - 4.8e-7) - SMALLEST) * unit - 1.0 : 0.0;
+    const double lowest = at_least ? sum_of(at_least[query], unit) : 0.0;
     thresholds[query] = lowest > 1.0 ? (lowest < LARGEST ? (int)lowest : (int)LARGEST) : 1;
   }
 }
@@ -221,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) scan_blocks(
 // One CTA, one query. The threshold becomes the lower edge of the highest bin at or above which k documents were counted,
 // less the margin, and never falls. Candidates below it are dropped. `lost` says whether the buffer ran over.
 extern "C" __global__ void __launch_bounds__(256) raise_thresholds(
-    const int* __restrict__ queries, const int* __restrict__ histograms, const int* __restrict__ margins, int* thresholds,
-    int* counts, uint64* candidates, int* lost, int capacity, int k) {
+    const int* __restrict__ queries, const int* __restrict__ histograms, const double* __restrict__ units,
+    const int* __restrict__ margins, int* thresholds, int* counts, uint64* candidates, int* lost, int capacity, int k) {
   __shared__ int partial[256];
   __shared__ int kept, raised;
   const int query = queries[blockIdx.x], thread = threadIdx.x;
@@ -238,8 +244,8 @@ extern "C" __global__ void __launch_bounds__(256) raise_thresholds(
     if (group >= 0) {
       int bin = (group + 1) * (BINS / 256) - 1;
       while (above + histogram[bin] < k) above += histogram[bin--];
-      const int edge = (bin << BIN_SHIFT) - margins[query];
-      threshold = edge > threshold ? edge : threshold;
+      const double edge = (bin << BIN_SHIFT) - margins[query], ceiling = sum_of(GREATEST, units[query]);
+      threshold = max(threshold, (int)(edge < ceiling ? edge : ceiling));
     }
     thresholds[query] = raised = threshold;
     kept = 0;

@@ -17,12 +17,19 @@ from pylate_fastmaxsim.kernels.sparse.state import BIN_SHIFT, BINS, LARGEST, Que
 PROGRAMS_PER_PROCESSOR = 8
 POSTINGS_AT_ONCE = 256
 ROW_TERMS_AT_ONCE = 128
+# Numbers of float32 above 0.
+SMALLEST, GREATEST = 2.0**-149, torch.finfo(torch.float32).max
+
+
+@triton.jit
+def sum_of(score, unit, SMALLEST: tl.constexpr, GREATEST: tl.constexpr):
+    return (tl.minimum(score, GREATEST) * (1.0 - 4.8e-7) - SMALLEST) * unit - 1.0
 
 
 @triton.jit
 def prepare_kernel(
     offsets, terms, weights, top_scales, at_least, units, margins, thresholds,
-    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, GREATEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     begin = tl.load(offsets + query)
@@ -41,7 +48,7 @@ def prepare_kernel(
     tl.store(margins + query, tl.minimum(margin, LARGEST).to(tl.int32))
     lowest = count * 0.0 + 1.0
     if at_least is not None:
-        lowest = (tl.load(at_least + query).to(tl.float64) * (1.0 - 4.8e-7) - SMALLEST) * unit - 1.0
+        lowest = sum_of(tl.load(at_least + query).to(tl.float64), unit, SMALLEST, GREATEST)
     tl.store(thresholds + query, tl.minimum(tl.maximum(lowest, 1.0), LARGEST).to(tl.int32))
 
 
@@ -99,15 +106,17 @@ def walk_kernel(
 
 @triton.jit
 def raise_kernel(
-    chosen, histograms, margins, thresholds, counts, candidates, lost, capacity, k,
-    BINS: tl.constexpr, BIN_SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    chosen, histograms, units, margins, thresholds, counts, candidates, lost, capacity, k,
+    BINS: tl.constexpr, BIN_SHIFT: tl.constexpr, SMALLEST: tl.constexpr, GREATEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     query = tl.load(chosen + tl.program_id(0)).to(tl.int64)
     column = tl.arange(0, BINS)
     at_or_above = tl.cumsum(tl.load(histograms + query * BINS + column), 0, reverse=True)
     highest = tl.max(tl.where(at_or_above >= k, column, -1), 0)
     edge = tl.where(highest >= 0, (highest << BIN_SHIFT) - tl.load(margins + query), 0)
-    threshold = tl.maximum(edge, tl.load(thresholds + query))
+    unit = tl.load(units + query)
+    ceiling = tl.minimum(sum_of(unit * 0.0 + GREATEST, unit, SMALLEST, GREATEST), edge.to(tl.float64)).to(tl.int32)
+    threshold = tl.maximum(ceiling, tl.load(thresholds + query))
     tl.store(thresholds + query, threshold)
     found = tl.load(counts + query)
     count = tl.minimum(found, capacity)
@@ -178,7 +187,7 @@ class TritonEngine:
     def prepare(self, queries: Queries, top_scales: Tensor, at_least: Tensor | None, state: State) -> None:
         prepare_kernel[(len(queries),)](
             *queries, top_scales, at_least, state.units, state.margins, state.thresholds,
-            LARGEST=float(LARGEST), SMALLEST=2.0**-149, BLOCK=128,
+            LARGEST=float(LARGEST), SMALLEST=SMALLEST, GREATEST=GREATEST, BLOCK=128,
         )  # fmt: skip
 
     def count(self, tables: Tables, blocks: Tensor, queries: Queries, chosen: Tensor, state: State) -> None:
@@ -198,8 +207,8 @@ class TritonEngine:
 
     def raise_thresholds(self, chosen: Tensor, state: State, k: int) -> None:
         raise_kernel[(chosen.numel(),)](
-            chosen, state.histograms, state.margins, state.thresholds, state.counts, state.candidates, state.lost,
-            state.capacity, k, BINS=BINS, BIN_SHIFT=BIN_SHIFT, BLOCK=1024,
+            chosen, state.histograms, state.units, state.margins, state.thresholds, state.counts, state.candidates, state.lost,
+            state.capacity, k, BINS=BINS, BIN_SHIFT=BIN_SHIFT, SMALLEST=SMALLEST, GREATEST=GREATEST, BLOCK=1024,
         )  # fmt: skip
 
     def rescore(
