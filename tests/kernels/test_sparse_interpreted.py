@@ -25,7 +25,13 @@ def engine(monkeypatch):
     return TritonEngine(torch.device("cpu"), DOCUMENTS)
 
 
-@pytest.mark.parametrize("case", [Case(1200, 2, 100, 12, 10), *(CASES[name] for name in ("more than there are", "int32 terms", "scores beyond float32"))])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1200, 2, 100, 12, 10),
+        *(CASES[name] for name in ("more than there are", "int32 terms", "scores beyond float32")),
+    ],
+)
 def test_bits_are_those_of_the_definition(case, engine):
     check(case, "cpu", engine)
 
