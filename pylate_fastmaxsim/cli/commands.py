@@ -382,7 +382,7 @@ def search(
 
         kept = "documents are kept with --index only, and the same command starts again"
         if index is not None:
-            kept = f"what is encoded is kept in {index}, and the same command goes on from there"
+            kept = f"finished parts are kept in {index}, and the same command goes on from there"
         options = Options(k, run, index, dtype, batch_size, trust_remote_code)
         _quiet_libraries()
         if json_ is not None:

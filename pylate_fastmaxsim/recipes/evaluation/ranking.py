@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import pyarrow as pa
 from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
@@ -59,11 +60,13 @@ def ranking(collection: Collection, scores: Tensor, positions: Tensor, depth: in
     A position of -1 is no document, as sparse search has where too few share a term with the query. A document that is
     the query itself is left out, so that K should be more than ``depth``.
     """
-    ids = collection.corpus.select_columns("_id")
+    # Rows of a data set take 20 times as long to look up.
+    ids = collection.corpus.select_columns("_id").with_format("arrow")[:].column("_id").combine_chunks()
     found = {}
     for query, row, values in zip(collection.queries, positions.cpu(), scores.tolist(), strict=True):
-        row = row[row >= 0].tolist()
-        documents = dict(zip(map(str, ids[row]["_id"]), zip(row, values, strict=False), strict=True))
+        row = row[row >= 0]
+        names = map(str, ids.take(pa.array(row.numpy())).to_pylist())
+        documents = dict(zip(names, zip(row.tolist(), values, strict=False), strict=True))
         if query in documents and _is_query(collection, query, documents[query][0]):
             del documents[query]
         found[query] = {document: score for document, (_, score) in list(documents.items())[:depth]}

@@ -117,7 +117,7 @@ def test_an_interrupted_index_goes_on_and_a_finished_one_encodes_nothing(
 
     monkeypatch.setattr(ranking, "encode", counted(stop_at=112))
     done = search(saved[kind], *files, "--index", folder, code=130)
-    assert f"Interrupted: what is encoded is kept in {folder}, and the same command goes on from there." in done.stderr
+    assert f"Interrupted: finished parts are kept in {folder}, and the same command goes on from there." in done.stderr
     # Of 112 documents three whole parts of 32 have been kept.
     monkeypatch.setattr(ranking, "encode", counted())
     search(saved[kind], *files, "--index", folder, "--run", again)
