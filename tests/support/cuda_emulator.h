@@ -63,6 +63,11 @@ template <class T> static T __shfl_up_sync(unsigned, T value, int step) {
   const uint64_t* all = exchanged(to_bits(value));
   return lane >= step ? from_bits<T>(all[lane - step]) : value;
 }
+template <class T> static T __shfl_down_sync(unsigned, T value, int step) {
+  const int lane = current->place.x & 31;
+  const uint64_t* all = exchanged(to_bits(value));
+  return lane + step < 32 ? from_bits<T>(all[lane + step]) : value;
+}
 static unsigned __ballot_sync(unsigned, bool vote) {
   const uint64_t* all = exchanged(vote);
   unsigned votes = 0;
@@ -73,8 +78,10 @@ static unsigned __ballot_sync(unsigned, bool vote) {
 static int __ffs(unsigned x) { return __builtin_ffs(x); }
 template <class T> static T max(T a, T b) { return a > b ? a : b; }
 template <class T> static T atomicAdd(T* place, T value) { const T old = *place; *place = old + value; return old; }
+static void atomicMax(int* place, int value) { if (value > *place) *place = value; }
 static void atomicOr(unsigned* place, unsigned bits) { *place |= bits; }
 template <class T> static T __ldg(const T* place) { return *place; }
+static float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 static float from_half(unsigned short bits) { _Float16 x; memcpy(&x, &bits, 2); return (float)x; }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
@@ -31,7 +32,8 @@ class CudaEngine:
     def prepare(self, queries: Queries, top_scales: Tensor, at_least: Tensor | None, state: State) -> None:
         self._launch(
             "prepare_queries", (len(queries), 1), 128,
-            [*queries, top_scales, at_least, state.units, state.margins, state.thresholds],
+            [*queries, top_scales, at_least, state.units, state.margins, state.thresholds, state.counts, state.lost,
+             state.histograms, state.summary],
         )  # fmt: skip
 
     def count(self, tables: Tables, blocks: Tensor, queries: Queries, chosen: Tensor, state: State) -> None:
@@ -50,11 +52,11 @@ class CudaEngine:
         grid = (blocks.numel() * chosen.numel(), 1)
         self._launch(name, grid, self._threads, arguments, shared_bytes=4 * self._documents)
 
-    def raise_thresholds(self, chosen: Tensor, state: State, k: int) -> None:
+    def raise_thresholds(self, chosen: Tensor, state: State, k: int, restart: bool = False) -> None:
         self._launch(
-            "raise_thresholds", (chosen.numel(), 1), 256,
-            [chosen, state.histograms, state.units, state.margins, state.thresholds, state.counts, state.candidates, state.lost,
-             state.capacity, k],
+            "raise_thresholds", (chosen.numel(), 1), 1024,
+            [chosen, state.histograms, state.units, state.margins, state.thresholds, state.counts, state.candidates,
+             state.lost, state.summary, state.capacity, k, int(restart)],
         )  # fmt: skip
 
     def rescore(
@@ -65,3 +67,10 @@ class CudaEngine:
             "rescore", grid, 256,
             [chosen, *queries, *tables[5:], state.counts, state.candidates, state.capacity, width, *map(int, wide)],
         )  # fmt: skip
+
+    def unpack(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        count, width = keys.shape
+        scores = torch.empty(count, k, device=keys.device)
+        positions = torch.empty(count, k, dtype=torch.int64, device=keys.device)
+        self._launch("unpack", (-(-count * k // 256), 1), 256, [keys, scores, positions, width, k, count])
+        return scores, positions

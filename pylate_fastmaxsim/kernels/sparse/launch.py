@@ -120,22 +120,21 @@ class DeviceBlocks:
         queries = Queries(offsets, terms.int(), weights.float())
         if self.vocabulary > LARGEST // 512 and len(queries) and int(offsets.diff().max()) > LARGEST // 512:
             raise ValueError(f"sparse search: a query on a GPU may have at most {LARGEST // 512} terms.")
-        scores = torch.zeros(len(queries), k, device=self.device)
-        positions = torch.full((len(queries), k), -1, dtype=torch.int64, device=self.device)
         if not self._blocks or not terms.numel():
-            return scores, positions
+            scores = torch.zeros(len(queries), k, device=self.device)
+            return scores, torch.full_like(scores, -1, dtype=torch.int64)
         capacity = max(ROOM * k, DOCUMENTS_PER_BLOCK)
         part = max(1, STATE_BYTES // State.bytes_of_query(capacity))
+        found = []
         with on_device_of(offsets):
             for first in range(0, len(queries), part):
-                rows = slice(first, min(first + part, len(queries)))
-                own = Queries(offsets[rows.start : rows.stop + 1], *queries[1:])
-                keys = self._best(own, k, capacity, None if at_least is None else at_least[rows].contiguous())
-                found = keys > 0
-                width = keys.shape[1]
-                scores[rows, :width] = torch.where(found, keys >> 32, 0).int().view(torch.float32)
-                positions[rows, :width] = torch.where(found, 0xFFFFFFFF - (keys & 0xFFFFFFFF), -1)
-        return scores, positions
+                own = Queries(offsets[first : first + part + 1], *queries[1:])
+                known = None if at_least is None else at_least[first : first + part].contiguous()
+                found.append(self._engine.unpack(self._best(own, k, capacity, known), k))
+        if len(found) == 1:
+            return found[0]
+        scores, positions = zip(*found, strict=True)
+        return torch.cat(scores), torch.cat(positions)
 
     def _best(self, queries: Queries, k: int, capacity: int, at_least: Tensor | None) -> Tensor:
         """Keys of the best documents, ``[Nq, up to k]``, int64, the largest first; 0 where there is none."""
@@ -148,18 +147,14 @@ class DeviceBlocks:
             wanted = max(1 if len(blocks) < 8 * SAMPLE_BLOCKS else SAMPLE_BLOCKS, -(-2 * k // DOCUMENTS_PER_BLOCK))
             sample = blocks[:: max(1, len(blocks) // wanted)][:wanted]
             engine.count(tables, self._numbers(sample), queries, everyone, state)
-            engine.raise_thresholds(everyone, state, k)
-            state.histograms.zero_()
+            engine.raise_thresholds(everyone, state, k, restart=True)
         lost, width = self._scan(everyone, blocks, queries, state, k)
         if lost:
-            again = torch.tensor(lost, dtype=torch.int32, device=self.device)
-            for tensor in (state.histograms, state.counts, state.lost):
-                tensor[again.long()] = 0
-            lost, width = self._scan(again, blocks, queries, state, k)
+            again = self._restarted(lost, state)
+            lost, more = self._scan(again, blocks, queries, state, k)
+            width = max(width, more)
         if lost:
-            hard = torch.tensor(lost, dtype=torch.int32, device=self.device)
-            for tensor in (state.histograms, state.counts):
-                tensor[hard.long()] = 0
+            hard = self._restarted(lost, state)
         keys = self._rescored(queries, everyone, state, width, k)
         if lost:
             best = self._block_by_block(hard, blocks, queries, state, k)
@@ -173,8 +168,16 @@ class DeviceBlocks:
             self._engine.scan(self._of_blocks(), self._numbers(wave), queries, chosen, state)
             self._engine.raise_thresholds(chosen, state, k)
         # The one place where the host waits.
-        counts, lost = torch.stack([state.counts, state.lost]).cpu()
-        return lost.nonzero()[:, 0].tolist(), int(counts.max())
+        width, lost = state.summary.tolist()
+        return state.lost.nonzero()[:, 0].tolist() if lost else [], width
+
+    def _restarted(self, queries: list[int], state: State) -> Tensor:
+        """Queries that begin anew with the thresholds that they have."""
+        chosen = torch.tensor(queries, device=self.device)
+        for tensor in (state.histograms, state.counts, state.lost):
+            tensor[chosen] = 0
+        state.summary.zero_()
+        return chosen.int()
 
     def _rescored(self, queries: Queries, chosen: Tensor, state: State, width: int, k: int) -> Tensor:
         """Keys of the best candidates of some queries, of up to ``width`` each."""

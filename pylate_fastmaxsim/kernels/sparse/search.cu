@@ -35,14 +35,15 @@ __device__ __forceinline__ double sum_of(double score, double unit) {
 }
 
 // One CTA, one query. The unit of a query's integer sums, such that they stay below LARGEST; the most that a sum can
-// exceed the inner product by, in that unit; and the lowest sum that can reach `at_least`.
+// exceed the inner product by, in that unit; and the lowest sum that can reach `at_least`. The rest begins at 0.
 extern "C" __global__ void __launch_bounds__(128) prepare_queries(
     const int64* __restrict__ offsets, const int* __restrict__ terms, const float* __restrict__ weights,
     const float* __restrict__ top_scales, const float* __restrict__ at_least, double* units, int* margins,
-    int* thresholds) {
+    int* thresholds, int* counts, int* lost, int* histograms, int* summary) {
   __shared__ double partial[128];
   const int query = blockIdx.x, thread = threadIdx.x;
   const int64 begin = offsets[query], end = offsets[query + 1];
+  for (int i = thread; i < BINS; i += 128) histograms[query * BINS + i] = 0;
   double sum = 0.0;
   for (int64 i = begin + thread; i < end; i += 128) sum += (double)weights[i] * (double)top_scales[terms[i]];
   partial[thread] = sum;
@@ -61,6 +62,8 @@ extern "C" __global__ void __launch_bounds__(128) prepare_queries(
     margins[query] = margin < LARGEST ? (int)margin : (int)LARGEST;
     const double lowest = at_least ? sum_of(at_least[query], unit) : 0.0;
     thresholds[query] = lowest > 1.0 ? (lowest < LARGEST ? (int)lowest : (int)LARGEST) : 1;
+    counts[query] = lost[query] = 0;
+    if (query == 0) summary[0] = summary[1] = 0;
   }
 }
 
@@ -225,36 +228,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) scan_blocks(
 }
 
 // One CTA, one query. The threshold becomes the lower edge of the highest bin at or above which k documents were counted,
-// less the margin, and never falls. Candidates below it are dropped. `lost` says whether the buffer ran over.
-extern "C" __global__ void __launch_bounds__(256) raise_thresholds(
-    const int* __restrict__ queries, const int* __restrict__ histograms, const double* __restrict__ units,
-    const int* __restrict__ margins, int* thresholds, int* counts, uint64* candidates, int* lost, int capacity, int k) {
-  __shared__ int partial[256];
-  __shared__ int kept, raised;
-  const int query = queries[blockIdx.x], thread = threadIdx.x;
-  const int* histogram = histograms + query * BINS;
-  int sum = 0;
-  for (int i = 0; i < BINS / 256; i++) sum += histogram[thread * (BINS / 256) + i];
-  partial[thread] = sum;
-  __syncthreads();
+// less the margin, and never falls. Candidates below it are dropped. `lost` says whether the buffer ran over; `summary`
+// gets the most candidates that a query has left, and whether any has lost some. With `restart` the histogram begins anew.
+extern "C" __global__ void __launch_bounds__(1024) raise_thresholds(
+    const int* __restrict__ queries, int* histograms, const double* __restrict__ units, const int* __restrict__ margins,
+    int* thresholds, int* counts, uint64* candidates, int* lost, int* summary, int capacity, int k, int restart) {
+  __shared__ int of_warps[32];
+  __shared__ int kept, threshold;
+  const int query = queries[blockIdx.x], thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  int* histogram = histograms + query * BINS;
   if (thread == 0) {
-    int above = 0, group = 255;
-    while (group >= 0 && above + partial[group] < k) above += partial[group--];
-    int threshold = thresholds[query];
-    if (group >= 0) {
-      int bin = (group + 1) * (BINS / 256) - 1;
-      while (above + histogram[bin] < k) above += histogram[bin--];
-      const double edge = (bin << BIN_SHIFT) - margins[query], ceiling = sum_of(GREATEST, units[query]);
-      threshold = max(threshold, (int)(edge < ceiling ? edge : ceiling));
-    }
-    thresholds[query] = raised = threshold;
     kept = 0;
+    threshold = thresholds[query];
   }
+  // Each thread has BINS / 1024 = 2 bins; how many documents lie in them and above.
+  const int low = histogram[2 * thread], high = histogram[2 * thread + 1];
+  int through = low + high;
+  for (int step = 1; step < 32; step <<= 1) {
+    const int more = __shfl_down_sync(ALL_LANES, through, step);
+    if (lane + step < 32) through += more;
+  }
+  if (lane == 0) of_warps[warp] = through;
   __syncthreads();
-  const int found = counts[query], threshold = raised;
+  for (int i = warp + 1; i < 32; i++) through += of_warps[i];
+  const int above = through - low - high;
+  if (above < k && through >= k) {
+    const int bin = 2 * thread + (above + high >= k);
+    const double edge = (bin << BIN_SHIFT) - margins[query], ceiling = sum_of(GREATEST, units[query]);
+    threshold = max(threshold, (int)(edge < ceiling ? edge : ceiling));
+  }
+  if (restart) histogram[2 * thread] = histogram[2 * thread + 1] = 0;
+  __syncthreads();
+  const int found = counts[query];
   const int count = found < capacity ? found : capacity;
   uint64* own = candidates + (uint64)query * capacity;
-  for (int base = 0; base < count; base += 256) {
+  for (int base = 0; base < count; base += 1024) {
     const uint64 candidate = base + thread < count ? own[base + thread] : 0;
     __syncthreads();
     // What is kept goes to places that have been read already.
@@ -262,8 +270,11 @@ extern "C" __global__ void __launch_bounds__(256) raise_thresholds(
     __syncthreads();
   }
   if (thread == 0) {
+    thresholds[query] = threshold;
     counts[query] = kept;
     if (found > capacity) lost[query] = 1;
+    atomicMax(summary, kept);
+    if (lost[query]) summary[1] = 1;
   }
 }
 
@@ -325,4 +336,15 @@ extern "C" __global__ void __launch_bounds__(256) rescore(
     }
     if (lane == 0) *candidate = (uint64)__float_as_uint((float)sum) << 32 | (0xffffffffu - position);
   }
+}
+
+// Keys of the best documents, `width` of each query, as scores and positions; 0 and -1 where there is none.
+extern "C" __global__ void __launch_bounds__(256) unpack(
+    const uint64* __restrict__ keys, float* scores, int64* positions, int width, int k, int count) {
+  const int64 i = (int64)blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int64)count * k) return;
+  const int64 query = i / k, place = i % k;
+  const uint64 key = place < width ? keys[query * width + place] : 0;
+  scores[i] = __uint_as_float((uint32)(key >> 32));
+  positions[i] = key ? (int64)(0xffffffffu - (uint32)key) : -1;
 }

@@ -47,6 +47,7 @@ class State(NamedTuple):
     lost: Tensor  # [Nq] int32
     histograms: Tensor  # [Nq, BINS] int32
     candidates: Tensor  # [Nq, capacity] int64
+    summary: Tensor  # [2] int32
 
     @property
     def capacity(self) -> int:
@@ -54,14 +55,15 @@ class State(NamedTuple):
 
     @classmethod
     def of(cls, count: int, capacity: int, device: torch.device) -> State:
+        """To be filled in by an engine's ``prepare``."""
         # Few allocations, since the host takes as long as the GPU for small searches.
-        numbers = torch.empty(4, count, dtype=torch.int32, device=device)
-        numbers[2:] = 0
+        numbers = torch.empty(4 * count + 2, dtype=torch.int32, device=device)
         return cls(
             torch.empty(count, dtype=torch.float64, device=device),
-            *numbers,
-            torch.zeros(count, BINS, dtype=torch.int32, device=device),
+            *numbers[: 4 * count].view(4, count),
+            torch.empty(count, BINS, dtype=torch.int32, device=device),
             torch.empty(count, capacity, dtype=torch.int64, device=device),
+            numbers[4 * count :],
         )
 
     @staticmethod

@@ -185,6 +185,8 @@ class TritonEngine:
         self._slices = torch.zeros(self._programs, documents, dtype=torch.int32, device=device)
 
     def prepare(self, queries: Queries, top_scales: Tensor, at_least: Tensor | None, state: State) -> None:
+        for tensor in (state.counts, state.lost, state.histograms, state.summary):
+            tensor.zero_()
         prepare_kernel[(len(queries),)](
             *queries, top_scales, at_least, state.units, state.margins, state.thresholds,
             LARGEST=float(LARGEST), SMALLEST=SMALLEST, GREATEST=GREATEST, BLOCK=128,
@@ -205,11 +207,14 @@ class TritonEngine:
             COLLECT=collect, DOCUMENTS=self._documents, UNIT=UNIT, BINS=BINS, BIN_SHIFT=BIN_SHIFT, BLOCK=POSTINGS_AT_ONCE,
         )  # fmt: skip
 
-    def raise_thresholds(self, chosen: Tensor, state: State, k: int) -> None:
+    def raise_thresholds(self, chosen: Tensor, state: State, k: int, restart: bool = False) -> None:
         raise_kernel[(chosen.numel(),)](
-            chosen, state.histograms, state.units, state.margins, state.thresholds, state.counts, state.candidates, state.lost,
-            state.capacity, k, BINS=BINS, BIN_SHIFT=BIN_SHIFT, SMALLEST=SMALLEST, GREATEST=GREATEST, BLOCK=1024,
+            chosen, state.histograms, state.units, state.margins, state.thresholds, state.counts, state.candidates,
+            state.lost, state.capacity, k, BINS=BINS, BIN_SHIFT=BIN_SHIFT, SMALLEST=SMALLEST, GREATEST=GREATEST, BLOCK=1024,
         )  # fmt: skip
+        state.summary.copy_(torch.stack([state.counts.max(), state.lost.max()]))
+        if restart:
+            state.histograms[chosen.long()] = 0
 
     def rescore(
         self, tables: Tables, queries: Queries, chosen: Tensor, state: State, width: int, wide: tuple[bool, bool]
@@ -218,3 +223,8 @@ class TritonEngine:
             chosen, *queries, *tables[5:], state.counts, state.candidates, state.capacity,
             DOCUMENTS=self._documents, WIDE_TERMS=wide[0], WIDE_WEIGHTS=wide[1], BLOCK=ROW_TERMS_AT_ONCE, num_warps=1,
         )  # fmt: skip
+
+    def unpack(self, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        keys = torch.nn.functional.pad(keys, (0, k - keys.shape[1]))
+        positions = torch.where(keys > 0, 0xFFFFFFFF - (keys & 0xFFFFFFFF), -1)
+        return (keys >> 32).int().view(torch.float32), positions
