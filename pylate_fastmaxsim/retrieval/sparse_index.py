@@ -267,7 +267,9 @@ class SparseIndex:
             Positions are no integers; a mask is ``mask.nonzero().flatten()``.
         """
         self._require_whole("SparseIndex.remove")
-        positions = torch.as_tensor(positions if isinstance(positions, Tensor) else [*positions], device="cpu")
+        positions = torch.as_tensor(
+            positions if isinstance(positions, Tensor) else [*positions], device="cpu"
+        ).flatten()
         if len(positions) and (positions.is_floating_point() or positions.dtype == torch.bool):
             raise TypeError(f"SparseIndex.remove: positions must be integers, got {positions.dtype}.")
         positions, counts = positions.long().unique(return_counts=True)

@@ -146,6 +146,24 @@ def test_a_finished_build_goes_on_with_more_documents(documents, tmp_path):
         SparseIndex.build(lambda held: [sparse_vectors(1, 31, seed=0)], folder=tmp_path)
 
 
+def test_more_documents_go_on_where_adding_them_was_interrupted(documents, tmp_path):
+    SparseIndex.build(rest(documents), folder=tmp_path)
+    more = SparseBatch.concatenate([documents, sparse_vectors(30, VOCABULARY, seed=5)])
+    asked = []
+
+    def batches(held: int, interrupted: bool = True):
+        asked.append(held)
+        yield from rest(more.select(torch.arange(44)) if interrupted else more)(held)
+        assert not interrupted
+
+    with pytest.raises(AssertionError):
+        SparseIndex.build(batches, folder=tmp_path)
+    assert_finds(SparseIndex.load(tmp_path), documents)
+    assert_finds(SparseIndex.build(lambda held: batches(held, False), folder=tmp_path), more)
+    assert asked == [37, 40]
+    assert len(blocks(tmp_path)) == 10
+
+
 def test_blocks_are_read_from_disk_while_the_index_is_built(documents, tmp_path):
     """So that what is in memory does not grow with the collection."""
     index = SparseIndex.build(rest(documents), folder=tmp_path)
@@ -185,7 +203,6 @@ def test_files_of_something_else_are_named(documents, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.smoke
 def test_a_killed_build_loses_no_finished_block(documents, tmp_path):
     program = (
         "import os, signal, sys\n"
