@@ -20,6 +20,7 @@ from pylate_fastmaxsim.recipes.models.encode import Encoded, exact_search
 from pylate_fastmaxsim.recipes.models.kind import SPARSE
 from pylate_fastmaxsim.retrieval.corpus import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -73,6 +74,8 @@ class Index(Protocol):
 def open_or_build(folder: Path, description: Description, encode_from: EncodeFrom, device: torch.device) -> Index:
     """The index in a folder, finished first where an earlier call was interrupted, and built where there is none.
 
+    A finished index is only read: by several commands at once, and where the folder cannot be written.
+
     Raises
     ------
     RecipeError
@@ -80,26 +83,45 @@ def open_or_build(folder: Path, description: Description, encode_from: EncodeFro
         builds it.
     """
     building = f"--index: {folder} is being built by another command; wait until it ends, or choose another folder."
-    with hold_lock("--index", folder, LOCK_FILE, building):
-        _describe(folder, description)
-        try:
+    try:
+        if (folder / DESCRIPTION_FILE).exists():
+            _require_same(folder, description)
+            if (index := _finished(folder, description, device)) is not None:
+                return index
+        with hold_lock("--index", folder, LOCK_FILE, building):
+            _describe(folder, description)
             if description.kind == SPARSE:
                 return _Sparse(SparseIndex.build(encode_from, folder=folder / SPARSE_FOLDER, device=device))
-            return _LateInteraction(_parts(folder, description, encode_from), device)
-        except RecipeError:
-            raise
-        except ValueError as error:  # a file is damaged, or a number too large for the dtype
-            raise RecipeError(f"--index: {first_line(error)}") from error
+            return _LateInteraction(_build_parts(folder, description, encode_from), device)
+    except RecipeError:
+        raise
+    except ValueError as error:  # a file is damaged, or a number too large for the dtype
+        raise RecipeError(f"--index: {first_line(error)}") from error
+
+
+def _finished(folder: Path, description: Description, device: torch.device) -> Index | None:
+    if description.kind == SPARSE:
+        if not (folder / SPARSE_FOLDER / SPARSE_FILE).exists():
+            return None
+        return _Sparse(SparseIndex.load(folder / SPARSE_FOLDER, device))
+    parts = _finished_parts(folder)
+    return _LateInteraction(parts, device) if sum(map(len, parts)) == description.documents else None
 
 
 def _describe(folder: Path, description: Description) -> None:
     """Write the description of a new index, or refuse an index of something else."""
-    file, wanted = folder / DESCRIPTION_FILE, {"format": FORMAT, **asdict(description)}
-    if not file.exists():
-        if any(path.name != LOCK_FILE for path in folder.iterdir()):
-            raise RecipeError(f"--index must be a folder for an index, but {folder} holds something else.")
-        write_text_atomically(file, json.dumps(wanted, indent=2) + "\n")
+    if (folder / DESCRIPTION_FILE).exists():
+        _require_same(folder, description)
         return
+    if any(path.name != LOCK_FILE for path in folder.iterdir()):
+        raise RecipeError(f"--index must be a folder for an index, but {folder} holds something else.")
+    text = json.dumps({"format": FORMAT, **asdict(description)}, indent=2) + "\n"
+    write_text_atomically(folder / DESCRIPTION_FILE, text)
+
+
+def _require_same(folder: Path, description: Description) -> None:
+    """Refuse an index of something else."""
+    file = folder / DESCRIPTION_FILE
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
@@ -111,7 +133,7 @@ def _describe(folder: Path, description: Description) -> None:
         ("corpus_digest", "another corpus"),
         ("dtype", f"--dtype {found.get('dtype')}"),
     ):
-        if found.get(key) != wanted[key]:
+        if found.get(key) != getattr(description, key):
             raise RecipeError(
                 f"--index: {folder} was made with {other}; choose another folder, or remove it to build it anew."
             )
@@ -141,12 +163,17 @@ class _LateInteraction:
         return exact_search(queries.with_values(queries.values.to(self.parts[0].dtype)), batches(), k)
 
 
-def _parts(folder: Path, description: Description, encode_from: EncodeFrom) -> list[Corpus]:
-    """The parts of the corpus on disk, the missing ones encoded."""
-    parts, done = [], 0
-    while (part := folder / PART_FOLDER.format(done) / CORPUS_FILE).exists():
+def _finished_parts(folder: Path) -> list[Corpus]:
+    parts: list[Corpus] = []
+    while (part := folder / PART_FOLDER.format(sum(map(len, parts))) / CORPUS_FILE).exists():
         parts.append(Corpus(part.parent))
-        done += len(parts[-1])
+    return parts
+
+
+def _build_parts(folder: Path, description: Description, encode_from: EncodeFrom) -> list[Corpus]:
+    """The parts of the corpus on disk, the missing ones encoded."""
+    parts = _finished_parts(folder)
+    done = sum(map(len, parts))
     batches = encode_from(done)
     while done < description.documents:
         part = folder / PART_FOLDER.format(done)

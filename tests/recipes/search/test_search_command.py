@@ -14,6 +14,7 @@ import models
 import pytest
 import torch
 from beir_folder import tables, write_folder
+from filelock import FileLock
 from pylate.scores import colbert_scores
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import text
@@ -205,6 +206,20 @@ def test_an_index_of_something_else_is_refused(saved, files, encoder, tmp_path):
     assert "must be of the format" in search(name, *files, "--index", folder, code=2).stderr
     done = search(name, *files, "--index", corpus.parent, code=2)
     assert f"--index must be a folder for an index, but {corpus.parent} holds something else." in done.stderr
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_command_at_a_time_builds_an_index_and_several_read_it(kind, saved, files, tmp_path):
+    folder = tmp_path / "index"
+    folder.mkdir()
+    with FileLock(folder / index.LOCK_FILE):
+        done = search(saved[kind], *files, "--index", folder, code=2)
+        assert f"--index: {folder} is being built by another command" in done.stderr
+    search(saved[kind], *files, "--index", folder)
+    with FileLock(folder / index.LOCK_FILE):
+        written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        search(saved[kind], *files, "--index", folder)
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
 
 
 @pytest.mark.parametrize("kind", KINDS)
