@@ -113,9 +113,9 @@ def _above(products: csr_matrix, worst: np.ndarray, first: int, live: Tensor | N
     # Sorts the documents of each query, in linear time.
     found = found.tocsc().tocsr()
     lengths = torch.from_numpy(np.diff(found.indptr)).long()
-    filled = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
-    padded = torch.full(filled.shape, -1.0)
-    places = torch.full(filled.shape, -1)
+    filled = torch.arange(int(lengths.max()) if len(lengths) else 0, device="cpu") < lengths[:, None]
+    padded = torch.full(filled.shape, -1.0, device="cpu")
+    places = torch.full(filled.shape, -1, device="cpu")
     padded[filled] = torch.from_numpy(found.data)
     places[filled] = torch.from_numpy(found.indices).long() + first
     return padded, places

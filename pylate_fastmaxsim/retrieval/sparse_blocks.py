@@ -46,10 +46,10 @@ class HostBlocks:
         self, offsets: Tensor, terms: Tensor, weights: Tensor, k: int, at_least: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         queries = PreparedQueries(SparseBatch._trusted(offsets, terms, weights, self._vocabulary))
-        scores = torch.full((len(offsets) - 1, k), -1.0)
-        positions = torch.full((len(offsets) - 1, k), -1)
+        scores = torch.full((len(offsets) - 1, k), -1.0, device="cpu")
+        positions = torch.full((len(offsets) - 1, k), -1, device="cpu")
         # A score that equals it counts.
-        floor = None if at_least is None else at_least.nextafter(torch.tensor(-1.0))
+        floor = None if at_least is None else at_least.nextafter(torch.full_like(at_least, -1))
         for number, (block, live) in sorted(self._blocks.items()):
             first = number * postings.DOCUMENTS_PER_BLOCK
             for rows, new, places in queries.candidates(block, live, scores[:, -1], floor):
@@ -77,7 +77,7 @@ def search_blocks(
 ) -> tuple[Tensor, Tensor]:
     """The best documents of blocks, the first of which begins at the position ``first``."""
     scores, positions = blocks.search(queries.offsets, queries.terms, queries.weights, k, at_least)
-    return scores, torch.where(positions < 0, positions, positions + first)
+    return scores, torch.where(positions < 0, positions, positions + first) if first else positions
 
 
 def require_queries(where: str, queries: object, k: object) -> int:

@@ -211,15 +211,17 @@ class SparseIndex:
             block = files.read_block(where, folder, number, documents)
             if (block.vocabulary, block.dtype) != (index.vocabulary, index.dtype):
                 raise ValueError(
-                    f"{where}: block {number} of {folder} has another vocabulary or dtype than {files.DESCRIPTION_FILE} "
-                    "says; build the index again."
+                    f"{where}: block {number} of {folder} has another vocabulary or dtype than the index; build the index "
+                    "again."
                 )
             first = number * postings.DOCUMENTS_PER_BLOCK
             begin, end = (bisect_left(description.removed, first + each) for each in (0, documents))
-            gone = torch.tensor(description.removed[begin:end], dtype=torch.int64) - first
-            live = None if begin == end else torch.ones(documents, dtype=torch.bool).index_fill_(0, gone, False)
+            live = None
+            if begin < end:
+                gone = torch.tensor(description.removed[begin:end], device=device) - first
+                live = torch.ones(documents, dtype=torch.bool, device=device).index_fill_(0, gone, False)
             index._written[len(index._blocks)] = documents
-            index._set(len(index._blocks), block.to(device), None if live is None else live.to(device))
+            index._set(len(index._blocks), block.to(device), live)
         return index
 
     def __len__(self) -> int:

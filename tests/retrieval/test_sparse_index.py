@@ -161,3 +161,16 @@ def test_float16_documents_widen_behind_float32_ones():
     both = SparseBatch.concatenate([single, half])
     assert_same(index.search(both, 18), sorted_scores(both, both, 18))
     assert_same(sparse_search(both, [single, half], 18), sorted_scores(both, both, 18))
+
+
+def test_the_default_device_does_not_matter(tmp_path):
+    """As after ``torch.set_default_device("cuda")``."""
+    documents = sparse_vectors(20, 30, seed=0)
+    expected = sorted_scores(documents, documents, 9, {3})
+    with torch.device("meta"):
+        index = SparseIndex.build([documents])
+        index.remove([3])
+        index.save(tmp_path)
+        found = [SparseIndex.load(tmp_path).search(documents, 9), sparse_search(documents, [documents], 9)]
+    assert_same(found[0], expected)
+    assert_same(found[1], sorted_scores(documents, documents, 9))
