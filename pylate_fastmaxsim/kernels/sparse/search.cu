@@ -14,6 +14,8 @@ typedef long long int64;
 #define ALL_LANES 0xffffffffu
 // Terms of a query whose lists are walked at once; more are walked in turn.
 #define TERMS 256
+// Documents of a block above the threshold that are listed; if there are more, all are looked at again.
+#define PLACES 2048
 // Bits of a filter of terms.
 #define FILTER 32768
 // Numbers of float32 above 0.
@@ -198,32 +200,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_blocks(BLOCK_ARGUMEN
 // The same, and they become candidates; `counts` goes on beyond `capacity`, so that one sees that some were lost.
 extern "C" __global__ void __launch_bounds__(THREADS) scan_blocks(
     BLOCK_ARGUMENTS, int* counts, uint64* candidates, int capacity) {
-  __shared__ int found, first;
-  if (threadIdx.x == 0) found = 0;  // sum_block waits for all threads
+  __shared__ int found, first, taken;
+  __shared__ uint16 places[PLACES];
+  if (threadIdx.x == 0) found = taken = 0;  // sum_block waits for all threads
   SUM_BLOCK;
-  int own = 0;
   for (int i = threadIdx.x; i < DOCUMENTS / 4; i += THREADS) {
     const int4 four = ((const int4*)sums)[i];
     if (max(max(four.x, four.y), max(four.z, four.w)) < threshold) continue;
-    own += (four.x >= threshold) + (four.y >= threshold) + (four.z >= threshold) + (four.w >= threshold);
-  }
-  // Removed documents take a slot as well, which their sum of 0 gives up again when the threshold is raised.
-  const int offset = own ? atomicAdd(&found, own) : 0;
-  __syncthreads();
-  if (threadIdx.x == 0 && found) first = atomicAdd(counts + query, found);
-  __syncthreads();
-  if (!own) return;
-  int slot = first + offset;
-  for (int i = threadIdx.x; i < DOCUMENTS / 4; i += THREADS) {
     for (int place = 4 * i; place < 4 * i + 4; place++) {
-      int sum = sums[place];
-      if (sum < threshold) continue;
-      if (alive && !alive[place]) sum = 0;
-      else atomicAdd(histograms + query * BINS + bin_of(sum), 1);
-      if (slot < capacity)
-        candidates[(uint64)query * capacity + slot] = (uint64)sum << 32 | (uint32)(block * DOCUMENTS + place);
-      slot++;
+      if (sums[place] < threshold) continue;
+      const int slot = atomicAdd(&found, 1);
+      if (slot < PLACES) places[slot] = place;
     }
+  }
+  __syncthreads();
+  if (found == 0) return;
+  // One step for all, since the threads of all blocks would wait for one another.
+  if (threadIdx.x == 0) first = atomicAdd(counts + query, found);
+  __syncthreads();
+  const bool listed = found <= PLACES;
+  for (int i = threadIdx.x; i < (listed ? found : DOCUMENTS); i += THREADS) {
+    const int place = listed ? places[i] : i;
+    int sum = sums[place];
+    if (sum < threshold) continue;
+    const int slot = first + (listed ? i : atomicAdd(&taken, 1));
+    // A removed document has a slot as well, which its sum of 0 gives up again when the threshold is raised.
+    if (alive && !alive[place]) sum = 0;
+    else atomicAdd(histograms + query * BINS + bin_of(sum), 1);
+    if (slot < capacity)
+      candidates[(uint64)query * capacity + slot] = (uint64)sum << 32 | (uint32)(block * DOCUMENTS + place);
   }
 }
 
