@@ -39,13 +39,16 @@ def assert_same(found, expected):
     sizes=st.lists(st.integers(0, 20), max_size=4),
     k=st.sampled_from([1, 2, 7, 60]),
     queries=st.integers(0, 5),
+    every=st.sampled_from([1, 3]),
     dtypes=st.tuples(*[st.sampled_from([torch.float16, torch.float32])] * 2),
     at_once=st.sampled_from([1, 20, 1 << 22]),
     data=st.data(),
 )
-def test_equal_to_sorting_all_scores(count, vocabulary, sizes, k, queries, dtypes, at_once, data, tmp_path_factory):
+def test_equal_to_sorting_all_scores(
+    count, vocabulary, sizes, k, queries, every, dtypes, at_once, data, tmp_path_factory
+):
     asked = sparse_vectors(queries, vocabulary, seed=queries, dtype=dtypes[0])
-    documents = sparse_vectors(count, vocabulary, seed=count, dtype=dtypes[1])
+    documents = sparse_vectors(count, vocabulary, seed=count, every=every, dtype=dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PAIRS_AT_ONCE", "ENTRIES_AT_ONCE"):
             patch.setattr(cpu_sparse, name, at_once)

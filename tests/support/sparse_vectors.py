@@ -10,16 +10,22 @@ from pylate_fastmaxsim import SparseBatch
 
 
 def sparse_vectors(
-    count: int, vocabulary: int, seed: int, *, most: int = 6, dtype: torch.dtype = torch.float32
+    count: int,
+    vocabulary: int,
+    seed: int,
+    *,
+    most: int = 6,
+    every: int = 3,
+    dtype: torch.dtype = torch.float32,
 ) -> SparseBatch:
-    """Vectors of up to ``most`` terms, some without any. In every third there is term 0, and many weights are equal."""
+    """Vectors of up to ``most`` terms, some without any. In one of ``every`` there is term 0. Many weights are equal."""
     numbers = np.random.default_rng(seed)
     rows = []
     for row in range(count):
         terms = numbers.choice(
             min(vocabulary, 1 << 20), size=min(vocabulary, numbers.integers(most + 1)), replace=False
         )
-        terms = {0, *terms.tolist()} if row % 3 == 1 else {*terms.tolist()}
+        terms = {0, *terms.tolist()} if row % every == 0 else {*terms.tolist()}
         weights = [0.0, 0.5, 1.0, 1.0, 1.5, float(np.float16(numbers.random()))]
         # Spread over all of a huge vocabulary.
         spread = max(1, vocabulary // (1 << 20))
