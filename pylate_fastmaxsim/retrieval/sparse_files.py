@@ -44,6 +44,10 @@ def write_block(folder: Path, number: int, block: SparseBatch) -> None:
     _write_atomically(file, lambda scratch: save_file(tensors, scratch, metadata))
 
 
+def has_block(folder: Path, number: int, block: SparseBatch) -> bool:
+    return _block_file(folder, number, len(block)).exists()
+
+
 def read_block(where: str, folder: Path, number: int, documents: int) -> SparseBatch:
     """A block on the CPU, mapped into memory: what is not used is not read.
 

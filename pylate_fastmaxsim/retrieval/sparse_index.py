@@ -358,7 +358,7 @@ class SparseIndex:
         self._require_whole("SparseIndex.save")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        if self._folder is None or not folder.samefile(self._folder):
+        if self._folder is None or folder.resolve() != self._folder.resolve():
             if any(folder.iterdir()):
                 raise ValueError(
                     f"SparseIndex.save: {folder} must be empty, or the folder that this index is from; choose another "
@@ -366,7 +366,7 @@ class SparseIndex:
                 )
             self._written = {}
         for number, block in enumerate(self._blocks):
-            if self._written.get(number) != len(block):
+            if self._written.get(number) != len(block) or not files.has_block(folder, number, block):
                 files.write_block(folder, number, block)
         self._describe(folder)
 
@@ -427,12 +427,12 @@ class SparseIndex:
 
 
 def _device(where: str, device: str | torch.device) -> torch.device:
-    """With its number, so that it equals the device of a tensor; ValueError if it cannot search."""
+    """As tensors have it; ValueError if it cannot search."""
     device = torch.device(device)
     require_device(where, device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _require_same_on_all_ranks(where: str, shard: tuple[int, int], queries: SparseBatch, k: int) -> None:

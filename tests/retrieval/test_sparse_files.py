@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,17 @@ def test_the_folder_holds_the_index_of_before_until_the_new_one_is_complete(docu
     assert_finds(SparseIndex.load(tmp_path), documents)
     index.save(tmp_path)
     assert len(SparseIndex.load(tmp_path)) == 74 and len(blocks(tmp_path)) == 11
+
+
+def test_a_folder_that_was_deleted_is_written_again(documents, tmp_path):
+    SparseIndex.build(rest(documents), folder=tmp_path / "built")
+    index = SparseIndex.load(tmp_path / "built", "cpu:0")
+    shutil.rmtree(tmp_path / "built")
+    index.save(tmp_path / "built")
+    assert_finds(SparseIndex.load(tmp_path / "built"), documents)
+    shutil.rmtree(tmp_path / "built")
+    index.save(tmp_path / "other")
+    assert_finds(SparseIndex.load(tmp_path / "other"), documents)
 
 
 def test_a_folder_with_something_else_is_left_alone(documents, tmp_path):
