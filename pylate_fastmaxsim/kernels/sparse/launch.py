@@ -57,9 +57,11 @@ class DeviceBlocks:
         self._engine = _engine(self.device, engine) if engine is None or isinstance(engine, str) else engine
         self._blocks: dict[int, tuple[Postings, Tensor, Tensor, Tensor, Tensor | None]] = {}
         self._top_scales = torch.zeros(vocabulary, device=self.device)
-        # Made again after a block has changed: addresses, and numbers of blocks by their stretch.
+        # Made again after a block has changed: addresses, and the numbers of the blocks of each wave and sample. Copying
+        # them for each search would wait for the GPU.
         self._tables: Tables | None = None
-        self._stretches: dict[tuple[int, ...], Tensor] = {}
+        self._waves: list[Tensor] = []
+        self._samples: dict[int, Tensor] = {}
         self._wide: tuple[bool, bool] | None = None
 
     @property
@@ -94,7 +96,7 @@ class DeviceBlocks:
         self._wide = (terms.dtype == torch.int32, weights.dtype == torch.float32)
         torch.maximum(self._top_scales, postings.scales, out=self._top_scales)
         self._tables = None
-        self._stretches.clear()
+        self._waves, self._samples = [], {}
 
     def search(
         self, offsets: Tensor, terms: Tensor, weights: Tensor, k: int, at_least: Tensor | None = None
@@ -138,34 +140,33 @@ class DeviceBlocks:
 
     def _best(self, queries: Queries, k: int, capacity: int, at_least: Tensor | None) -> Tensor:
         """Keys of the best documents, ``[Nq, up to k]``, int64, the largest first; 0 where there is none."""
-        tables, engine = self._of_blocks(), self._engine
+        engine = self._engine
         state = State.of(len(queries), capacity, self.device)
         everyone = torch.arange(len(queries), dtype=torch.int32, device=self.device)
         engine.prepare(queries, self._top_scales, at_least, state)
-        blocks = sorted(self._blocks)
-        if at_least is None and len(blocks) > 1:
-            wanted = max(1 if len(blocks) < 8 * SAMPLE_BLOCKS else SAMPLE_BLOCKS, -(-2 * k // DOCUMENTS_PER_BLOCK))
-            sample = blocks[:: max(1, len(blocks) // wanted)][:wanted]
-            engine.count(tables, self._numbers(sample), queries, everyone, state)
+        if at_least is None and len(self._blocks) > 1:
+            engine.count(self._of_blocks(), self._sample(k), queries, everyone, state)
             engine.raise_thresholds(everyone, state, k, restart=True)
-        lost, width = self._scan(everyone, blocks, queries, state, k)
+        lost, width = self._scan(everyone, queries, state, k)
         if lost:
             again = self._restarted(lost, state)
-            lost, more = self._scan(again, blocks, queries, state, k)
+            lost, more = self._scan(again, queries, state, k)
             width = max(width, more)
         if lost:
             hard = self._restarted(lost, state)
         keys = self._rescored(queries, everyone, state, width, k)
         if lost:
-            best = self._block_by_block(hard, blocks, queries, state, k)
+            best = self._block_by_block(hard, queries, state, k)
             keys = torch.nn.functional.pad(keys, (0, max(0, best.shape[1] - keys.shape[1])))
             keys[hard.long()] = torch.nn.functional.pad(best, (0, keys.shape[1] - best.shape[1]))
         return keys
 
-    def _scan(self, chosen: Tensor, blocks: list[int], queries: Queries, state: State, k: int) -> tuple[list[int], int]:
+    def _scan(self, chosen: Tensor, queries: Queries, state: State, k: int) -> tuple[list[int], int]:
         """Candidates of some queries in all blocks; the queries that lost some, and how many others hold at most."""
-        for wave in _waves(blocks):
-            self._engine.scan(self._of_blocks(), self._numbers(wave), queries, chosen, state)
+        if not self._waves:
+            self._waves = [self._numbers(wave) for wave in _waves(sorted(self._blocks))]
+        for wave in self._waves:
+            self._engine.scan(self._of_blocks(), wave, queries, chosen, state)
             self._engine.raise_thresholds(chosen, state, k)
         # The one place where the host waits.
         width, lost = state.summary.tolist()
@@ -189,10 +190,10 @@ class DeviceBlocks:
             keys = keys[chosen.long()]
         return keys.topk(min(k, width), dim=1).values
 
-    def _block_by_block(self, chosen: Tensor, blocks: list[int], queries: Queries, state: State, k: int) -> Tensor:
+    def _block_by_block(self, chosen: Tensor, queries: Queries, state: State, k: int) -> Tensor:
         """For queries with more candidates than the buffer holds, however high the threshold: equal scores in masses."""
         best = torch.zeros(chosen.numel(), 0, dtype=torch.int64, device=self.device)
-        for block in blocks:
+        for block in sorted(self._blocks):
             state.counts[chosen.long()] = 0
             self._engine.scan(self._of_blocks(), self._numbers([block]), queries, chosen, state)
             self._engine.raise_thresholds(chosen, state, k)
@@ -216,12 +217,17 @@ class DeviceBlocks:
             self._tables = Tables(*torch.tensor(columns, dtype=torch.int64).to(self.device))
         return self._tables
 
+    def _sample(self, k: int) -> Tensor:
+        """Blocks that give the first threshold, as many as have several times k documents."""
+        blocks = sorted(self._blocks)
+        few = len(blocks) < 8 * SAMPLE_BLOCKS
+        wanted = max(1 if few else SAMPLE_BLOCKS, -(-2 * k // DOCUMENTS_PER_BLOCK))
+        if wanted not in self._samples:
+            self._samples[wanted] = self._numbers(blocks[:: max(1, len(blocks) // wanted)][:wanted])
+        return self._samples[wanted]
+
     def _numbers(self, blocks: list[int]) -> Tensor:
-        # Kept, since copying them anew would wait for the GPU.
-        key = tuple(blocks)
-        if key not in self._stretches:
-            self._stretches[key] = torch.tensor(blocks, dtype=torch.int32, device=self.device)
-        return self._stretches[key]
+        return torch.tensor(blocks, dtype=torch.int32, device=self.device)
 
 
 def _waves(blocks: list[int]) -> Iterator[list[int]]:

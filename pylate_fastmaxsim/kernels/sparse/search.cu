@@ -292,15 +292,19 @@ extern "C" __global__ void __launch_bounds__(256) rescore(
     int wide_terms, int wide_weights) {
   // Terms that the query may have. Few of a document's pass, so few are looked for.
   __shared__ uint32 filter[FILTER / 32];
+  __shared__ int near_terms[TERMS];
   const int query = queries[blockIdx.y], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int count = counts[query];
   const int64 begin = query_offsets[query];
   const int length = (int)(query_offsets[query + 1] - begin);
+  const int* sought = length <= TERMS ? near_terms : query_terms + begin;
   for (int i = threadIdx.x; i < FILTER / 32; i += 256) filter[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < length; i += 256) {
-    const uint32 bit = query_terms[begin + i] % FILTER;
+    const int term = query_terms[begin + i];
+    const uint32 bit = (uint32)term % FILTER;
     atomicOr(filter + bit / 32, 1u << bit % 32);
+    if (i < TERMS) near_terms[i] = term;
   }
   __syncthreads();
   for (int i = blockIdx.x * 8 + warp; i < width; i += gridDim.x * 8) {
@@ -315,28 +319,38 @@ extern "C" __global__ void __launch_bounds__(256) rescore(
     const uint64 terms = row_terms[block], weights = row_weights[block];
     const int64 end = offsets[place + 1];
     double sum = 0.0;
-    for (int64 first = offsets[place]; first < end; first += 32) {
-      const int64 at = first + lane;
-      double product = 0.0;
-      if (at < end) {
-        const int term = wide_terms ? ((const int*)terms)[at] : (int)((const uint16*)terms)[at];
-        const uint32 bit = (uint32)term % FILTER;
-        if (filter[bit / 32] >> bit % 32 & 1u) {
-          int low = 0, high = length;
-          while (low < high) {
-            const int middle = (low + high) / 2;
-            if (query_terms[begin + middle] < term) low = middle + 1;
-            else high = middle;
-          }
-          if (low < length && query_terms[begin + low] == term)
-            product = (double)query_weights[begin + low] *
-                      (double)(wide_weights ? ((const float*)weights)[at] : from_half(((const uint16*)weights)[at]));
-        }
+    // Four terms of a lane at once, so that it waits for memory once.
+    for (int64 first = offsets[place] + lane; first - lane < end; first += 128) {
+      int own[4];
+      double products[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int64 at = first + 32 * j;
+        own[j] = at >= end ? -1 : wide_terms ? ((const int*)terms)[at] : (int)((const uint16*)terms)[at];
       }
-      uint32 shared = __ballot_sync(ALL_LANES, product != 0.0);
-      while (shared) {
-        sum += __shfl_sync(ALL_LANES, product, __ffs(shared) - 1);
-        shared &= shared - 1;
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        products[j] = 0.0;
+        const uint32 bit = (uint32)own[j] % FILTER;
+        if (own[j] < 0 || !(filter[bit / 32] >> bit % 32 & 1u)) continue;
+        int low = 0, high = length;
+        while (low < high) {
+          const int middle = (low + high) / 2;
+          if (sought[middle] < own[j]) low = middle + 1;
+          else high = middle;
+        }
+        const int64 at = first + 32 * j;
+        if (low < length && sought[low] == own[j])
+          products[j] = (double)query_weights[begin + low] *
+                        (double)(wide_weights ? ((const float*)weights)[at] : from_half(((const uint16*)weights)[at]));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        uint32 shared = __ballot_sync(ALL_LANES, products[j] != 0.0);
+        while (shared) {
+          sum += __shfl_sync(ALL_LANES, products[j], __ffs(shared) - 1);
+          shared &= shared - 1;
+        }
       }
     }
     if (lane == 0) *candidate = (uint64)__float_as_uint((float)sum) << 32 | (0xffffffffu - position);
