@@ -2,81 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_cases
 from sparse_vectors import sorted_scores, sparse_vectors
 
-from pylate_fastmaxsim import SparseIndex
+from pylate_fastmaxsim import SparseBatch, SparseIndex
 from pylate_fastmaxsim.kernels.sparse import postings
 
-pytestmark = pytest.mark.process
-
-RANKS = 2
 VOCABULARY = 30
 
 
-def _index(folder: str, count: int, removed: list[int]) -> SparseIndex:
-    """This rank's share of an index that rank 0 writes."""
-    postings.DOCUMENTS_PER_BLOCK = 8
-    path = Path(folder) / f"index-{count}-{len(removed)}"
+def _documents(blocks: float) -> SparseBatch:
+    return sparse_vectors(round(blocks * postings.DOCUMENTS_PER_BLOCK), VOCABULARY, seed=round(8 * blocks))
+
+
+def _index(folder: str, blocks: float, removed: tuple[int, ...] = (), **options) -> SparseIndex:
+    """This rank's share of an index that rank 0 writes, by default."""
+    cpu = dist.get_backend() == "gloo"
+    if cpu:
+        postings.DOCUMENTS_PER_BLOCK = 8
+    path = Path(folder) / f"index-{blocks}-{len(removed)}"
     if dist.get_rank() == 0 and not path.exists():
-        index = SparseIndex.build([sparse_vectors(count, VOCABULARY, seed=count)])
+        index = SparseIndex.build([_documents(blocks)])
         index.remove(removed)
         index.save(path)
     dist.barrier()
-    return SparseIndex.load(path, shard=(dist.get_rank(), dist.get_world_size()))
+    options = {"shard": (dist.get_rank(), dist.get_world_size()), **options}
+    return SparseIndex.load(path, "cpu" if cpu else "cuda", **options)
 
 
 def _same_as_whole(folder: str) -> None:
-    # In the first the last rank has no document, in the second most; scores are equal in masses across ranks.
-    for count, removed in ((8, []), (37, []), (37, [0, 20, 36]), (1, [0])):
-        index = _index(folder, count, removed)
-        documents = sparse_vectors(count, VOCABULARY, seed=count)
-        assert len(index) == count
+    # With one block all ranks but the last have no document. Scores are equal in masses, also across ranks.
+    for blocks, removed in ((1, ()), (4.625, ()), (4.625, (0, 20, 36)), (0.125, (0,))):
+        index = _index(folder, blocks, removed)
+        documents = _documents(blocks)
+        assert len(index) == len(documents)
         for queries in (sparse_vectors(11, VOCABULARY, seed=1), sparse_vectors(0, VOCABULARY, seed=1)):
             for k in (1, 5, 50):
-                found = index.search(queries, k)
+                found = index.search(queries.to(index.device), k)
                 for ours, theirs in zip(found, sorted_scores(queries, documents, k, {*removed}), strict=True):
-                    assert torch.equal(ours, theirs)
+                    assert torch.equal(ours.cpu(), theirs)
 
 
 def _shares(folder: str) -> None:
-    index = _index(folder, 37, [])
-    sizes = [None] * RANKS
-    dist.all_gather_object(sizes, index.nbytes)
-    whole = SparseIndex.load(Path(folder) / "index-37-0")
-    assert sum(sizes) == whole.nbytes and max(sizes) < 0.75 * whole.nbytes
+    sizes = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, _index(folder, 4.625).nbytes)
+    whole = _index(folder, 4.625, shard=None).nbytes
+    assert sum(sizes) == whole and max(sizes) < 0.75 * whole
 
 
 def _different_questions(folder: str) -> None:
-    index = _index(folder, 37, [])
+    index = _index(folder, 4.625)
     rank = dist.get_rank()
     same, own = sparse_vectors(3, VOCABULARY, seed=1), sparse_vectors(3, VOCABULARY, seed=1 + rank)
-    reversed_by_one = same.select(torch.tensor([0, 1, 2] if rank else [2, 1, 0]))
+    in_other_order = same.select(torch.tensor([0, 1, 2] if rank else [2, 1, 0]))
     more = sparse_vectors(3 + rank, VOCABULARY, seed=1)
-    for queries, k in ((own, 5), (same, 5 + rank), (reversed_by_one, 5), (more, 5)):
+    for queries, k in ((own, 5), (same, 5 + rank), (in_other_order, 5), (more, 5)):
         with pytest.raises(ValueError, match="^SparseIndex.search: all ranks must pass the same queries and k"):
-            index.search(queries, k)
-    index.search(same, 5)
+            index.search(queries.to(index.device), k)
+    index.search(same.to(index.device), 5)
 
 
 def _read_only(folder: str) -> None:
-    index = _index(folder, 37, [])
+    index = _index(folder, 4.625)
     for name, argument in (("add", []), ("remove", [0]), ("save", folder)):
         with pytest.raises(ValueError, match=f"^SparseIndex.{name}: an index that was loaded as a shard cannot be"):
             getattr(index, name)(argument)
 
 
 def _another_group(folder: str) -> None:
-    _index(folder, 37, [])
-    index = SparseIndex.load(Path(folder) / "index-37-0", shard=(0, 3))
-    with pytest.raises(ValueError, match="^SparseIndex.search: the index was loaded for rank 0 of 3, but this is rank"):
-        index.search(sparse_vectors(3, VOCABULARY, seed=1), 5)
+    index = _index(folder, 4.625, shard=(0, 99))
+    with pytest.raises(
+        ValueError, match="^SparseIndex.search: the index was loaded for rank 0 of 99, but this is rank"
+    ):
+        index.search(sparse_vectors(3, VOCABULARY, seed=1).to(index.device), 5)
     with pytest.raises(ValueError, match="^SparseIndex.load: shard must be a rank from 0 and a larger number of ranks"):
-        SparseIndex.load(Path(folder) / "index-37-0", shard=(2, 2))
+        _index(folder, 4.625, shard=(2, 2))
 
 
 CASES = {
@@ -88,6 +94,15 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.cuda)])
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    ranks = 2 if request.param == "gloo" else torch.cuda.device_count()
+    if ranks < 2:
+        pytest.skip("needs two GPUs")
+    return run_cases(__name__, ranks, tmp_path_factory.mktemp("shards"), request.param)
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("case", CASES)
 def test_shards(outcomes, case):
     for rank, outcome in enumerate(outcomes(case)):
