@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from cuda_emulator import EmulatedKernels
-from sparse_cases import CASES, Case, check, check_at_least, check_order, check_removed, drawn
+from sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
 
 pytest.importorskip("triton")
 
@@ -39,6 +39,15 @@ def test_bits_are_those_of_the_definition(case, engine):
 
 def test_removed_documents_are_not_found(engine):
     check_removed("cpu", engine)
+
+
+def test_removing_keeps_the_postings(engine, monkeypatch):
+    _, documents = drawn(Case(500, 1, 30, 12, 1))
+    blocks = blocks_of(documents, "cpu", engine)
+    rows = blocks._blocks[0][1:4]
+    monkeypatch.setattr(launch, "make_postings", None)
+    blocks.set(0, *rows, torch.zeros(500, dtype=torch.bool))
+    assert blocks.search(*rows, 1)[1].eq(-1).all()
 
 
 def test_sums_are_in_the_order_of_terms(engine):
