@@ -88,7 +88,9 @@ def functions() -> list[FunctionType]:
 def also_relied_on() -> list[object]:
     """What is not replaced, but computes nothing beside what a replacement takes it to compute."""
     colbert = sys.modules.get("pylate.models.colbert")
-    return [] if colbert is None else [colbert.ColBERT.forward]
+    host = importlib.import_module("sentence_transformers")
+    functions = [host.util.cos_sim, host.util.dot_score, host.SparseEncoder.similarity]
+    return functions if colbert is None else [*functions, colbert.ColBERT.forward]
 
 
 def uses(function: FunctionType) -> Iterator[tuple[str, str | float]]:

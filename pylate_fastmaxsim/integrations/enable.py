@@ -55,8 +55,9 @@ def enable(
 ) -> None:
     """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
 
-    Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. Whichever of the three
-    libraries is installed is patched. Call it at any time: before or after the model and the loss are built, before or
+    Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. Sentence Transformers'
+    ``semantic_search`` and information retrieval evaluators search the embeddings of a SparseEncoder exactly, without a
+    score for every document. Whichever of the three libraries is installed is patched. Call it at any time: before or after the model and the loss are built, before or
     after functions are imported. Calling it again changes the options; :func:`disable` takes it back.
 
     Patched functions stay the same objects. Whoever holds one (as a default argument, in a ``partial`` or a closure)
@@ -110,7 +111,7 @@ def enable(
     ------
     ImportError
         None of PyLate from 1.5.1 up to but not including 2, colpali-engine from 0.3.18 up to but not including 0.4 and
-        Sentence Transformers from 6 up to but not including 7 can be imported. Of those that are installed and cannot
+        Sentence Transformers from 5 up to but not including 7 can be imported. Of those that are installed and cannot
         be, a line of log says why they are left alone.
     ValueError
         The environment variable ``PYLATE_FASTMAXSIM`` says neither on nor off, or ``grad_filter`` is neither
@@ -152,8 +153,8 @@ def enable(
     _switch_to(new)
     has_pylate = any(host.name == "PyLate" for host in _patched)
     _logger.info(
-        "%s accelerated: fused MaxSim in scores, losses, rerank and evaluation; %s.%s",
-        " and ".join(f"{host.name} {host.version}" for host in _patched) + (" is" if len(_patched) == 1 else " are"),
+        "%s; %s.%s",
+        "; ".join(_sentences(_patched)),
         ", ".join(f"{name} {on_or_off(value)}" for name, value in vars(new).items()),
         " With PyLate, a loss of your own gets fused scores, but its texts are encoded with padding." * has_pylate,
     )
@@ -164,6 +165,15 @@ def enable(
         log_once(
             "pooling=%s: indexes built by others (PLAID, fast-plaid, Voyager) still search with the maximum.", pooling
         )
+
+
+def _sentences(hosts: Iterable[Host]) -> Iterator[str]:
+    """What is accelerated in which of the hosts."""
+    of_gain: dict[str, list[str]] = {}
+    for host in hosts:
+        of_gain.setdefault(host.gain, []).append(f"{host.name} {host.version}")
+    for gain, names in of_gain.items():
+        yield f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} accelerated: {gain}"
 
 
 def disable() -> None:
@@ -257,7 +267,7 @@ def _available() -> tuple[list[Host], list[Patch]]:
     """The host libraries that can be patched, and what :func:`available_patches` returns."""
     hosts, reasons = usable_hosts()
     if not hosts:
-        raise ImportError(" ".join(reasons.values()))
+        raise ImportError(" ".join(dict.fromkeys(reasons.values())))
     patches, lines = _patches_of(hosts)
     for line in (*left_alone(reasons), *lines.values()):
         log_once("%s", line)

@@ -22,6 +22,8 @@ class Host:
         The versions whose names and rules the patches know: from the one up to but not including the other.
     providers
         Modules of this package whose ``patches()`` say what to replace in it.
+    gain
+        What is accelerated, as the line of log of ``enable()`` has it.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Host:
     first: str
     below: str
     providers: tuple[str, ...]
+    gain: str = "fused MaxSim in scores, losses, rerank and evaluation"
 
     @property
     def package(self) -> str:
@@ -69,6 +72,16 @@ HOSTS = (
             ),
             *("sentence_transformers.gradcache", "encoding.mask_sync"),
         ),
+    ),
+    # Its SparseEncoder, which release 5.3 beside PyLate has too.
+    Host(
+        "Sentence Transformers",
+        "multi-vector",
+        "sentence_transformers.sparse_encoder",
+        "5",
+        "7",
+        ("sentence_transformers.sparse_search", "sentence_transformers.sparse_evaluation"),
+        "exact search of sparse embeddings",
     ),
 )
 HOST_PACKAGES = frozenset(host.package for host in HOSTS)

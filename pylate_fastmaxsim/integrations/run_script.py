@@ -70,7 +70,7 @@ def _run(target: str, as_module: bool, hook: _EnableAfterImport) -> None:
     finally:
         if hook in sys.meta_path:
             sys.meta_path.remove(hook)
-            names = "neither PyLate nor colpali-engine nor Sentence Transformers 6 or later"
+            names = "neither PyLate nor colpali-engine nor Sentence Transformers 5 or later"
             _logger.warning("Nothing was accelerated: %s imported %s.", target, names)
 
 

@@ -262,6 +262,7 @@ def test_patched_wherever_it_was_imported_and_put_back():
 
 def test_without_pylate_it_accelerates_colpali_engine_alone(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "pylate", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     caplog.set_level(logging.INFO, "pylate_fastmaxsim")
     pylate_fastmaxsim.enable()
     (line,) = caplog.messages
@@ -279,6 +280,7 @@ def test_another_version_of_colpali_engine_runs_as_it_came(version, monkeypatch,
     assert f"installed is {version}" in caplog.text
     assert f"installed is {version}" in doctor.report().fallbacks[0]
     monkeypatch.setitem(sys.modules, "pylate", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=f"from 0.3.18 up to but not including 0.4; installed is {version}"):
         pylate_fastmaxsim.enable()
 

@@ -29,6 +29,7 @@ def test_the_doctor_says_what_is_here_and_changes_nothing(monkeypatch):
 def test_the_doctor_works_without_a_host(monkeypatch):
     monkeypatch.setitem(sys.modules, "pylate", None)
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     found = doctor.report()
     assert found.patches == []
     assert "not installed" in found.fallbacks[0]

@@ -216,6 +216,7 @@ def test_another_pooling_says_that_indexes_of_others_keep_the_maximum(caplog):
 def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "pylate", None)
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=r'pip install "pylate-fastmaxsim\[pylate\]".*\[colpali\]"'):
         pylate_fastmaxsim.enable()
 
@@ -223,6 +224,7 @@ def test_missing_hosts_are_named_with_the_commands_that_install_them(monkeypatch
 @pytest.mark.parametrize("version", ["1.5.0", "2.0.0rc1"])
 def test_another_version_of_pylate_is_refused(version, monkeypatch):
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     monkeypatch.setattr(pylate, "__version__", version)
     with pytest.raises(ImportError, match=f"from 1.5.1 up to but not including 2; installed is {version}"):
         pylate_fastmaxsim.enable()

@@ -68,6 +68,7 @@ NAMES = [
     (LINEAR, "_compiled_call_impl", "compiled layers"),
     (LINEAR.weight, "_backward_hooks _post_accumulate_grad_hooks", "own code"),
     (LINEAR.weight, "_version", "changed masks"),
+    (torch.zeros(1).to_sparse(), "_indices _values", "sparse embeddings that are not coalesced"),
     (add_hook_to_module(nn.Linear(1, 1), ModelHook()), "_hf_hook", "own code"),
     (nn.modules.module, "_global_forward_hooks _global_forward_pre_hooks", "own code"),
     (nn.modules.module, "_global_backward_hooks _global_backward_pre_hooks", "own code"),

@@ -1,0 +1,159 @@
+"""Exact search of sparse embeddings in the place of ``semantic_search``, which holds a score for every document."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import torch
+from sentence_transformers import SimilarityFunction, SparseEncoder
+from sentence_transformers.util import cos_sim, dot_score
+from sentence_transformers.util import semantic_search as stock_search
+from torch import Tensor
+
+from pylate_fastmaxsim.integrations.options import Options
+from pylate_fastmaxsim.integrations.patching import fallback
+from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
+from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.sparse import SparseBatch
+
+replaces = functools.partial(fallback.replaces, host="Sentence Transformers", pooled=False)
+
+_LAYOUTS = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc}
+
+
+def patches() -> list[Patch]:
+    """What to replace in Sentence Transformers."""
+    return [Patch(sys.modules[stock_search.__module__], "semantic_search", semantic_search)]
+
+
+@replaces(stock_search)
+def _exact_search(
+    options: Options,
+    query_embeddings,
+    corpus_embeddings,
+    query_chunk_size=100,
+    corpus_chunk_size=500000,
+    top_k=10,
+    score_function=cos_sim,
+) -> list[list[dict[str, int | float]]]:
+    if not len(query_embeddings) or not len(corpus_embeddings):
+        return _exact_search.__wrapped__(query_embeddings, corpus_embeddings)
+    prepare = preparation(score_function)
+    if type(top_k) is not int or top_k < 1:
+        raise FallbackToHost(f"top_k is {top_k!r}")
+    documents = prepare(vectors(corpus_embeddings))
+    queries = prepare(vectors(query_embeddings)).to(documents.device)
+    scores, positions = top(queries, documents, top_k)
+    return [
+        [{"corpus_id": position, "score": score} for position, score in zip(*row, strict=True)]
+        for row in zip(positions.tolist(), scores.tolist(), strict=True)
+    ]
+
+
+@functools.wraps(_exact_search)
+def semantic_search(query_embeddings, corpus_embeddings, *options) -> list[list[dict[str, int | float]]]:
+    # Dense embeddings do not even pay for the look at stock's source.
+    is_sparse = _is_sparse(query_embeddings) or _is_sparse(corpus_embeddings)
+    search = _exact_search if is_sparse else _exact_search.__wrapped__
+    return search(query_embeddings, corpus_embeddings, *options)
+
+
+def preparation(score_function: Callable) -> Callable[[SparseBatch], SparseBatch]:
+    """What to do with vectors so that their inner products are the scores of a function of Sentence Transformers.
+
+    Raises
+    ------
+    FallbackToHost
+        It is neither the dot product nor the cosine, or its code was edited.
+    """
+    if getattr(score_function, "__func__", None) is SparseEncoder.similarity:
+        # Before release 6 a property that returns the function.
+        _refuse_unknown(score_function)
+        score_function = SimilarityFunction.to_similarity_fn(score_function.__self__.similarity_fn_name)
+    if score_function is not dot_score and score_function is not cos_sim:
+        name = getattr(score_function, "__name__", type(score_function).__name__)
+        raise FallbackToHost(f"the score function {name} is neither dot_score nor cos_sim")
+    _refuse_unknown(score_function)
+    return normalized if score_function is cos_sim else _as_it_is
+
+
+def vectors(embeddings: Tensor | list[Tensor]) -> SparseBatch:
+    """Sparse embeddings ``[N, vocabulary]``, one ``[vocabulary]``, or a list of these, as a batch.
+
+    Raises
+    ------
+    FallbackToHost
+        They are not sparse or of another shape, or a weight is negative or not finite.
+    """
+    if not _is_sparse(embeddings):
+        raise FallbackToHost("some embeddings are dense")
+    if isinstance(embeddings, list):
+        embeddings = torch.stack(embeddings)
+    if embeddings.dim() > 2 or embeddings.dense_dim():
+        raise FallbackToHost("embeddings are not [N, vocabulary]")
+    try:
+        return SparseBatch.from_torch(embeddings)
+    except ValueError:
+        raise FallbackToHost("embeddings have weights that are negative, not finite or no real numbers") from None
+
+
+def normalized(batch: SparseBatch) -> SparseBatch:
+    """Each vector divided by its L2 norm, computed in float64 and rounded once."""
+    weights = batch.weights.double()
+    norms = torch.segment_reduce(weights.square(), "sum", offsets=batch.offsets).sqrt()
+    weights = (weights / norms.repeat_interleave(batch.offsets.diff())).float()
+    return SparseBatch._trusted(batch.offsets, batch.terms, weights, batch.vocabulary)
+
+
+def top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
+    """Scores and positions ``[Nq, min(k, Nd)]`` of the documents with the largest inner products, found where queries are.
+
+    A document that shares no term scores 0, as in Sentence Transformers. Equal scores: lower positions first.
+
+    Raises
+    ------
+    FallbackToHost
+        Queries and documents have different vocabularies, or queries are neither on a CPU nor on a CUDA GPU.
+
+    Examples
+    --------
+    >>> queries = SparseBatch.from_lists([[(0, 1.0)], []], vocabulary=2)
+    >>> documents = SparseBatch.from_lists([[(1, 1.0)], [(1, 2.0)], [(0, 3.0)]], vocabulary=2)
+    >>> top(queries, documents, k=2)
+    (tensor([[3., 0.],
+            [0., 0.]]), tensor([[2, 0],
+            [0, 1]]))
+    """
+    if queries.vocabulary != documents.vocabulary:
+        raise FallbackToHost(f"embeddings have {queries.vocabulary} and {documents.vocabulary} dimensions")
+    if queries.device.type not in ("cpu", "cuda"):
+        raise FallbackToHost(f"embeddings are on {queries.device}")
+    k = min(k, len(documents))
+    scores, positions = sparse_search(queries, [documents], k)
+    # A product of tiny weights may round to 0. It then ranks by its position among those without a common term.
+    found = scores > 0
+    columns = torch.arange(k, device=scores.device)
+    taken = torch.zeros(len(scores), k + 1, dtype=torch.uint8, device=scores.device)
+    taken.scatter_(1, torch.where(found, positions, k).clamp(max=k), 1)
+    # Of the first k documents as many are free as there are places left, or more.
+    free = taken[:, :k].sort(dim=1, stable=True).indices
+    rest = free.gather(1, (columns - found.sum(dim=1, keepdim=True)).clamp(min=0))
+    return torch.where(found, scores, 0), torch.where(found, positions, rest)
+
+
+def _as_it_is(batch: SparseBatch) -> SparseBatch:
+    return batch
+
+
+def _refuse_unknown(function: Callable) -> None:
+    if (part := unknown_part(function)) is not None:
+        raise FallbackToHost(not_known(part))
+
+
+def _is_sparse(embeddings: object) -> bool:
+    first = embeddings[0] if isinstance(embeddings, list) and embeddings else embeddings
+    return isinstance(first, Tensor) and first.layout in _LAYOUTS

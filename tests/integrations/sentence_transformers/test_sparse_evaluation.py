@@ -1,0 +1,255 @@
+"""Evaluators of a SparseEncoder: stock's metrics, files and log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import datasets
+import pytest
+import torch
+from edited import edited
+from models import sentences
+from sparse_models import load_sparse
+
+pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
+
+from sentence_transformers import SentenceTransformer, util
+from sentence_transformers.sparse_encoder.evaluation import (
+    SparseInformationRetrievalEvaluator,
+    SparseNanoBEIREvaluator,
+)
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.sentence_transformers import sparse_search as module
+
+DenseEvaluator = SparseInformationRetrievalEvaluator.__base__
+# From release 6 on stock orders equal scores by id, before by chance.
+ORDERED = hasattr(DenseEvaluator, "get_corpus_id_ranks")
+COUNT = 70
+# Ids whose order is not that of the documents.
+CORPUS = {f"d{(37 * i) % COUNT}": text for i, text in enumerate(sentences(COUNT, 20, seed=2))}
+QUERIES = {f"q{i}": text for i, text in enumerate(sentences(9, 6, seed=1))}
+FUNCTIONS = {"dot": util.dot_score, "cosine": util.cos_sim}
+
+
+@pytest.fixture(scope="module")
+def model(encoder):
+    return load_sparse(encoder("bert"))
+
+
+def relevant_documents(model, functions=(util.dot_score,), **options) -> dict[str, set[str]]:
+    """Documents of each query with a score above 0 that no other has; of one query none."""
+    queries, corpus = (model.encode(list(texts.values()), **options) for texts in (QUERIES, CORPUS))
+    scores = torch.stack([function(queries, corpus) for function in functions])
+    alone = ((scores > 0) & ((scores[..., None] == scores[:, :, None]).sum(dim=-1) == 1)).all(dim=0)
+    found = {
+        query: {
+            list(CORPUS)[place] for place in torch.where(places, row, 0).topk(6).indices[[0, 2, 5]] if places[place]
+        }
+        for query, places, row in zip(QUERIES, alone, scores[0], strict=True)
+    }
+    assert sum(map(bool, found.values())) >= 5
+    return {**found, "q0": set()}
+
+
+@pytest.fixture(scope="module")
+def relevant(model):
+    return relevant_documents(model)
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The numbers of documents that were searched."""
+    made: list[int] = []
+    search = module.sparse_search
+
+    def counted(queries, documents, k):
+        documents = list(documents)
+        made.append(sum(map(len, documents)))
+        return search(queries, documents, k)
+
+    monkeypatch.setattr(module, "sparse_search", counted)
+    return made
+
+
+def evaluator_of(relevant, kind=SparseInformationRetrievalEvaluator, **options):
+    options = {"corpus_chunk_size": 32, "name": "tiny", "write_predictions": True, **options}
+    return kind(queries=QUERIES, corpus=CORPUS, relevant_docs=relevant, **options)
+
+
+def evaluate(evaluator, model, folder) -> dict:
+    """Metrics, and what was written, of which predictions without documents of no common term."""
+    metrics = evaluator(model, output_path=str(folder))
+    written = {}
+    for file in sorted(folder.iterdir()):
+        text = file.read_text()
+        if file.suffix == ".jsonl":
+            lines = [json.loads(line) for line in text.splitlines()]
+            for line in lines:
+                line["results"] = [
+                    (hit["corpus_id"], pytest.approx(hit["score"]))
+                    for hit in line["results"]
+                    if ORDERED or hit["score"]
+                ]
+                if not ORDERED:
+                    line["results"].sort(key=lambda hit: (hit[1].expected, hit[0]))
+            text = lines
+        written[file.name] = text
+    return {"metrics": metrics, "primary": evaluator.primary_metric, "written": written}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"corpus_chunk_size": 50000, "ndcg_at_k": [3], "map_at_k": [5], "precision_recall_at_k": [2], "mrr_at_k": [4]},
+        {"score_functions": FUNCTIONS, "main_score_function": "cosine", "max_active_dims": 5},
+        {"query_prompt": "bread ", "corpus_prompt": "the moon ", "show_progress_bar": True, "corpus_chunk_size": 1},
+    ],
+)
+def test_metrics_and_files_are_those_of_stock(model, searches, tmp_path, caplog, options):
+    caplog.set_level(logging.INFO)
+    functions = options.get("score_functions", {"dot": util.dot_score})
+    relevant = relevant_documents(model, functions.values(), max_active_dims=options.get("max_active_dims"))
+    found, said = [], []
+    for name in ("stock", "ours"):
+        (tmp_path / name).mkdir()
+        with pylate_fastmaxsim.enabled() if name == "ours" else caplog.at_level(logging.INFO):
+            caplog.clear()
+            found.append(evaluate(evaluator_of(relevant, **options), model, tmp_path / name))
+        said.append(
+            [record.getMessage() for record in caplog.records if record.name.startswith("sentence_transformers")]
+        )
+    assert found[0] == found[1] and said[0] == said[1]
+    size = options.get("corpus_chunk_size", 32)
+    chunks = [min(size, COUNT - start) for start in range(0, COUNT, size)]
+    assert searches == [count for count in chunks for _ in functions]
+
+
+def test_equal_scores_keep_the_order_that_the_release_defines(model, tmp_path):
+    """By id from release 6 on; before, where stock has none, by position. Here all documents are equal."""
+    corpus = dict.fromkeys(CORPUS, "Bread rises when yeast turns sugar into gas.")
+    relevant = {query: {list(CORPUS)[20]} for query in QUERIES}
+    evaluator = SparseInformationRetrievalEvaluator(
+        QUERIES, corpus, relevant, corpus_chunk_size=32, map_at_k=[40], write_predictions=True
+    )
+    pylate_fastmaxsim.enable()
+    metrics = evaluator(model, output_path=str(tmp_path))
+    ids = sorted(CORPUS) if ORDERED else list(CORPUS)
+    for line in (tmp_path / "Information-Retrieval_evaluation_predictions_dot.jsonl").read_text().splitlines():
+        assert [hit["corpus_id"] for hit in json.loads(line)["results"]] == ids[:40]
+    place = ids.index(list(CORPUS)[20])
+    assert metrics["dot_map@40"] == (pytest.approx(1 / (place + 1)) if place < 40 else 0)
+
+
+@pytest.mark.skipif(not ORDERED, reason="stock orders equal scores by chance before Sentence Transformers 6")
+def test_metrics_of_documents_without_a_common_term_too(model, searches):
+    relevant = {query: set(list(CORPUS)[i :: len(QUERIES)]) for i, query in enumerate(QUERIES)}
+    stock, ours = {}, {}
+    for k in (5, 64):
+        options = {"map_at_k": [k], "ndcg_at_k": [k], "write_predictions": False}
+        stock[k] = evaluator_of(relevant, **options)(model)
+        with pylate_fastmaxsim.enabled():
+            ours[k] = evaluator_of(relevant, **options)(model)
+    assert ours == stock and searches
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_corpus_that_is_encoded_before(model, relevant, searches, dense):
+    embeddings = model.encode_document(list(CORPUS.values()))
+    found = []
+    # Stock cannot slice sparse embeddings in all releases.
+    for switch, given in (
+        (pylate_fastmaxsim.disable, embeddings.to_dense()),
+        (pylate_fastmaxsim.enable, embeddings.to_dense() if dense else embeddings),
+    ):
+        switch()
+        evaluator = evaluator_of(relevant, score_functions={"dot": util.dot_score})
+        found.append(evaluator.compute_metrices(model, corpus_embeddings=given))
+    assert found[0] == found[1] and bool(searches) != dense
+
+
+class Negated(SparseInformationRetrievalEvaluator):
+    """The second chunk of the corpus has negative weights, and metrics leave out a document."""
+
+    chunks = 0
+
+    def embed_inputs(self, model, sentences, encode_fn_name=None, **options):
+        embeddings = super().embed_inputs(model, sentences, encode_fn_name, **options)
+        self.chunks += encode_fn_name == "document"
+        return -embeddings if encode_fn_name == "document" and self.chunks == 2 else embeddings
+
+    def compute_metrics(self, queries_result_list):
+        return super().compute_metrics([row[1:] for row in sorted_rows(queries_result_list)])
+
+
+def sorted_rows(rows):
+    return [sorted(row, key=lambda hit: (-hit["score"], hit["corpus_id"])) for row in rows]
+
+
+def test_hooks_of_a_subclass_are_called_and_a_chunk_with_negative_weights_is_stock_s(model, relevant, searches, caplog):
+    stock = evaluator_of(relevant, Negated)
+    metrics = stock(model)
+    pylate_fastmaxsim.enable()
+    ours = evaluator_of(relevant, Negated)
+    assert ours(model) == metrics
+    assert ours.chunks == stock.chunks == 3 and searches == [32, 6]
+    (line,) = (line for line in caplog.messages if "Evaluator is not accelerated" in line)
+    assert line.startswith("InformationRetrievalEvaluator is not accelerated") and "negative" in line
+
+
+def test_another_score_function_is_left_to_stock(model, relevant, searches, caplog):
+    functions = {"dot": util.dot_score, "manhattan": util.manhattan_sim}
+    stock = evaluator_of(relevant, score_functions=functions)(model)
+    pylate_fastmaxsim.enable()
+    assert evaluator_of(relevant, score_functions=functions)(model) == stock
+    assert not searches and "the score function manhattan_sim is neither dot_score nor cos_sim" in caplog.text
+
+
+def test_an_edited_score_function_runs_as_it_is(model, relevant, searches, monkeypatch, caplog):
+    edit = edited(util.normalize_embeddings, "values**2", "values.abs()")
+    plain = evaluator_of(relevant, score_functions={"cosine": util.cos_sim})(model)
+    monkeypatch.setattr(sys.modules[util.cos_sim.__module__], "normalize_embeddings", edit)
+    found = []
+    for switch in (pylate_fastmaxsim.disable, pylate_fastmaxsim.enable):
+        switch()
+        found.append(evaluator_of(relevant, score_functions={"cosine": util.cos_sim})(model))
+    assert found[0] == found[1] != plain
+    assert not searches and "normalize_embeddings is not the code of a release" in caplog.text
+
+
+def test_no_query_with_relevant_documents_is_stock_s_error(model):
+    pylate_fastmaxsim.enable()
+    errors = []
+    for switch in (lambda: None, pylate_fastmaxsim.disable):
+        switch()
+        with pytest.raises(Exception) as raised:
+            evaluator_of({"q0": set()})(model)
+        errors.append((raised.type, str(raised.value)))
+    assert errors[0] == errors[1]
+
+
+def test_nanobeir(model, relevant, searches, monkeypatch):
+    tables = {
+        "corpus": [{"_id": name, "text": text} for name, text in CORPUS.items()],
+        "queries": [{"_id": name, "text": text} for name, text in QUERIES.items()],
+        "qrels": [{"query-id": query, "corpus-id": each} for query, ids in relevant.items() for each in sorted(ids)],
+    }
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, subset, split: datasets.Dataset.from_list(tables[subset])
+    )
+    evaluator = SparseNanoBEIREvaluator(["msmarco", "nq"])
+    stock = evaluator(model)
+    pylate_fastmaxsim.enable()
+    assert SparseNanoBEIREvaluator(["msmarco", "nq"])(model) == stock
+    assert searches == [COUNT, COUNT]
+
+
+def test_dense_evaluators_are_left_as_they_are(encoder, relevant, searches, caplog):
+    model = SentenceTransformer(encoder("bert"), device="cpu")
+    stock = evaluator_of(relevant, DenseEvaluator)(model)
+    pylate_fastmaxsim.enable()
+    assert evaluator_of(relevant, DenseEvaluator)(model) == stock
+    assert not searches and "Evaluator is not accelerated" not in caplog.text
