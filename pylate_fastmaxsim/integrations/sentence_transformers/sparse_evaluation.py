@@ -48,7 +48,10 @@ def all_metrics(
         prompt_name=evaluator.query_prompt_name,
         prompt=evaluator.query_prompt,
     )
-    ks = (getattr(evaluator, f"{name}_at_k") for name in ("mrr", "ndcg", "accuracy", "precision_recall", "map"))
+    ks = (
+        *(evaluator.mrr_at_k, evaluator.ndcg_at_k, evaluator.map_at_k),
+        *(evaluator.accuracy_at_k, evaluator.precision_recall_at_k),
+    )
     k = max(map(max, ks))
     ranks = _ranks(evaluator)
     best: dict[str, Ranking] = {}

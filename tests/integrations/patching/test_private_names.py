@@ -192,5 +192,6 @@ def test_the_list_is_complete():
     defined = set().union(*map(defined_in, files.values()))
     listed = {name for _, names, _ in NAMES for name in names.split()} | NO_NAMES | OF_NAMED_TUPLES | OF_MULTI_VECTOR
     for file, nodes in files.items():
-        more = set(filter(is_private, taken_in(nodes, defined))) - listed
+        # A class may call objects of its own by another name than self.
+        more = set(filter(is_private, taken_in(nodes, defined))) - listed - defined_in(nodes)
         assert not more, f"{file.relative_to(PACKAGE)} needs {', '.join(sorted(more))}, which NAMES does not have."
