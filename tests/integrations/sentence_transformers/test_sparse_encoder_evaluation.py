@@ -253,3 +253,15 @@ def test_dense_evaluators_are_left_as_they_are(encoder, relevant, searches, capl
     pylate_fastmaxsim.enable()
     assert evaluator_of(relevant, DenseEvaluator)(model) == stock
     assert not searches and "Evaluator is not accelerated" not in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_on_a_gpu_metrics_are_those_of_stock(kind, encoder, searches, tmp_path):
+    model = load_sparse(encoder("bert")).to("cuda")
+    relevant = relevant_documents(model, FUNCTIONS.values())
+    evaluator = evaluator_of(relevant, score_functions={kind: FUNCTIONS[kind]}, write_predictions=False)
+    stock = evaluator(model, output_path=str(tmp_path))
+    with pylate_fastmaxsim.enabled():
+        ours = evaluator(model, output_path=str(tmp_path))
+    assert searches and ours == stock

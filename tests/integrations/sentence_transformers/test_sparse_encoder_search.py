@@ -201,3 +201,15 @@ def test_it_needs_neither_pylate_nor_colpali_engine(monkeypatch, searches, caplo
     assert f"Sentence Transformers {version} is accelerated: exact search of sparse embeddings; " in caplog.text
     util.semantic_search(coo(QUERIES), coo(DOCUMENTS))
     assert searches
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["dot", "cosine"])
+def test_on_a_gpu_the_bits_are_those_of_a_cpu(function):
+    arguments = {"top_k": 20, "score_function": function}
+    with pylate_fastmaxsim.enabled():
+        ours = [
+            util.semantic_search(coo(QUERIES).to(device), coo(DOCUMENTS).to(device), **arguments)
+            for device in ("cpu", "cuda")
+        ]
+    assert ours[0] == ours[1]
