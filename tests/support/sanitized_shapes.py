@@ -1,4 +1,4 @@
-"""Small shapes of the operators' kernels, forward and backward, for compute-sanitizer on a CUDA GPU.
+"""Small shapes of the operators' kernels, forward and backward, and of sparse search, for compute-sanitizer on a CUDA GPU.
 
     compute-sanitizer --tool racecheck python tests/support/sanitized_shapes.py
     compute-sanitizer --tool memcheck python tests/support/sanitized_shapes.py
@@ -9,9 +9,10 @@ Run it once without the sanitizer first, which compiles the kernels into Triton'
 from __future__ import annotations
 
 import torch
+from sparse_cases import CASES, check, check_removed
 from torch.nn.functional import normalize
 
-from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
+from pylate_fastmaxsim import Softmax, TokenBatch, TopK, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
 from pylate_fastmaxsim.ops.attention import text_attention
 
 
@@ -43,6 +44,12 @@ def main() -> None:
     borders = torch.tensor([0, 20, 20, 70, 170, 343], device="cuda", dtype=torch.int32)
     for reach in (-1, 40):
         text_attention(*states, borders, borders, 173, 0.125, reach).sum().backward()
+    for pooling in (TopK(4), TopK(16), Softmax(0.5)):
+        queries, documents = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 128, torch.bfloat16)
+        pooled_scores(queries, documents, pooling=pooling).sum().backward()
+    for name in ("plain", "equal scores in masses", "int32 terms"):
+        check(CASES[name], "cuda", "cuda")
+    check_removed("cuda", "cuda")
     torch.cuda.synchronize()
     print("done")
 
