@@ -96,13 +96,12 @@ def _require_no_file(key: str, what: str, path: str | None) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     model = recipe.model
-    if (model.name_or_path is None) == (model.build is None):
-        raise RecipeError("model must have exactly one of name_or_path and build.")
-    _require_no_file("model.name_or_path", "a model", model.name_or_path)
-    if model.name_or_path is not None:
-        path = model.name_or_path
-        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
-            raise RecipeError(f"model.name_or_path must be a model on the Hub or a directory, but {path} is not there.")
+    if sum(way is not None for way in (model.name_or_path, model.build, model.token_table)) != 1:
+        raise RecipeError("model must have exactly one of name_or_path, build and token_table.")
+    for key, path in {"name_or_path": model.name_or_path, "token_table": model.token_table}.items():
+        _require_no_file(f"model.{key}", "a model", path)
+        if path is not None and path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+            raise RecipeError(f"model.{key} must be a model on the Hub or a directory, but {path} is not there.")
     if model.build is not None and model.build.hidden_size % (2 * model.build.num_attention_heads):
         raise RecipeError(
             "model.build.hidden_size must be a multiple of 2 * num_attention_heads, "

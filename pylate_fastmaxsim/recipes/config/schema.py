@@ -51,7 +51,11 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The model: ``name_or_path`` on the Hub or on disk, or ``build`` for one made from scratch.
+    """The model: ``name_or_path`` on the Hub or on disk, ``build`` for one made from scratch, or ``token_table``.
+
+    ``token_table`` names a ColBERT, on the Hub or on disk. A ColBERT is made of it whose encoder is a table: each token
+    of the vocabulary has one vector, at first that which the named model gives it in a text of this token alone. A text
+    is its own tokens, without special tokens and prefixes. Lengths that are null are those of the named model.
 
     ``kind: colbert`` is a text encoder trained with PyLate. ``config_kwargs`` goes to its configuration (for
     example its dropouts). The other keys are arguments of ``pylate.models.ColBERT``; null keeps the value of the
@@ -67,6 +71,7 @@ class ModelSection:
     kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
     name_or_path: str | None = key(None, path=True)
     build: BuildSection | None = None
+    token_table: str | None = key(None, path=True)
     embedding_size: int | None = key(None, minimum=1)
     query_length: int | None = key(None, minimum=3)
     document_length: int | None = key(None, minimum=3)

@@ -27,6 +27,7 @@ from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import grade, load_teacher
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
+from pylate_fastmaxsim.recipes.training.prepare import prepare
 
 LOCK_FILE = "lock"
 
@@ -65,8 +66,8 @@ def mine(recipe: Recipe, resume: bool = True) -> dict[str, Any]:
     section = recipe.mining
     if section is None or recipe.data.source != "distillation":
         raise RecipeError("fastmaxsim mine needs a recipe with a mining section and data.source distillation.")
-    if recipe.model.name_or_path is None:
-        raise RecipeError("model.build does not apply to fastmaxsim mine, which searches with model.name_or_path.")
+    if recipe.model.build is not None:
+        raise RecipeError("model.build does not apply to fastmaxsim mine, which searches with a model that is trained.")
     device = training_arguments(recipe).device
     processes = PartialState()
     output = Path(recipe.data.name)
@@ -99,7 +100,9 @@ def _mine(
     # Errors of the recipe come before hours of search, and before anything is removed.
     with processes.main_process_first():
         pairs = load_pairs(section)
-    model = load_model(recipe.model, device, recipe.training.seed)
+    with processes.main_process_first():
+        prepared = prepare(recipe)
+    model = load_model(prepared.model, device, recipe.training.seed)
     teacher = load_teacher(section, device)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)

@@ -1,4 +1,4 @@
-"""Make what a run needs before it starts, and keep it: docstring pairs and a model from scratch."""
+"""Make what a run needs before it starts, and keep it: docstring pairs, a model from scratch or a token table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.schema import ModelSection, Recipe
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model
 from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.token_table import build_token_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 PAIRS = "pairs.parquet"
@@ -26,7 +27,7 @@ MODEL = "model"
 
 
 def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
-    """The recipe with docstring pairs and a built model replaced by files under ``output_dir/prepared``.
+    """The recipe with docstring pairs and a model that is made replaced by files under ``output_dir/prepared``.
 
     Runs with the same keys share the files, so that they start from the same rows, tokenizer and weights, also after
     the packages or the data have changed. ``anew`` makes them again.
@@ -36,7 +37,7 @@ def prepare(recipe: Recipe, anew: bool = False) -> Recipe:
     RecipeError
         The rows do not fit the recipe, or its model cannot be loaded.
     """
-    if recipe.data.source != "docstrings" and recipe.model.build is None:
+    if recipe.data.source != "docstrings" and not _is_made(recipe.model):
         return recipe
     root = Path(recipe.output_dir, "prepared")
     directory = root / _key(recipe)
@@ -51,9 +52,13 @@ def _prepared(recipe: Recipe, directory: Path) -> Recipe:
     data, model = recipe.data, recipe.model
     if data.source == "docstrings":
         data = replace(data, source="files", packages=None, files=[str(directory / PAIRS)])
-    if model.build is not None:
-        model = replace(model, build=None, name_or_path=str(directory / MODEL))
+    if _is_made(model):
+        model = replace(model, build=None, token_table=None, name_or_path=str(directory / MODEL))
     return replace(recipe, data=data, model=model)
+
+
+def _is_made(model: ModelSection) -> bool:
+    return model.name_or_path is None
 
 
 def _key(recipe: Recipe) -> str:
@@ -63,7 +68,7 @@ def _key(recipe: Recipe) -> str:
 
 
 def _make(recipe: Recipe, root: Path, directory: Path) -> None:
-    if recipe.model.build is None:
+    if not _is_made(recipe.model):
         load_model(recipe.model, "cpu", recipe.training.seed)  # its errors come before anything is written
     made = make_directory("output_dir", root)
     scratch = Path(tempfile.mkdtemp(prefix="unfinished-", dir=root))
@@ -74,6 +79,8 @@ def _make(recipe: Recipe, root: Path, directory: Path) -> None:
         if recipe.model.build is not None:
             rows = load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train
             build_model(recipe.model, _texts(rows), recipe.training.seed, scratch / MODEL)
+        if recipe.model.token_table is not None:
+            build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
         try:
             os.replace(scratch, directory)
         except OSError:

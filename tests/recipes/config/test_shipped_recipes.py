@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import models
 import pytest
+import torch
+from mining_recipe import answers, write_pairs
 from paths import RECIPES
 from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 
+from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.evaluation.held_out import retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.train import train
@@ -87,3 +93,30 @@ def test_distillation_and_as_a_second_stage(encoder, tmp_path):
     losses_both_ways("colbert_kd", tmp_path / "first", f"model.name_or_path={encoder('xlm-roberta')}", *overrides)
     checkpoint = tmp_path / "first" / "true" / "model"
     losses_both_ways("colbert_kd", tmp_path / "second", f"model.name_or_path={checkpoint}", *overrides)
+
+
+@pytest.mark.e2e
+def test_a_token_table_is_mined_and_trained_from_its_teacher(encoder, tmp_path):
+    teacher = models.load_model(encoder("bert"))
+    teacher.save_pretrained(str(tmp_path / "teacher"))
+    write_pairs(tmp_path / "pairs", answers())
+    mining = {"pairs.name": tmp_path / "pairs", "teacher": tmp_path / "teacher", "num_negatives": 3, "range_max": 12}
+    overrides = [f"mining.{key}={value}" for key, value in mining.items()]
+    overrides += [f"model.token_table={tmp_path / 'teacher'}", f"data.name={tmp_path / 'mined'}", "evaluation.rows=8"]
+    overrides.append("model.embedding_size=null")
+    assert mine(load_recipe(RECIPES / "static_late_interaction.yaml", few_steps(tmp_path / "mining", *overrides)))[
+        "rows"
+    ]
+    first, second = losses_both_ways("static_late_interaction", tmp_path, *overrides)
+    assert second < first
+    trained = load_model(ModelSection(name_or_path=str(tmp_path / "true" / "model")), "cpu", seed=0)
+    table = token_vectors(trained)
+    texts = models.sentences(8)
+    for is_query in (True, False):
+        for words, vectors in zip(texts, trained.encode(texts, is_query=is_query, convert_to_tensor=True), strict=True):
+            ids = trained.tokenizer(words)["input_ids"]
+            assert ids == teacher.tokenizer(words, add_special_tokens=False)["input_ids"]
+            torch.testing.assert_close(vectors, table[ids[: len(vectors)]], atol=1e-5, rtol=0)
+    # It has learned, and is not far from where it began.
+    moved = (table - token_vectors(teacher)).norm(dim=1)
+    assert 1e-4 < moved.max() < 0.2

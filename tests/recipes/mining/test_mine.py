@@ -118,7 +118,10 @@ def test_other_settings_and_other_folders_are_refused(encoder, teacher, tmp_path
     ("override", "sentence"),
     [
         ("mining.range_max=3", "mining.range_max must be at least range_min + num_negatives, got 3, 1 and 3."),
-        ("model={build: {}}", "model.build does not apply to fastmaxsim mine, which searches with model.name_or_path."),
+        (
+            "model={build: {}}",
+            "model.build does not apply to fastmaxsim mine, which searches with a model that is trained.",
+        ),
         ("mining.pairs.columns=[answer, query]", "mining.pairs.columns must be the query and its positive"),
         (
             "mining.corpus={source: hub, name: a, columns: [b, c]}",
