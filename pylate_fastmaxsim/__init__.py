@@ -7,7 +7,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 __version__ = "0.1.0"
 
 __all__ = [
-    "TokenBatch", "SparseBatch", "SparseIndex", "sparse_search", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
+    "TokenBatch", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
     "Max", "TopK", "Softmax", "LogSumExp", "enable", "disable", "enabled", "__version__",
 ]  # fmt: skip
 
@@ -17,6 +17,8 @@ _MODULES = {
     "SparseBatch": "pylate_fastmaxsim.sparse",
     "SparseIndex": "pylate_fastmaxsim.retrieval.sparse_index",
     "sparse_search": "pylate_fastmaxsim.retrieval.sparse_search",
+    "StaticLateInteraction": "pylate_fastmaxsim.retrieval.static.model",
+    "BM25": "pylate_fastmaxsim.retrieval.static.weights",
     "maxsim": "pylate_fastmaxsim.ops.maxsim",
     "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",

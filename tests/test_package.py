@@ -57,6 +57,7 @@ ROOMS = {
         ("search", "corpus", "sparse_blocks"),
         ("sparse_files", "sparse_search"),
         ("sparse_index",),
+        ("static",),
     ),
     "integrations": (
         ("log", "options", "score_metric"),

@@ -232,6 +232,23 @@ class SparseIndex:
         """Bytes of the documents that this process holds, with their postings on a GPU; mapped ones count too."""
         return self._searched.nbytes
 
+    def live_positions(self) -> Tensor:
+        """Positions of the documents that are not removed, ascending, int64, on the CPU.
+
+        Raises
+        ------
+        ValueError
+            The index is a shard, which knows only its own.
+        """
+        if self._shard is not None:
+            raise ValueError("SparseIndex.live_positions: a shard does not know which documents of others are removed.")
+        live = torch.ones(len(self), dtype=torch.bool, device="cpu")
+        for number, part in enumerate(self._live):
+            if part is not None:
+                first = number * postings.DOCUMENTS_PER_BLOCK
+                live[first : first + len(part)] = part.cpu()
+        return live.nonzero().flatten()
+
     def add(self, batches: Iterable[SparseBatch]) -> None:
         """Add documents behind the last one.
 

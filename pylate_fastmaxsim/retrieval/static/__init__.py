@@ -1,0 +1,1 @@
+"""Static late interaction: models that give a token the same vector in every text, searched as sparse vectors."""

@@ -1,0 +1,565 @@
+"""Static late interaction: MaxSim of models that give a token the same vector everywhere, as sparse vectors."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import require_count, require_tensor
+from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
+from pylate_fastmaxsim.retrieval.static import documents as vectors
+from pylate_fastmaxsim.retrieval.static import files
+from pylate_fastmaxsim.retrieval.static.certificate import certified_search
+from pylate_fastmaxsim.retrieval.static.neighbours import (
+    Neighbours,
+    equal_tokens,
+    neighbours_above,
+    neighbours_at_least,
+    token_thresholds,
+)
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds, check_ids, tokenize, unlimited
+from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
+from pylate_fastmaxsim.sparse import SparseBatch
+
+Texts = Sequence[str] | TokenIds
+
+# Documents that are made vectors at once in a search.
+BATCH = 16384
+
+
+class StaticLateInteraction:
+    """A late-interaction model whose tokens have the same vector in every text, as a sparse model.
+
+    A document's weight for a token v of the vocabulary is the largest similarity of v to any of its tokens, and a query's
+    weight is how often v occurs in it. The inner product of the two is MaxSim. To keep documents sparse, similarities up
+    to a threshold are cut, and what is stored is by how much they exceed it. The sparse score plus :meth:`bound` then is
+    an upper bound of MaxSim; the constant does not change the ranking.
+
+    Similarities are inner products of the float32 vectors in float64, whatever the precision of float32 products is set
+    to; a stored weight is rounded to float32 once.
+
+    Parameters
+    ----------
+    query_vectors
+        Vector of each token in a query, ``[V, d]``, floating point, kept as float32.
+    document_vectors
+        Vector of each token in a document, ``[V, d]``, of the same device. ``None``: the same as in a query.
+    tokenizer
+        What makes token ids of texts: of the ``tokenizers`` library, or called as those of Transformers are. No special
+        tokens are added, and texts are not truncated. ``None`` if only :class:`TokenIds` are passed.
+    threshold
+        Similarities up to it are cut. ``"lowest"``: none is; scores equal MaxSim to float32 rounding, and documents have
+        an entry for each token of the vocabulary.
+    neighbours
+        Of how many document tokens at most a query token may exceed its threshold; a token with more gets a higher
+        threshold. ``None``: any number.
+    query_weights
+        What each query token counts: ``None``: 1; ``"idf"``: its inverse document frequency in the collection passed to
+        :meth:`fit`; ``"norms"``: the norm of its vector as given, as in model2vec; or a tensor ``[V]``, at least 0 and
+        finite. A token of weight 0 is left out.
+    document_weights
+        What each document token counts: ``None``: 1; a :class:`BM25`, which needs :meth:`fit`; ``"norms"``: its vector
+        keeps its norm; or a tensor ``[V]``, at least 0 and finite, which its vector is multiplied with.
+    normalize
+        Divide each vector by its norm, so that a similarity is a cosine.
+    skiplist, query_skiplist
+        Token ids that are left out of documents and of queries.
+
+    With :class:`BM25` a stored weight is the similarity itself, from the threshold on, multiplied with the saturation of
+    the document's token. With the threshold 1 only equal tokens match, and with ``query_weights="idf"`` the ranking is
+    that of BM25. Such scores are no bound of MaxSim.
+
+    Raises
+    ------
+    ValueError
+        A shape, device or number is not as above.
+    TypeError
+        An argument is of the wrong type.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import StaticLateInteraction
+    >>> from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+    >>> vectors = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]])
+    >>> model = StaticLateInteraction(vectors, threshold=0.5)
+    >>> documents = TokenIds.from_lists([[0], [2, 2], [1]])
+    >>> model.documents(documents).to_scipy().toarray().round(2)
+    array([[0.5, 0.3, 0. ],
+           [0. , 0.1, 0.5],
+           [0.3, 0.5, 0.1]], dtype=float32)
+    >>> model.search(TokenIds.from_lists([[0, 0, 2]]), documents, k=2)
+    (tensor([[2.5000, 2.2000]]), tensor([[0, 2]]))
+    >>> model.search(TokenIds.from_lists([[0, 0, 2]]), documents, k=2, exact=True)
+    (tensor([[2.2000, 2.0000]]), tensor([[2, 0]]))
+    """
+
+    def __init__(
+        self,
+        query_vectors: Tensor,
+        document_vectors: Tensor | None = None,
+        tokenizer: Callable | None = None,
+        *,
+        threshold: float | str,
+        neighbours: int | None = None,
+        query_weights: str | Tensor | None = None,
+        document_weights: BM25 | str | Tensor | None = None,
+        normalize: bool = True,
+        skiplist: Iterable[int] = (),
+        query_skiplist: Iterable[int] = (),
+    ) -> None:
+        where = "StaticLateInteraction"
+        document_vectors = query_vectors if document_vectors is None else document_vectors
+        for name, value in (("query_vectors", query_vectors), ("document_vectors", document_vectors)):
+            require_tensor(where, name, value, "[V, d]")
+            if value.dim() != 2 or len(value) == 0 or not value.is_floating_point():
+                raise ValueError(
+                    f"{where}: {name} must be [V, d], floating point, V at least 1, got {value.dtype} of shape "
+                    f"{tuple(value.shape)}."
+                )
+            if not bool(value.isfinite().all()):
+                raise ValueError(f"{where}: {name} must be finite.")
+        if query_vectors.shape != document_vectors.shape or query_vectors.device != document_vectors.device:
+            raise ValueError(
+                f"{where}: both tables must have one shape and device, got {tuple(query_vectors.shape)} on "
+                f"{query_vectors.device} and {tuple(document_vectors.shape)} on {document_vectors.device}."
+            )
+        self.vocabulary, self.device = len(query_vectors), query_vectors.device
+        self.tokenizer = unlimited(tokenizer)
+        self.threshold = _threshold(where, threshold)
+        self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
+        self.bm25 = document_weights if isinstance(document_weights, BM25) else None
+        if self.bm25 is not None and self.threshold <= 0:
+            raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
+        self.skiplist = self._token_list(where, "skiplist", skiplist)
+        self.query_skiplist = self._token_list(where, "query_skiplist", query_skiplist)
+        self.statistics: Statistics | None = None
+        with torch.no_grad():
+            self._set_vectors(where, query_vectors, document_vectors, normalize, document_weights)
+            self._set_query_weights(where, query_vectors, normalize, query_weights)
+
+    def _set_vectors(self, where: str, queries: Tensor, documents: Tensor, normalize: bool, weights: object) -> None:
+        factors = None
+        if isinstance(weights, Tensor):
+            factors = self._weights(where, "document_weights", weights)
+        elif weights not in (None, "norms", self.bm25):
+            raise ValueError(f'{where}: document_weights must be None, a BM25, "norms" or a tensor, got {weights!r}.')
+        same = documents is queries and (weights is None or self.bm25 is not None)
+        self.query_vectors = _unit(queries) if normalize else queries.float()
+        if same:
+            self.document_vectors = self.query_vectors
+            return
+        scaled = _unit(documents) if normalize and not isinstance(weights, str) else documents.float()
+        self.document_vectors = scaled if factors is None else (scaled * factors[:, None]).float()
+
+    def _set_query_weights(self, where: str, queries: Tensor, normalize: bool, weights: object) -> None:
+        self.uses_idf = isinstance(weights, str) and weights == "idf"
+        self._query_weights = None
+        if isinstance(weights, Tensor):
+            self._query_weights = self._weights(where, "query_weights", weights)
+        elif isinstance(weights, str) and weights == "norms":
+            if not normalize:
+                raise ValueError(f'{where}: query_weights="norms" needs normalize=True; otherwise vectors keep norms.')
+            self._query_weights = queries.double().norm(dim=1)
+        elif weights is not None and not self.uses_idf:
+            raise ValueError(f'{where}: query_weights must be None, "idf", "norms" or a tensor, got {weights!r}.')
+
+    def _weights(self, where: str, name: str, weights: Tensor) -> Tensor:
+        weights = weights.detach().to(self.device).double()
+        if weights.shape != (self.vocabulary,) or not bool((weights.isfinite() & (weights >= 0)).all()):
+            raise ValueError(
+                f"{where}: {name} must be [V] with V = {self.vocabulary}, finite and at least 0, got shape "
+                f"{tuple(weights.shape)}{'' if weights.shape != (self.vocabulary,) else ' with other numbers'}."
+            )
+        return weights
+
+    def _token_list(self, where: str, name: str, tokens: Iterable[int]) -> list[int]:
+        tokens = sorted({*tokens})
+        if tokens and (tokens[0] < 0 or tokens[-1] >= self.vocabulary):
+            raise ValueError(f"{where}: {name} must be token ids from 0 to {self.vocabulary - 1}, got {tokens}.")
+        return tokens
+
+    @classmethod
+    def from_static_embedding(cls, module: object, **options: object) -> StaticLateInteraction:
+        """The table and tokenizer of a ``StaticEmbedding`` of Sentence Transformers.
+
+        ``options`` are those of the constructor, such as ``threshold``.
+
+        Examples
+        --------
+        >>> from sentence_transformers.models import StaticEmbedding
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> tokenizer = Tokenizer(models.WordLevel({"bees": 0, "wasps": 1, "bread": 2}))
+        >>> tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> module = StaticEmbedding(tokenizer, embedding_weights=torch.tensor([[2.0, 0.0], [1.6, 1.2], [0.0, 1.0]]))
+        >>> model = StaticLateInteraction.from_static_embedding(module, threshold=0.7)
+        >>> model.search(["bees"], ["bread", "wasps", "bees bees"], k=2)[1]
+        tensor([[2, 1]])
+        """
+        return cls(module.embedding.weight, tokenizer=module.tokenizer, **options)
+
+    @classmethod
+    def from_model2vec(cls, model: object, **options: object) -> StaticLateInteraction:
+        """The vectors and tokenizer of a ``StaticModel`` of model2vec, also of one with a quantized vocabulary.
+
+        As in model2vec, unknown tokens are left out of queries and documents. model2vec keeps the weight of a token as
+        the norm of its vector: ``query_weights="norms"`` and ``document_weights="norms"`` use it. ``options`` are those
+        of the constructor, such as ``threshold``.
+        """
+        vectors = torch.as_tensor(model.embedding).float()
+        if getattr(model, "token_mapping", None) is not None:
+            vectors = vectors[torch.as_tensor(model.token_mapping).long()]
+        if getattr(model, "weights", None) is not None:
+            vectors = vectors * torch.as_tensor(model.weights).float()[:, None]
+        unknown = [] if model.unk_token_id is None else [model.unk_token_id]
+        for name in ("skiplist", "query_skiplist"):
+            options[name] = [*options.get(name, ()), *unknown]
+        return cls(vectors, tokenizer=model.tokenizer, **options)
+
+    @classmethod
+    def bm25(
+        cls, tokenizer: Callable | None, vocabulary: int, k1: float = 1.5, b: float = 0.75
+    ) -> StaticLateInteraction:
+        """BM25 over the tokens of a tokenizer, without vectors: only equal tokens match. Call :meth:`fit` next.
+
+        Examples
+        --------
+        >>> from pylate_fastmaxsim import StaticLateInteraction
+        >>> from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+        >>> documents = TokenIds.from_lists([[0, 1], [1, 2], [2, 2]])
+        >>> model = StaticLateInteraction.bm25(None, vocabulary=3).fit(documents)
+        >>> model.search(TokenIds.from_lists([[2]]), documents, k=3)
+        (tensor([[0.2686, 0.1880, 0.0000]]), tensor([[ 2,  1, -1]]))
+        """
+        return cls(
+            torch.empty(require_count("StaticLateInteraction.bm25", "vocabulary", vocabulary), 0),
+            tokenizer=tokenizer,
+            threshold=1.0,
+            query_weights="idf",
+            document_weights=BM25(k1, b),
+        )
+
+    def fit(self, texts: Iterable[Texts] | Texts) -> StaticLateInteraction:
+        """Count tokens in a collection, for ``query_weights="idf"`` and :class:`BM25`; returns the model itself.
+
+        Parameters
+        ----------
+        texts
+            All documents: texts, their token ids, or an iterable of batches of either, counted one after the other.
+        """
+        where = "StaticLateInteraction.fit"
+        batches = [texts] if isinstance(texts, TokenIds) or _are_texts(texts) else texts
+        statistics = Statistics(0, 0, torch.zeros(self.vocabulary, dtype=torch.int64, device="cpu"))
+        for batch in batches:
+            statistics = statistics.plus(self._document_tokens(where, batch))
+        self.statistics = statistics
+        return self
+
+    def token_ids(self, texts: Sequence[str]) -> TokenIds:
+        """Token ids of texts, without special tokens.
+
+        Raises
+        ------
+        ValueError
+            The model has no tokenizer, or the tokenizer gives a number that is not below V.
+        """
+        return self._tokens("StaticLateInteraction.token_ids", texts)
+
+    @torch.no_grad()
+    def documents(self, texts: Texts) -> SparseBatch:
+        """Documents as sparse vectors over the vocabulary, on the device of the tables.
+
+        Parameters
+        ----------
+        texts
+            N texts, or their token ids.
+
+        Returns
+        -------
+        SparseBatch
+            N vectors, float32. A document without tokens has the similarity 0 to each token, as in MaxSim.
+        """
+        return self._documents(self._document_tokens("StaticLateInteraction.documents", texts))
+
+    def _documents(self, tokens: TokenIds) -> SparseBatch:
+        table = self._table
+        if self.bm25 is not None:
+            if table is None:
+                raise ValueError(
+                    "StaticLateInteraction: too many tokens match for BM25; raise the threshold, or set neighbours."
+                )
+            mean_length = self._fitted("BM25").mean_length
+            return vectors.from_neighbours(tokens, table, None, lambda *each: self.bm25.of_counts(*each, mean_length))
+        if table is None:
+            return vectors.from_maxsim(tokens, self.query_vectors, self.document_vectors, self.thresholds)
+        return vectors.from_neighbours(tokens, table, (-self.thresholds).clamp(min=0).float(), None)
+
+    @torch.no_grad()
+    def queries(self, texts: Texts) -> SparseBatch:
+        """Queries as sparse vectors: how often each token occurs, times its weight; on the device of the tables."""
+        tokens = self._tokens("StaticLateInteraction.queries", texts).without(self.query_skiplist, self.vocabulary)
+        rows = torch.repeat_interleave(torch.arange(len(tokens), device="cpu"), tokens.lengths)
+        keys, counts = (rows * self.vocabulary + tokens.ids).unique(return_counts=True)
+        rows, terms, weights = keys // self.vocabulary, keys % self.vocabulary, counts.double()
+        if self.query_weights is not None:
+            weights *= self.query_weights.to("cpu")[terms]
+        where = "StaticLateInteraction.queries"
+        return SparseBatch._from_entries(where, rows, terms, weights, len(tokens), self.vocabulary).to(self.device)
+
+    def bound(self, queries: Texts | SparseBatch) -> Tensor:
+        """What added to the sparse scores of queries gives upper bounds of MaxSim, ``[Nq]``, float64.
+
+        The sum of the query's tokens' thresholds times their weights. Of the threshold ``"lowest"`` the sum is MaxSim.
+
+        Raises
+        ------
+        ValueError
+            The model's documents have BM25 weights, which bound nothing.
+        """
+        where = "StaticLateInteraction.bound"
+        self._require_bounds(where)
+        queries = self._as_queries(where, queries)
+        weighted = queries.weights.double() * self.thresholds.to(queries.device)[queries.terms.long()]
+        # Summed one after the other on the CPU, so that it is the same on every device.
+        sums = torch.zeros(len(weighted) + 1, dtype=torch.float64, device="cpu")
+        torch.cumsum(weighted.cpu(), 0, out=sums[1:])
+        return sums[queries.offsets.cpu()].diff().to(queries.device)
+
+    @torch.no_grad()
+    def search(
+        self,
+        queries: Texts | SparseBatch,
+        documents: Texts | SparseIndex | SparseBatch,
+        k: int,
+        *,
+        exact: bool = False,
+        tokens: TokenIds | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The ``k`` best documents of each query.
+
+        Parameters
+        ----------
+        queries
+            Nq texts, their token ids, or what :meth:`queries` makes of them.
+        documents
+            Texts, their token ids, what :meth:`documents` makes of them, or an index of that. Texts are made vectors in
+            batches, of which none is kept.
+        k
+            Number of documents to return for each query, at least 1.
+        exact
+            Return the documents with the highest MaxSim: candidates are scored again from token ids, until the k-th score
+            is above the upper bound of all others.
+        tokens
+            Token ids of all documents, :meth:`token_ids`; needed with ``exact`` where ``documents`` are vectors.
+
+        Returns
+        -------
+        scores
+            Best first, ``[Nq, k]``, float32: with ``exact`` MaxSim; otherwise upper bounds of it, sparse scores plus
+            :meth:`bound`; with BM25 sparse scores. 0 where there are fewer documents.
+        positions
+            Which document each score is of, ``[Nq, k]``, int64; -1 where there is none. Of equal scores the lower
+            position comes first, without ``exact`` of equal sparse scores. Without ``exact`` only documents that share a
+            term with the query are found.
+
+        Raises
+        ------
+        ValueError
+            ``exact`` with BM25 weights, without token ids, or with a shard of an index; vocabularies differ.
+        """
+        where = "StaticLateInteraction.search"
+        k = require_count(where, "k", k)
+        queries = self._as_queries(where, queries)
+        if exact:
+            return self._exact(where, queries, documents, k, tokens)
+        if isinstance(documents, SparseIndex):
+            scores, positions = documents.search(queries.to(documents.device), k)
+        else:
+            scores, positions = sparse_search(queries, self._batches(where, documents), k)
+        if self.bm25 is None:
+            scores = (scores.double() + self.bound(queries).to(scores.device)[:, None]).float()
+            scores = scores.masked_fill(positions < 0, 0)
+        return scores, positions
+
+    def _exact(
+        self, where: str, queries: SparseBatch, documents: object, k: int, tokens: TokenIds | None
+    ) -> tuple[Tensor, Tensor]:
+        self._require_bounds(where)
+        if not isinstance(documents, (SparseIndex, SparseBatch)):
+            tokens = documents = self._document_tokens(where, documents)
+        if tokens is None:
+            raise ValueError(f"{where}: exact=True needs tokens, the token ids of all documents.")
+        tokens = self._document_tokens(where, tokens)
+        index = documents
+        if not isinstance(index, SparseIndex):
+            index = SparseIndex.build(self._batches(where, documents))
+        if len(index) != len(tokens):
+            raise ValueError(f"{where}: tokens must be of all {len(index)} documents, got those of {len(tokens)}.")
+        scores, positions, _ = certified_search(
+            lambda asked, depth: index.search(asked, depth),
+            queries.to(index.device),
+            self.bound(queries).cpu(),
+            tokens,
+            index.live_positions(),
+            self.query_vectors,
+            self.document_vectors,
+            k,
+        )
+        missing = k - scores.shape[1]
+        scores = torch.nn.functional.pad(scores, (0, missing))
+        positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
+        return scores.to(index.device), positions.to(index.device)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the model to a folder, in place of a static model that is there.
+
+        Raises
+        ------
+        ValueError
+            The tokenizer has no file format.
+        """
+        tensors = {"query_vectors": self.query_vectors, "thresholds": self.thresholds}
+        if self.document_vectors is not self.query_vectors:
+            tensors["document_vectors"] = self.document_vectors
+        if self._query_weights is not None:
+            tensors["query_weights"] = self._query_weights
+        values = {
+            "threshold": "lowest" if self.threshold == -torch.inf else self.threshold,
+            "neighbours": self.neighbours,
+            "idf": self.uses_idf,
+            "bm25": None if self.bm25 is None else asdict(self.bm25),
+            "skiplist": self.skiplist,
+            "query_skiplist": self.query_skiplist,
+        }
+        if self.statistics is not None:
+            tensors["frequencies"] = self.statistics.frequencies
+            values |= {"documents": self.statistics.documents, "tokens": self.statistics.tokens}
+        files.write("StaticLateInteraction.save", Path(folder), values, tensors, self.tokenizer)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike, device: str | torch.device = "cpu") -> StaticLateInteraction:
+        """Read what :meth:`save` has written.
+
+        Raises
+        ------
+        ValueError
+            The folder holds no static model, or a damaged one.
+        """
+        values, tensors, tokenizer = files.read("StaticLateInteraction.load", Path(folder), torch.device(device))
+        model = cls(
+            tensors["query_vectors"],
+            tensors.get("document_vectors"),
+            tokenizer,
+            threshold=values["threshold"],
+            neighbours=values["neighbours"],
+            query_weights="idf" if values["idf"] else tensors.get("query_weights"),
+            document_weights=None if values["bm25"] is None else BM25(**values["bm25"]),
+            normalize=False,
+            skiplist=values["skiplist"],
+            query_skiplist=values["query_skiplist"],
+        )
+        model.thresholds = tensors["thresholds"]
+        if "frequencies" in tensors:
+            model.statistics = Statistics(values["documents"], values["tokens"], tensors["frequencies"].cpu())
+        return model
+
+    def to(self, device: str | torch.device) -> StaticLateInteraction:
+        """The same model on another device."""
+        model = copy.copy(self)
+        model.__dict__.pop("_table", None)
+        model.query_vectors = model.document_vectors = self.query_vectors.to(device)
+        if self.document_vectors is not self.query_vectors:
+            model.document_vectors = self.document_vectors.to(device)
+        model.thresholds = self.thresholds.to(device)
+        model._query_weights = None if self._query_weights is None else self._query_weights.to(device)
+        model.device = model.query_vectors.device
+        return model
+
+    @cached_property
+    @torch.no_grad()
+    def thresholds(self) -> Tensor:
+        """The similarity that each query token's matches exceed, ``[V]``, float64."""
+        return token_thresholds(self.query_vectors, self.document_vectors, self.threshold, self.neighbours)
+
+    @property
+    def query_weights(self) -> Tensor | None:
+        """What each query token counts, ``[V]``, float64; ``None``: 1."""
+        return self._fitted("idf").idf if self.uses_idf else self._query_weights
+
+    @cached_property
+    def _table(self) -> Neighbours | None:
+        if self.query_vectors.shape[1] == 0:
+            return equal_tokens(self.vocabulary, self.device)
+        if self.bm25 is not None:
+            above = self.thresholds if self.neighbours is not None else self.thresholds - 1
+            return neighbours_at_least(self.query_vectors, self.document_vectors, self.threshold, above)
+        if self.threshold == -torch.inf and self.neighbours is None:
+            return None
+        return neighbours_above(self.query_vectors, self.document_vectors, self.thresholds)
+
+    def _fitted(self, what: str) -> Statistics:
+        if self.statistics is None:
+            raise ValueError(
+                f"StaticLateInteraction: {what} needs counts of tokens; call fit with all documents first."
+            )
+        return self.statistics
+
+    def _require_bounds(self, where: str) -> None:
+        if self.bm25 is not None:
+            raise ValueError(f"{where}: scores with BM25 weights are no bounds of MaxSim.")
+
+    def _tokens(self, where: str, texts: Texts) -> TokenIds:
+        if isinstance(texts, TokenIds):
+            return check_ids(where, texts, self.vocabulary)
+        if not _are_texts(texts):
+            raise TypeError(f"{where}: texts must be a list of strings, or TokenIds, got {type(texts).__name__}.")
+        if self.tokenizer is None:
+            raise ValueError(f"{where}: the model has no tokenizer; pass one, or TokenIds instead of texts.")
+        return tokenize(where, self.tokenizer, texts, self.vocabulary)
+
+    def _document_tokens(self, where: str, texts: Texts) -> TokenIds:
+        return self._tokens(where, texts).without(self.skiplist, self.vocabulary)
+
+    def _as_queries(self, where: str, queries: Texts | SparseBatch) -> SparseBatch:
+        if not isinstance(queries, SparseBatch):
+            return self.queries(queries)
+        if queries.vocabulary != self.vocabulary:
+            raise ValueError(f"{where}: queries must have the vocabulary {self.vocabulary}, got {queries.vocabulary}.")
+        return queries
+
+    def _batches(self, where: str, documents: object) -> Iterator[SparseBatch]:
+        if isinstance(documents, SparseBatch):
+            yield documents
+            return
+        for begin in range(0, max(1, len(documents)), BATCH):
+            if isinstance(documents, TokenIds):
+                part = documents.part(begin, min(begin + BATCH, len(documents)))
+            else:
+                part = documents[begin : begin + BATCH]
+            yield self._documents(self._document_tokens(where, part))
+
+
+def _are_texts(texts: object) -> bool:
+    return isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
+
+
+def _threshold(where: str, threshold: object) -> float:
+    if threshold == "lowest":
+        return -torch.inf
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or threshold != threshold:
+        raise ValueError(f'{where}: threshold must be a number or "lowest", got {threshold!r}.')
+    return float(threshold)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    """Divided by their norms; a vector of zeros stays one."""
+    norms = vectors.double().norm(dim=1, keepdim=True)
+    return (vectors / norms.masked_fill(norms == 0, 1)).float()

@@ -1,0 +1,116 @@
+"""Token ids of texts, back to back, and how they come from tokenizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIds:
+    """Token ids of N texts, stored back to back on the CPU.
+
+    Parameters
+    ----------
+    ids
+        ``[T]``, int32.
+    offsets
+        First token of each text and the end of the last one, ``[N + 1]``, int64.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+    >>> tokens = TokenIds.from_lists([[5, 7, 5], [], [1]])
+    >>> len(tokens), tokens.lengths.tolist(), tokens.part(1, 3).ids.tolist()
+    (3, [3, 0, 1], [1])
+    """
+
+    ids: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def from_lists(cls, rows: Iterable[Sequence[int]]) -> TokenIds:
+        rows = list(rows)
+        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+        ids = np.fromiter((token for row in rows for token in row), np.int32, int(lengths.sum()))
+        return cls(torch.from_numpy(ids), torch.from_numpy(np.concatenate([[0], lengths.cumsum()])))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each text, ``[N]``, int64."""
+        return self.offsets.diff()
+
+    def part(self, begin: int, end: int) -> TokenIds:
+        """Texts from ``begin`` to before ``end``, without a copy of their tokens."""
+        offsets = self.offsets[begin : end + 1]
+        return TokenIds(self.ids[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+    def select(self, index: Tensor) -> TokenIds:
+        """The texts ``index`` (int64, any length, repeats allowed), in that order, as a copy."""
+        lengths = self.lengths[index]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        places = torch.repeat_interleave(self.offsets[:-1][index] - offsets[:-1], lengths)
+        return TokenIds(self.ids[places + torch.arange(len(places), device="cpu")], offsets)
+
+    def without(self, tokens: Sequence[int], vocabulary: int) -> TokenIds:
+        """Without some of the tokens, of which there are ``vocabulary``."""
+        if not tokens:
+            return self
+        kept = torch.ones(vocabulary, dtype=torch.bool, device="cpu")
+        kept[list(tokens)] = False
+        kept = kept[self.ids.long()]
+        ends = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+        return TokenIds(self.ids[kept], ends[self.offsets])
+
+    def parts(self, texts: int, costs: Tensor, limit: int) -> Iterator[TokenIds]:
+        """Cut into parts of at most so many ``texts``, whose tokens cost at most ``limit``, or of one text.
+
+        ``costs [V]``, int64, is what each token costs.
+        """
+        ends = torch.nn.functional.pad(costs[self.ids.long()].cumsum(0), (1, 0))[self.offsets]
+        begin = 0
+        while begin < len(self):
+            end = int(torch.searchsorted(ends, ends[begin] + limit, right=True)) - 1
+            end = min(max(end, begin + 1), begin + texts, len(self))
+            yield self.part(begin, end)
+            begin = end
+
+
+def unlimited(tokenizer: Callable | None) -> Callable | None:
+    """A copy of a tokenizer of the ``tokenizers`` library that neither pads nor truncates; another as it is."""
+    if hasattr(tokenizer, "encode_batch"):
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    return tokenizer
+
+
+def tokenize(where: str, tokenizer: Callable, texts: Sequence[str], vocabulary: int) -> TokenIds:
+    """Token ids of texts, without special tokens; ValueError if one is not below ``vocabulary``."""
+    texts = list(texts)
+    if hasattr(tokenizer, "encode_batch"):
+        rows = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    else:
+        # An empty list is an error for some tokenizers. Long texts are no reason to warn: nothing limits their length.
+        options = {"add_special_tokens": False, "padding": False, "truncation": False, "verbose": False}
+        rows = tokenizer(texts, **options)["input_ids"] if texts else []
+    return check_ids(where, TokenIds.from_lists(rows), vocabulary)
+
+
+def check_ids(where: str, tokens: TokenIds, vocabulary: int) -> TokenIds:
+    if len(tokens.ids):
+        smallest, largest = map(int, torch.aminmax(tokens.ids))
+        if smallest < 0 or largest >= vocabulary:
+            raise ValueError(
+                f"{where}: token ids must be from 0 to {vocabulary - 1}, the rows of the tables, "
+                f"got {smallest if smallest < 0 else largest}."
+            )
+    return tokens
