@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -24,6 +26,7 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 # holds until the new one is there.
 _BLOCK_FILE = re.compile(r"block-(\d{8})-(\d+)\.safetensors")
 _SCRATCH = "unfinished"
+_LOCK_FILE = "lock"
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,48 @@ class Description:
     removed: list[int]  # positions, ascending
 
 
+@contextmanager
+def writing(where: str, folder: Path) -> Iterator[None]:
+    """Make a folder if need be, and keep other processes from writing it meanwhile; ValueError if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"{where}: {folder} is being written by another process; wait until it ends, or choose another folder."
+        ) from None
+    except (NotImplementedError, OSError):  # no locks on this file system, or a folder that no block can be written to
+        pass
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            # Before the release: afterwards it might be that of another process.
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def holds_something(folder: Path) -> bool:
+    return any(path.name != _LOCK_FILE for path in folder.iterdir())
+
+
+def stamp(folder: Path) -> tuple[int, int] | None:
+    """Changes whenever ``index.json`` is written; None without one."""
+    try:
+        status = (folder / DESCRIPTION_FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def write_block(folder: Path, number: int, block: SparseBatch) -> None:
     """Write a block. The file appears when it is complete."""
     file = _block_file(folder, number, len(block))
     tensors = {name: getattr(block, name).cpu() for name in ("offsets", "terms", "weights")}
     metadata = {"format": FORMAT, "vocabulary": str(block.vocabulary)}
-    _write_atomically(file, lambda scratch: save_file(tensors, scratch, metadata))
+    # Not save_file, whose files nobody else can read.
+    _write_atomically(file, save(tensors, metadata))
 
 
 def has_block(folder: Path, number: int, block: SparseBatch) -> bool:
@@ -59,8 +98,9 @@ def read_block(where: str, folder: Path, number: int, documents: int) -> SparseB
             metadata = opened.metadata() or {}
             vocabulary = int(metadata.get("vocabulary", 0)) if metadata.get("format") == FORMAT else 0
             tensors = [opened.get_tensor(name) for name in ("offsets", "terms", "weights") if vocabulary]
-    except FileNotFoundError:
-        raise ValueError(f"{where}: {file} is missing; build the index again.") from None
+    except FileNotFoundError:  # also of a file without the permission to read it
+        reason = "cannot be read" if file.exists() else "is missing; build the index again"
+        raise ValueError(f"{where}: {file} {reason}.") from None
     except SafetensorError as error:
         raise ValueError(f"{where}: {file} is truncated or damaged ({error}); build the index again.") from None
     if not tensors or len(tensors[0]) != documents + 1 or int(tensors[0][-1]) != len(tensors[1]):
@@ -101,7 +141,7 @@ def write_description(folder: Path, description: Description) -> None:
         "removed": description.removed,
     }
     text = json.dumps(values) + "\n"
-    _write_atomically(folder / DESCRIPTION_FILE, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+    _write_atomically(folder / DESCRIPTION_FILE, text.encode())
     named = {_block_file(folder, number, size) for number, size in enumerate(description.documents)}
     for file in folder.glob("block-*"):
         if file not in named and _BLOCK_FILE.fullmatch(file.name.removesuffix(f".{_SCRATCH}")):
@@ -123,10 +163,12 @@ def read_description(where: str, folder: Path) -> Description:
     try:
         if values["format"] != FORMAT:
             raise ValueError
-        description = Description(
-            values["vocabulary"], DTYPES[values["weights"]], values["documents"], values["removed"]
-        )
-        per_block = values["documents_per_block"]
+        per_block, documents, removed = (values[name] for name in ("documents_per_block", "documents", "removed"))
+        description = Description(values["vocabulary"], DTYPES[values["weights"]], documents, removed)
+        if not {*map(type, [*documents, *removed])} <= {int} or sorted({*removed}) != removed:
+            raise ValueError
+        if removed and not 0 <= removed[0] <= removed[-1] < sum(documents):
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{where}: {file} must be of the format {FORMAT!r}, as SparseIndex.save writes it.") from None
     if per_block != postings.DOCUMENTS_PER_BLOCK:
@@ -141,10 +183,11 @@ def _block_file(folder: Path, number: int, documents: int) -> Path:
     return folder / f"block-{number:08}-{documents}.safetensors"
 
 
-def _write_atomically(file: Path, write: Callable[[Path], object]) -> None:
+def _write_atomically(file: Path, content: bytes) -> None:
     scratch = file.with_name(f"{file.name}.{_SCRATCH}")
-    write(scratch)
-    # A power cut must not leave a file under its name that was never written.
-    with open(scratch, "rb+") as written:
+    with open(scratch, "wb") as written:
+        written.write(content)
+        # A power cut must not leave a file under its name that was never written.
+        written.flush()
         os.fsync(written.fileno())
     os.replace(scratch, file)

@@ -63,6 +63,7 @@ class SparseIndex:
         # Where the blocks are on disk, if anywhere: of a block there, the number of its documents.
         self._folder: Path | None = None
         self._written: dict[int, int] = {}
+        self._stamp: tuple[int, int] | None = None  # of the description there
         # This rank and the number of ranks, the number of this rank's first block, and of the documents of all ranks.
         self._shard: tuple[int, int] | None = None
         self._first_block, self._documents_of_all = 0, 0
@@ -94,7 +95,7 @@ class SparseIndex:
         ------
         ValueError
             There is no batch, vocabularies differ, float32 weights follow float16 ones, ``folder`` holds something and
-            ``batches`` is no function, or a file of an earlier build is damaged.
+            ``batches`` is no function, a file of an earlier build is damaged, or another process writes the folder.
         TypeError
             ``batches`` are no batches of ``SparseBatch``.
         OSError
@@ -112,15 +113,20 @@ class SparseIndex:
         3
         """
         where = "SparseIndex.build"
-        folder = None if folder is None else Path(folder)
         device = None if device is None else _device(where, device)
+        if folder is None:
+            return cls._built(where, batches, None, device)
+        with files.writing(where, Path(folder)):
+            return cls._built(where, batches, Path(folder), device)
+
+    @classmethod
+    def _built(cls, where: str, batches: Batches, folder: Path | None, device: torch.device | None) -> SparseIndex:
         index, held = None, 0
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             device = device or torch.device("cpu")
             index = cls._of_folder(where, folder, device)
             held = 0 if index is None else len(index)
-            if not callable(batches) and any(folder.iterdir()):
+            if not callable(batches) and files.holds_something(folder):
                 raise ValueError(
                     f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
                     f"holds ({held}), which goes on with them."
@@ -171,7 +177,7 @@ class SparseIndex:
             The folder holds no complete index, a file is missing, truncated or damaged, or ``shard`` is out of range.
         """
         where, folder, device = "SparseIndex.load", Path(folder), _device("SparseIndex.load", device)
-        description = files.read_description(where, folder)
+        stamp, description = files.stamp(folder), files.read_description(where, folder)
         blocks = range(len(description.documents))
         if shard is not None:
             rank, ranks = shard
@@ -179,7 +185,7 @@ class SparseIndex:
                 raise ValueError(f"{where}: shard must be a rank from 0 and a larger number of ranks, got {shard}.")
             blocks = blocks[len(blocks) * rank // ranks : len(blocks) * (rank + 1) // ranks]
         index = cls._opened(where, folder, device, description, blocks)
-        index._shard = shard
+        index._shard, index._stamp = shard, stamp
         return index
 
     @classmethod
@@ -286,9 +292,13 @@ class SparseIndex:
             Positions are no integers; a mask is ``mask.nonzero().flatten()``.
         """
         self._require_whole("SparseIndex.remove")
-        positions = torch.as_tensor(
-            positions if isinstance(positions, Tensor) else [*positions], device="cpu"
-        ).flatten()
+        try:
+            values = positions if isinstance(positions, Tensor) else [*positions]
+            positions = torch.as_tensor(values, device="cpu").flatten()
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"SparseIndex.remove: positions must be integers, a list or a tensor, got {positions!r}."
+            ) from None
         if len(positions) and (positions.is_floating_point() or positions.dtype == torch.bool):
             raise TypeError(f"SparseIndex.remove: positions must be integers, got {positions.dtype}.")
         positions, counts = positions.long().unique(return_counts=True)
@@ -368,24 +378,30 @@ class SparseIndex:
         Raises
         ------
         ValueError
-            The folder holds something else, or the index is a shard.
+            The folder holds something else, has been written by others since this index was loaded or saved, or is being
+            written, or the index is a shard.
         OSError
             Writing fails, as on a full disk.
         """
-        self._require_whole("SparseIndex.save")
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._folder is None or folder.resolve() != self._folder.resolve():
-            if any(folder.iterdir()):
+        where, folder = "SparseIndex.save", Path(folder)
+        self._require_whole(where)
+        with files.writing(where, folder):
+            if self._folder is None or folder.resolve() != self._folder.resolve():
+                if files.holds_something(folder):
+                    raise ValueError(
+                        f"{where}: {folder} must be empty, or the folder that this index is from; choose another folder, or "
+                        "remove what it holds."
+                    )
+                self._written = {}
+            elif files.stamp(folder) not in (None, self._stamp):
                 raise ValueError(
-                    f"SparseIndex.save: {folder} must be empty, or the folder that this index is from; choose another "
-                    "folder, or remove what it holds."
+                    f"{where}: {folder} was written by others since this index was loaded or saved; load it again, or save "
+                    "in another folder."
                 )
-            self._written = {}
-        for number, block in enumerate(self._blocks):
-            if self._written.get(number) != len(block) or not files.has_block(folder, number, block):
-                files.write_block(folder, number, block)
-        self._describe(folder)
+            for number, block in enumerate(self._blocks):
+                if self._written.get(number) != len(block) or not files.has_block(folder, number, block):
+                    files.write_block(folder, number, block)
+            self._describe(folder)
 
     def to(self, device: str | torch.device) -> SparseIndex:
         """The index on another device, a CPU or a CUDA GPU; itself if it is there."""
@@ -393,7 +409,7 @@ class SparseIndex:
         if device == self.device:
             return self
         index = SparseIndex(self.vocabulary, self.dtype, device)
-        for name in ("_folder", "_shard", "_first_block", "_documents_of_all"):
+        for name in ("_folder", "_stamp", "_shard", "_first_block", "_documents_of_all"):
             setattr(index, name, getattr(self, name))
         index._written = dict(self._written)
         for number, (block, live) in enumerate(zip(self._blocks, self._live, strict=True)):
@@ -436,7 +452,7 @@ class SparseIndex:
         documents = [len(block) for block in self._blocks]
         positions = torch.cat(removed).tolist() if removed else []
         files.write_description(folder, files.Description(self.vocabulary, self.dtype, documents, positions))
-        self._folder, self._written = folder, dict(enumerate(documents))
+        self._folder, self._written, self._stamp = folder, dict(enumerate(documents)), files.stamp(folder)
 
     def _require_whole(self, where: str) -> None:
         if self._shard is not None:
@@ -460,6 +476,8 @@ def _require_same_on_all_ranks(where: str, shard: tuple[int, int], queries: Spar
             f"{where}: the index was loaded for rank {shard[0]} of {shard[1]}, but this is rank {rank} of {ranks} of the "
             "default process group."
         )
+    if shard[1] == 1:  # there may be no process group
+        return
     # Any sum of all numbers that changes with their order.
     numbers = torch.cat([queries.offsets, queries.terms.long(), queries.weights.double().view(torch.int64)])
     sum_of_all = (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex
@@ -101,6 +102,43 @@ def test_the_folder_holds_the_index_of_before_until_the_new_one_is_complete(docu
     assert_finds(SparseIndex.load(tmp_path), documents)
     index.save(tmp_path)
     assert len(SparseIndex.load(tmp_path)) == 74 and len(blocks(tmp_path)) == 11
+
+
+def test_what_others_have_saved_is_not_overwritten(documents, tmp_path):
+    SparseIndex.build([documents]).save(tmp_path)
+    one, other = SparseIndex.load(tmp_path), SparseIndex.load(tmp_path)
+    one.remove([0])
+    one.save(tmp_path)
+    other.add([documents])
+    with pytest.raises(ValueError, match="^SparseIndex.save: .* was written by others since this index was loaded"):
+        other.save(tmp_path)
+    one.save(tmp_path)
+    assert_finds(SparseIndex.load(tmp_path), documents, {0})
+
+
+def test_one_process_at_a_time_writes_a_folder_and_several_read_it(documents, tmp_path):
+    index = SparseIndex.build(rest(documents), folder=tmp_path)
+    with FileLock(tmp_path / "lock"):
+        for write in (index.save, lambda folder: SparseIndex.build(rest(documents), folder=folder)):
+            with pytest.raises(ValueError, match="is being written by another process; wait until it ends, or choose"):
+                write(tmp_path)
+        assert_finds(SparseIndex.load(tmp_path), documents)
+    index.save(tmp_path)
+    assert "lock" not in blocks(tmp_path)
+
+
+def test_a_share_of_one_needs_no_process_group(documents, tmp_path):
+    """As on a single GPU, where ``accelerate launch`` makes none."""
+    SparseIndex.build([documents]).save(tmp_path)
+    assert_finds(SparseIndex.load(tmp_path, shard=(0, 1)), documents)
+
+
+def test_others_may_read_the_files_of_an_index(documents, tmp_path):
+    """Files of safetensors are for their owner only."""
+    SparseIndex.build([documents]).save(tmp_path / "index")
+    (tmp_path / "plain").touch()
+    modes = {file.stat().st_mode for file in [*(tmp_path / "index").iterdir(), tmp_path / "plain"]}
+    assert len(modes) == 1
 
 
 def test_a_folder_that_was_deleted_is_written_again(documents, tmp_path):
@@ -207,6 +245,9 @@ def test_files_of_something_else_are_named(documents, tmp_path):
         ("[]", "must be of the format"),
         (json.dumps({**description, "format": "other"}), "must be of the format"),
         (json.dumps({**description, "documents_per_block": 9}), "has blocks of 9 documents, but this release has 8"),
+        (json.dumps({**description, "removed": [37]}), "must be of the format"),
+        (json.dumps({**description, "removed": [3, 1]}), "must be of the format"),
+        (json.dumps({**description, "documents": "8"}), "must be of the format"),
         (json.dumps({**description, "weights": "float16"}), "block 0 of .* has another vocabulary or dtype"),
     ):
         (tmp_path / "index.json").write_text(text)

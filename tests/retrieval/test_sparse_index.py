@@ -148,6 +148,7 @@ def test_what_cannot_be_removed_is_refused_and_nothing_is_removed():
         ([2, 2], ValueError, "position 2 is given twice"),
         (torch.ones(20, dtype=torch.bool), TypeError, "positions must be integers, got torch.bool"),
         ([1.5], TypeError, "positions must be integers, got torch.float32"),
+        (3, TypeError, "positions must be integers, a list or a tensor, got 3"),
     ):
         with pytest.raises(error, match=f"^SparseIndex.remove: {sentence}"):
             index.remove(positions)
