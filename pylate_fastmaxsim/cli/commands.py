@@ -374,19 +374,24 @@ def search(
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
     with _one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.files.json import write_json
-        from pylate_fastmaxsim.recipes.files.write import make_directory
+        from pylate_fastmaxsim.recipes.files.write import prepare_file
         from pylate_fastmaxsim.recipes.search.inputs import load_inputs
         from pylate_fastmaxsim.recipes.search.report import search_table
         from pylate_fastmaxsim.recipes.search.run import Options
         from pylate_fastmaxsim.recipes.search.run import search as run_search
 
+        # The shell leaves ~ in --run=~/file as it is.
+        files = (path if path is None else path.expanduser() for path in (corpus, queries, qrels, run, index, json_))
+        corpus, queries, qrels, run, index, json_ = files
         kept = "documents are kept with --index only, and the same command starts again"
         if index is not None:
             kept = f"finished parts are kept in {index}, and the same command goes on from there"
         options = Options(k, run, index, dtype, batch_size, trust_remote_code)
         _quiet_libraries()
         if json_ is not None:
-            make_directory("--json", json_.parent)
+            prepare_file("--json", json_)
+            if run == json_:
+                raise RecipeError("--run and --json must be two files.")
         try:
             with _one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:
                 result = run_search(model, load_inputs(beir, split, corpus, queries, qrels), options, begin)

@@ -27,6 +27,20 @@ def make_directory(key: str, directory: Path) -> list[Path]:
     return missing
 
 
+def prepare_file(key: str, file: Path) -> None:
+    """Make the folder of a file that is written at the end of a command.
+
+    Raises
+    ------
+    RecipeError
+        It cannot be made or written, or there is a folder in the place of the file. The sentence names ``key``.
+    """
+    make_directory(key, file.parent)
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        reason = "it is a folder" if file.is_dir() else f"{file.parent} is read-only"
+        raise RecipeError(f"{key} {file} cannot be written: {reason}.")
+
+
 def write_atomically(file: Path, write: Callable[[str], Any]) -> None:
     """Write a file: ``write`` gets a scratch name, which becomes ``file`` when it returns."""
     scratch = file.with_name(f"writing-{file.name}")

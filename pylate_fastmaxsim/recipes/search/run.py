@@ -14,7 +14,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.evaluation.ranking import encode_corpus, metrics_of, ranking
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files.write import prepare_file
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
 from pylate_fastmaxsim.recipes.models.kind import SPARSE, kind_of, load_retriever
@@ -80,7 +80,7 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     """
     if options.run is not None:
         require_ids_of_one_word(collection)
-        make_directory("--run", options.run.parent)
+        prepare_file("--run", options.run)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_retriever(name, device, options.trust_remote_code)
     _check_dtype(options, kind_of(model))
@@ -139,7 +139,7 @@ class _Search:
 
     def search(self) -> tuple[Tensor, Tensor]:
         """Scores and positions, one more for each query than is asked for: it may be a document itself."""
-        queries, depth = self._queries(), self.options.k + 1
+        queries, depth = self._queries(), min(self.options.k, len(self.collection.corpus)) + 1
         folder = self.options.index
         if folder is None:
             with self.clock.during(SEARCH):

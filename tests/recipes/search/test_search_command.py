@@ -99,6 +99,8 @@ def host_scores(name: str, queries: list[str], documents: list[str]) -> list[lis
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_run_file_has_the_ranking_and_the_scores_of_the_host(kind, saved, files, tmp_path):
     run, result = tmp_path / "out" / "run.trec", tmp_path / "result.json"
+    done = search(saved[kind], *files, "--k", 10**12, "--run", run)  # more than there are
+    assert all(len(results) <= 150 for results in read_run(run).values())
     done = search(saved[kind], *files, "--k", 20, "--run", run, "--json", result)
     content = tables()
     documents = [f"{row['title']} {row['text']}".strip() for row in content["corpus"]]
@@ -246,6 +248,9 @@ def test_a_file_that_is_cut_is_named(kind, saved, files, tmp_path):
             ["--corpus", "DATA/corpus.jsonl", "--queries", "DATA/spaced.jsonl", "--run", "DATA/run"],
             "--run: ids must have no white space, which separates the columns of a run file, but 'a b' is that of a query.",
         ),
+        (["--beir", "DATA", "--run", "DATA"], "--run DATA cannot be written: it is a folder."),
+        (["--beir", "DATA", "--json", "DATA"], "--json DATA cannot be written: it is a folder."),
+        (["--beir", "DATA", "--json", "DATA/run", "--run", "DATA/run"], "--run and --json must be two files."),
         (["--beir", "DATA", "--dtype", "float16"], "--dtype is that of token embeddings in an index"),
         (
             ["--beir", "DATA", "--index", "DATA/i", "--dtype", "int8"],
