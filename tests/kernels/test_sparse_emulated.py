@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_emulator import EmulatedKernels
+from cuda_emulator import emulated_engine
 from sparse_cases import CASES, Case, blocks_of, check, check_at_least, check_order, check_removed, drawn
 
 pytest.importorskip("triton")
 
 from pylate_fastmaxsim.kernels.sparse import launch, postings  # noqa: E402
-from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions  # noqa: E402
 
 # Small, so that a few thousand documents are several blocks.
 DOCUMENTS, THREADS = 512, 64
@@ -20,10 +20,7 @@ DOCUMENTS, THREADS = 512, 64
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator is compiled with g++, which is not there")
-    kernels = EmulatedKernels(SOURCE, definitions(DOCUMENTS, THREADS), tmp_path_factory.mktemp("emulated"))
-    return CudaEngine(kernels, DOCUMENTS, THREADS)
+    return emulated_engine(tmp_path_factory.mktemp("emulated"), DOCUMENTS, THREADS)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +44,7 @@ def test_removing_keeps_the_postings(engine, monkeypatch):
     rows = blocks._blocks[0][1:4]
     monkeypatch.setattr(launch, "make_postings", None)
     blocks.set(0, *rows, torch.zeros(500, dtype=torch.bool))
-    assert blocks.search(*rows, 1)[1].eq(-1).all()
+    assert blocks.search(rows[0][:9], *rows[1:], 1)[1].eq(-1).all()
 
 
 def test_sums_are_in_the_order_of_terms(engine):
@@ -80,6 +77,23 @@ def test_candidates_that_are_lost_are_found_again(case, scans, engine, monkeypat
 def test_queries_in_parts_are_those_at_once(engine, monkeypatch):
     monkeypatch.setattr(launch, "STATE_BYTES", 0)
     check(CASES["plain"], "cpu", engine)
+
+
+def test_triton_steps_in_where_nvrtc_does_not_know_the_gpu(monkeypatch, caplog):
+    class CudaKernels:
+        def __init__(self, *_):
+            pass
+
+        def compile(self, device):
+            raise RuntimeError("NVRTC cannot compile search.cu (NVRTC_ERROR_INVALID_OPTION): unknown\narchitecture")
+
+    module = SimpleNamespace(CudaKernels=CudaKernels)
+    monkeypatch.setitem(sys.modules, "pylate_fastmaxsim.kernels.runtime.nvrtc", module)
+    launch._engine.cache_clear()
+    engine = launch._engine(torch.device("cpu"), None)
+    launch._engine.cache_clear()
+    assert type(engine).__name__ == "TritonEngine"
+    assert "(NVRTC_ERROR_INVALID_OPTION): unknown; Triton kernels run instead, " in caplog.text
 
 
 def test_postings_bound_weights_from_above():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 
 import pytest
 import torch
-from cuda_emulator import EmulatedKernels
+from cuda_emulator import emulated_engine
 from sparse_vectors import sorted_scores, sparse_vectors
 
 from pylate_fastmaxsim import SparseBatch, SparseIndex, sparse_search
@@ -18,7 +17,6 @@ from pylate_fastmaxsim.retrieval import sparse_search as module
 pytest.importorskip("triton")
 
 from pylate_fastmaxsim.kernels.sparse import launch  # noqa: E402
-from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions  # noqa: E402
 
 VOCABULARY = 30
 # Small, so that a thousand documents are several blocks.
@@ -27,10 +25,7 @@ DOCUMENTS, THREADS = 256, 64
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator is compiled with g++, which is not there")
-    kernels = EmulatedKernels(SOURCE, definitions(DOCUMENTS, THREADS), tmp_path_factory.mktemp("emulated"))
-    return CudaEngine(kernels, DOCUMENTS, THREADS)
+    return emulated_engine(tmp_path_factory.mktemp("emulated"), DOCUMENTS, THREADS)
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])

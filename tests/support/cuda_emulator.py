@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from torch import Tensor
 
 HEADER = Path(__file__).with_name("cuda_emulator.h")
@@ -47,3 +49,12 @@ class EmulatedKernels:
         ]
         slots = (ctypes.c_uint64 * len(values))(*(value & (2**64 - 1) for value in values))
         getattr(self._library, f"emulate_{name}")(*grid, threads, slots)
+
+
+def emulated_engine(folder: Path, documents: int, threads: int):
+    """The ``CudaEngine`` of sparse search with emulated kernels, for blocks of ``documents``."""
+    from pylate_fastmaxsim.kernels.sparse.cuda_engine import SOURCE, CudaEngine, definitions
+
+    if shutil.which("g++") is None:
+        pytest.skip("the emulator is compiled with g++, which is not there")
+    return CudaEngine(EmulatedKernels(SOURCE, definitions(documents, threads), folder), documents, threads)

@@ -27,6 +27,11 @@ class CudaKernels:
         self._file = file.name
         self._options = ["--std=c++17", *(f"-D{name}={number}" for name, number in defined.items())]
         self._functions = {}
+        self._binaries: dict[str, bytes] = {}
+
+    def compile(self, device: torch.device) -> None:
+        """Compile for a device now and not at the first launch; RuntimeError if NVRTC cannot."""
+        self._binary(device.index)
 
     def launch(
         self,
@@ -68,9 +73,14 @@ class CudaKernels:
             self._functions[key] = function
         return self._functions[key]
 
-    def _binary(self, device: int) -> bytes:
+    def _binary(self, device: int | None) -> bytes:
         major, minor = torch.cuda.get_device_capability(device)
-        options = [*self._options, f"--gpu-architecture=sm_{major}{minor}"]
+        architecture = f"--gpu-architecture=sm_{major}{minor}"
+        if architecture not in self._binaries:
+            self._binaries[architecture] = self._compiled([*self._options, architecture])
+        return self._binaries[architecture]
+
+    def _compiled(self, options: list[str]) -> bytes:
         version = _checked(nvrtc.nvrtcVersion())
         digest = hashlib.sha256("\0".join([self._source, *options, str(version)]).encode()).hexdigest()
         kept = _cache() / f"{Path(self._file).stem}_{digest[:32]}.cubin"

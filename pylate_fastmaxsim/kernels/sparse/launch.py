@@ -129,7 +129,8 @@ class DeviceBlocks:
         if not self._blocks or not terms.numel():
             scores = torch.zeros(len(queries), k, device=self.device)
             return scores, torch.full_like(scores, -1, dtype=torch.int64)
-        capacity = max(ROOM * k, DOCUMENTS_PER_BLOCK)
+        # No scan finds more than there are, and kernels count candidates in 31 bits.
+        capacity = min(max(ROOM * k, DOCUMENTS_PER_BLOCK), DOCUMENTS_PER_BLOCK * len(self._blocks))
         part = max(1, STATE_BYTES // State.bytes_of_query(capacity))
         found = []
         with on_device_of(offsets):
@@ -250,14 +251,16 @@ def _engine(device: torch.device, name: str | None) -> CudaEngine:
         try:
             from pylate_fastmaxsim.kernels.runtime.nvrtc import CudaKernels
 
-            return CudaEngine(CudaKernels(SOURCE, definitions()))
-        except ImportError as error:
+            kernels = CudaKernels(SOURCE, definitions())
+            kernels.compile(device)
+            return CudaEngine(kernels)
+        except (ImportError, RuntimeError) as error:  # no bindings, no NVRTC, or a GPU that it does not know
             if name == "cuda":
                 raise
             logger.warning(
                 "sparse search: %s; Triton kernels run instead, which take several times as long. PyTorch 2.10 and newer "
                 "bring cuda-bindings, which compiles the CUDA ones.",
-                error,
+                str(error).partition("\n")[0].rstrip("."),
             )
     from pylate_fastmaxsim.kernels.sparse.triton_engine import TritonEngine
 
