@@ -105,7 +105,7 @@ def _parse(line: bytes, numbers: Mapping[str, int] | None, size: int) -> tuple[s
         raise ValueError(f"not a whole JSON object ({error}).") from None
     fields = dict(entry) if isinstance(entry, _Object) else {}
     vector = fields.get("vector")
-    if "id" not in fields or not isinstance(vector, _Object):
+    if fields.get("id") is None or not isinstance(vector, _Object):
         raise ValueError('must be an object with "id" and "vector", an object of tokens and their weights.')
     tokens, weights = map(list, zip(*vector, strict=True)) if vector else ([], [])
     if numbers is None:

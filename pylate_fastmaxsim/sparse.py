@@ -87,6 +87,7 @@ class SparseBatch:
                 f"{tuple(self.offsets.shape)}, {tuple(self.terms.shape)} and {tuple(self.weights.shape)}."
             )
         self._check_numbers()
+        object.__setattr__(self, "weights", self.weights.detach())  # no search passes gradients
 
     def _check_numbers(self) -> None:
         first, last, entries = int(self.offsets[0]), int(self.offsets[-1]), self.terms.shape[0]
@@ -139,7 +140,12 @@ class SparseBatch:
         return self._trusted(*tensors, self.vocabulary)
 
     def select(self, index: Tensor) -> SparseBatch:
-        """The vectors ``index`` (int64, any length, repeats allowed), in that order, as a copy.
+        """The vectors ``index`` (int64 ``[M]``, repeats allowed), in that order, as a copy.
+
+        Raises
+        ------
+        IndexError
+            One is out of range; on a GPU an assertion of PyTorch fails.
 
         Examples
         --------
@@ -157,7 +163,7 @@ class SparseBatch:
         return self._trusted(offsets, terms, self.weights[places], self.vocabulary)
 
     @classmethod
-    def concatenate(cls, batches: Sequence[SparseBatch]) -> SparseBatch:
+    def concatenate(cls, batches: Iterable[SparseBatch]) -> SparseBatch:
         """All vectors of several batches in one, in their order.
 
         float16 weights beside float32 ones become float32, uint16 terms beside int32 ones int32.
@@ -174,6 +180,7 @@ class SparseBatch:
         >>> SparseBatch.concatenate([batch, batch]).offsets.tolist()
         [0, 1, 1, 2, 2]
         """
+        batches = list(batches)
         if not batches:
             raise ValueError("SparseBatch.concatenate: an empty list has no vocabulary; pass at least one SparseBatch.")
         first = batches[0]
@@ -301,8 +308,8 @@ class SparseBatch:
         [1.0, 2.5]
         """
         where = "SparseBatch.from_lists"
-        rows = list(rows)
         try:
+            rows = list(rows)
             lengths = [len(row) for row in rows]
             pairs = [(term, weight) for term, weight in chain.from_iterable(rows)]
         except (TypeError, ValueError):
@@ -376,7 +383,7 @@ class SparseBatch:
         """
         try:
             matrix = scipy.sparse.load_npz(path)
-        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, TypeError, ValueError) as error:
             raise ValueError(
                 f"SparseBatch.from_npz: {os.fspath(path)} must be a file of scipy.sparse.save_npz, "
                 "but is another or damaged."
@@ -391,10 +398,10 @@ class SparseBatch:
         terms = np.asarray(terms) if len(terms) else np.empty(0, np.int64)
         if terms.dtype.kind not in "iu":
             raise ValueError(f"{where}: terms must be integers, got {terms.dtype}.")
-        try:
-            weights = torch.as_tensor(np.asarray(weights, dtype=np.float64))
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}: weights must be numbers.") from None
+        weights = np.asarray(weights)
+        if weights.dtype.kind not in "iuf":
+            raise ValueError(f"{where}: weights must be real numbers, got {weights.dtype}.")
+        weights = torch.as_tensor(weights.astype(np.float64))
         rows = np.repeat(np.arange(len(lengths)), lengths)
         terms = torch.as_tensor(terms.astype(np.int64))
         return cls._from_entries(where, torch.as_tensor(rows), terms, weights, len(lengths), vocabulary)
@@ -428,6 +435,10 @@ class SparseBatch:
         if not bool(positive.all()):
             rows, terms, weights = rows[positive], terms[positive], weights[positive]
         offsets = torch.searchsorted(rows, torch.arange(count + 1, device=rows.device))
+        if not int(offsets[0]) == 0 <= int(offsets[-1]) == len(rows):
+            raise ValueError(
+                f"{where}: entries must be of vectors 0 to {count - 1}, got {int(rows[0])} to {int(rows[-1])}."
+            )
         terms = terms.to(torch.uint16 if vocabulary <= LARGEST_OF_UINT16 else torch.int32)
         return cls._trusted(offsets, terms, weights, vocabulary)
 

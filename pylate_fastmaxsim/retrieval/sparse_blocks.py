@@ -77,8 +77,6 @@ def search_blocks(
 ) -> tuple[Tensor, Tensor]:
     """The best documents of blocks, the first of which begins at the position ``first``."""
     scores, positions = blocks.search(queries.offsets, queries.terms, queries.weights, k, at_least)
-    if first == 0:
-        return scores, positions
     return scores, torch.where(positions < 0, positions, positions + first) if first else positions
 
 

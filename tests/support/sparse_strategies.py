@@ -1,14 +1,11 @@
-"""Sparse queries and documents drawn by hypothesis, and exact search in SciPy to compare with."""
+"""Sparse queries and documents drawn by hypothesis."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from pylate_fastmaxsim import SparseBatch
 
@@ -52,30 +49,3 @@ def sparse_problems(draw: st.DrawFn, most_documents: int = 40) -> SparseProblem:
         both = documents.to_scipy() + everywhere.to_scipy()
         documents = SparseBatch.from_scipy(both)
     return SparseProblem(queries, documents, draw(st.integers(1, most_documents + 5)))
-
-
-def scipy_products(queries: SparseBatch, documents: SparseBatch) -> scipy.sparse.csr_array:
-    """Inner products in float64, ``[Nq, Nd]``, of which SciPy adds up each in ascending order of terms."""
-    matrices = [batch.to_scipy() for batch in (queries, documents)]
-    # The transposed documents have a row for each term, too many of a huge vocabulary.
-    used = np.unique(np.concatenate([matrix.indices for matrix in matrices]))
-    left, right = (
-        scipy.sparse.csr_array(
-            (matrix.data.astype(np.float64), np.searchsorted(used, matrix.indices), matrix.indptr),
-            shape=(matrix.shape[0], len(used)),
-        )
-        for matrix in matrices
-    )
-    return left @ right.T.tocsr()
-
-
-def scipy_top(queries: SparseBatch, documents: SparseBatch, k: int) -> tuple[Tensor, Tensor]:
-    """The contract of ``reference.sparse_top`` from products of SciPy."""
-    products = scipy_products(queries, documents)
-    scores, positions = torch.zeros(len(queries), k), torch.full((len(queries), k), -1)
-    for row, (begin, end) in enumerate(zip(products.indptr, products.indptr[1:], strict=False)):
-        exact, found = products.data[begin:end].astype(np.float32), products.indices[begin:end].astype(np.int64)
-        order = np.lexsort((found, -exact))[:k]
-        scores[row, : len(order)] = torch.from_numpy(exact[order])
-        positions[row, : len(order)] = torch.from_numpy(found[order])
-    return scores, positions

@@ -34,18 +34,26 @@ def sparse_vectors(
     return SparseBatch(batch.offsets, batch.terms, batch.weights.to(dtype), vocabulary)
 
 
+def scipy_products(queries: SparseBatch, documents: SparseBatch) -> np.ndarray:
+    """Inner products in float64, ``[Nq, Nd]``, of which SciPy adds up each in ascending order of terms."""
+    matrices = [batch.to_scipy() for batch in (queries, documents)]
+    # The transposed documents have a row for each term, too many of a huge vocabulary.
+    used = np.unique(np.concatenate([matrix.indices for matrix in matrices]))
+    left, right = (
+        scipy.sparse.csr_array(
+            (matrix.data.astype(np.float64), np.searchsorted(used, matrix.indices), matrix.indptr),
+            shape=(matrix.shape[0], len(used)),
+        )
+        for matrix in matrices
+    )
+    return (left @ right.T.tocsr()).toarray()
+
+
 def sorted_scores(
     queries: SparseBatch, documents: SparseBatch, k: int, removed: set[int] = frozenset()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` best by SciPy in float64 and a stable sort."""
-    # SciPy would hold a number for each term of a vocabulary.
-    terms, columns = np.unique(torch.cat([queries.terms.int(), documents.terms.int()]).numpy(), return_inverse=True)
-    columns = np.split(columns.astype(np.int32), [len(queries.terms)])
-    matrices = [
-        scipy.sparse.csr_matrix((batch.weights.double().numpy(), own, batch.offsets.numpy()), (len(batch), len(terms)))
-        for batch, own in zip((queries, documents), columns, strict=True)
-    ]
-    exact = (matrices[0] @ matrices[1].T).toarray()
+    exact = scipy_products(queries, documents)
     exact[:, sorted(removed)] = 0
     scores = np.where(exact > 0, exact.astype(np.float32), np.float32(-1))
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
