@@ -35,6 +35,7 @@ from benchmarks.retrieval.sparse_table import checks, markdown
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.launch import DeviceBlocks
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
+from pylate_fastmaxsim.retrieval.topk import merge_results
 
 K = 1000
 BATCHES = (1, 4, 16, 64, 256, 1024)
@@ -97,12 +98,9 @@ def exact(queries: SparseBatch, collection: list[SparseBatch], k: int) -> Found:
     found, start = [], 0
     for chunk in collection:
         scores, positions = reference.sparse_top(queries, chunk, k)
-        missing = positions < 0
-        found.append((scores.masked_fill(missing, -1), (positions + start).masked_fill(missing, -1)))
+        found.append((scores, torch.where(positions < 0, positions, positions + start)))
         start += len(chunk)
-    scores, positions = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-    scores, order = scores.sort(dim=1, descending=True, stable=True)
-    return scores[:, :k].clamp(min=0), positions.gather(1, order[:, :k])
+    return merge_results(found)
 
 
 def same(found: Found, expected: Found) -> bool:
