@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from pylate.models import ColBERT, Dense
 from sentence_transformers.models import Transformer
-from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
 
-from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
+from pylate_fastmaxsim.integrations.pylate.token_vectors import plain_tokenizer, token_vectors
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.models.load import load_model
 
@@ -45,9 +44,15 @@ def build_token_table(section: ModelSection, seed: int, directory: Path) -> None
     encoder = LlamaModel(config)
     with torch.no_grad():
         encoder.embed_tokens.weight.copy_(vectors)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain_tokenizer(source.tokenizer),
+        model_max_length=LONGEST,
+        model_input_names=["input_ids", "attention_mask"],
+        **source.tokenizer.special_tokens_map,
+    )
     with tempfile.TemporaryDirectory() as folder:
         encoder.save_pretrained(folder)
-        _of_plain_tokens(source.tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         table = Transformer(folder, do_lower_case=source[0].do_lower_case)
     projection = Dense(size, size, bias=False, init_weight=torch.eye(size))
     model = ColBERT(
@@ -61,17 +66,3 @@ def build_token_table(section: ModelSection, seed: int, directory: Path) -> None
         skiplist_words=[],
     )
     model.save(str(directory), create_model_card=False)
-
-
-def _of_plain_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """The same tokenizer without what it puts around a text."""
-    plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    plain.no_truncation()
-    plain.no_padding()
-    plain.post_processor = None
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        model_max_length=LONGEST,
-        model_input_names=["input_ids", "attention_mask"],
-        **tokenizer.special_tokens_map,
-    )

@@ -1,0 +1,57 @@
+"""A ColBERT that is an embedding table becomes a static model with its scores; one that looks at context is refused."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from pylate.scores import colbert_scores
+
+from pylate_fastmaxsim import StaticLateInteraction
+from pylate_fastmaxsim.integrations.pylate.static import from_pylate
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.token_table import build_token_table
+
+QUERIES, DOCUMENTS = models.sentences(6, longest=10), ["", *models.sentences(20), ". , !"]
+
+
+def scores(static: StaticLateInteraction) -> torch.Tensor:
+    """Of each query and each document, in the order of the documents."""
+    found, positions = static.search(QUERIES, DOCUMENTS, len(DOCUMENTS), exact=True)
+    return found.gather(1, positions.argsort(dim=1))
+
+
+def maxsim_of(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> torch.Tensor:
+    rows = [[colbert_scores(q[None], d[None]).item() if len(d) else 0.0 for d in documents] for q in queries]
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("threshold", ["lowest", 0.5])
+def test_a_token_table_keeps_its_scores(threshold, encoder, tmp_path):
+    models.load_model(encoder("bert")).save_pretrained(str(tmp_path / "source"))
+    build_token_table(ModelSection(token_table=str(tmp_path / "source")), 0, tmp_path / "table")
+    model = load_model(ModelSection(name_or_path=str(tmp_path / "table"), document_length=64), "cpu", 0)
+    expected = maxsim_of(
+        model.encode(QUERIES, is_query=True, convert_to_tensor=True),
+        model.encode(DOCUMENTS, is_query=False, convert_to_tensor=True),
+    )
+    torch.testing.assert_close(scores(from_pylate(model, threshold=threshold)), expected, atol=1e-5, rtol=0)
+
+
+def test_what_stands_around_every_text_is_left_out_and_the_skiplist_of_documents_holds(encoder):
+    model = models.load_model(encoder("longrope", num_hidden_layers=0), 64, 64, do_query_expansion=False)
+    # [CLS] and the prefix before, [SEP] behind.
+    own = [
+        [vectors[2:-1] for vectors in model.encode(texts, is_query=is_query, convert_to_tensor=True)]
+        for texts, is_query in ((QUERIES, True), (DOCUMENTS, False))
+    ]
+    assert len(own[1][-1]) == 0
+    torch.testing.assert_close(scores(from_pylate(model, threshold=0.3)), maxsim_of(*own), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layers", [2, 0])  # without layers BERT still has positions
+def test_an_encoder_that_looks_at_context_is_refused(layers, encoder):
+    model = models.load_model(encoder("bert", num_hidden_layers=layers))
+    with pytest.raises(ValueError, match="from_pylate: a token must have the same vector in every text, but .* apart"):
+        from_pylate(model, threshold=0.5)
