@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pylate_fastmaxsim.recipes.config.schema import (
     FILE_TYPES,
+    FIRST_STAGE_KEYS,
     LOSSES_WITH_NEGATIVES,
     POOLING_KEYS,
     SOURCE_KEYS,
@@ -14,6 +15,7 @@ from pylate_fastmaxsim.recipes.config.schema import (
     DataSection,
     EvaluationSection,
     FastSection,
+    FirstStageSection,
     MiningSection,
     ModelSection,
     Recipe,
@@ -197,6 +199,21 @@ def _check_mining(mining: MiningSection) -> None:
             "mining.range_max must be at least range_min + num_negatives, "
             f"got {mining.range_max}, {mining.range_min} and {mining.num_negatives}."
         )
+    if mining.first_stage is not None:
+        _check_first_stage(mining.first_stage)
+
+
+def _check_first_stage(first: FirstStageSection) -> None:
+    own = FIRST_STAGE_KEYS[first.kind]
+    for field in dataclasses.fields(first):
+        if field.name not in ("kind", "k", *own) and getattr(first, field.name) != field.default:
+            raise RecipeError(
+                f"mining.first_stage.{field.name} does not apply to mining.first_stage.kind {first.kind}, which takes "
+                f"{' and '.join(('k', *own))}."
+            )
+    if "model" in own and first.model is None:
+        raise RecipeError(f"mining.first_stage.model is missing; mining.first_stage.kind {first.kind} needs it.")
+    _require_no_file("mining.first_stage.model", "a model", first.model)
 
 
 def _check_data(data: DataSection, section: str) -> None:

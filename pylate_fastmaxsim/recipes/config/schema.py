@@ -138,6 +138,26 @@ class DataSection:
     seed: int = key(0, minimum=0)
 
 
+# The keys that each kind of first stage takes beside k; where there is a model it is required.
+FIRST_STAGE_KEYS = {"sparse": ("model",), "bm25": ("k1", "b")}
+
+
+@dataclass(frozen=True)
+class FirstStageSection:
+    """A search for the ``k`` candidates of each query, of which alone mining computes late-interaction scores.
+
+    It is an exact search of sparse vectors. ``kind: sparse`` takes those of ``model``, a SparseEncoder of Sentence
+    Transformers; ``bm25`` takes the tokens of the recipe's model, weighted by BM25 with ``k1`` and ``b``. A document
+    that shares no term with a query is no candidate.
+    """
+
+    kind: Literal["sparse", "bm25"]
+    k: int = key(1000, minimum=1)
+    model: str | None = key(None, path=True)
+    k1: float = key(1.5, minimum=0)
+    b: float = key(0.75, minimum=0, maximum=1)
+
+
 @dataclass(frozen=True)
 class MiningSection:
     """Hard negatives for distillation, which ``fastmaxsim mine`` writes to ``data.name``.
@@ -152,6 +172,8 @@ class MiningSection:
     out. ``teacher``, on the Hub or on disk, scores the positive and its negatives: a
     ``cross_encoder`` as it is, or a ``colbert`` scaled to [0, 1] for each query.
 
+    With a ``first_stage`` the best documents are the best of its candidates.
+
     ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
     the processes of a distributed launcher share, so that there should be more of them than processes.
     """
@@ -160,6 +182,7 @@ class MiningSection:
     teacher: str = key(path=True)
     corpus: DataSection | None = None
     teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
+    first_stage: FirstStageSection | None = None
     num_negatives: int = key(15, minimum=1)
     range_min: int = key(0, minimum=0)
     range_max: int = key(100, minimum=1)

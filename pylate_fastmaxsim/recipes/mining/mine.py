@@ -21,6 +21,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
+from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import hard_negatives, lowest_positive_scores, search_documents
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
@@ -103,6 +104,7 @@ def _mine(
     with processes.main_process_first():
         prepared = prepare(recipe)
     model = load_model(prepared.model, device, recipe.training.seed)
+    first_stage = None if section.first_stage is None else load_first_stage(section, model, pairs)
     teacher = load_teacher(section, device)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)
@@ -112,7 +114,11 @@ def _mine(
         "model": settings["model"],
         "training.seed": settings["seed"],
     }
-    scores, found = search_documents(model, pairs, section, work, common)
+    candidates = None
+    if first_stage is not None:
+        candidates = find_candidates(first_stage, pairs, section, work, common, device)
+        del first_stage
+    scores, found = search_documents(model, pairs, section, work, common, candidates)
     lowest = lowest_positive_scores(model, pairs, section, work, common)
     chosen = hard_negatives(pairs, section, scores, found, lowest)
     del model

@@ -13,6 +13,7 @@ from pylate.models import ColBERT
 from tqdm import tqdm
 
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
+from pylate_fastmaxsim.recipes.mining.candidates import best_candidates, candidates_digest, score_candidates
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores, require_finite_scores, scored
@@ -22,11 +23,19 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def search_documents(
-    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+    model: ColBERT,
+    pairs: Pairs,
+    section: MiningSection,
+    work: Work,
+    common: dict[str, Any],
+    candidates: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and numbers of the best documents of each query, ``[Nq, K]``, searched part by part."""
-    # Enough that range_max are left without the positives of a query.
-    k = section.range_max + max(map(len, pairs.positives()))
+    """Scores and numbers of the best documents of each query, ``[Nq, K]``, searched part by part.
+
+    With the ``candidates`` of a first stage only those are encoded and scored; a query that has too few is filled up with
+    -inf and -1.
+    """
+    k = documents_kept(pairs, section)
 
     @functools.cache
     def queries() -> TokenBatch:
@@ -40,9 +49,22 @@ def search_documents(
         require_finite_scores(_named(common), scores)  # a NaN is always among the best
         return {"scores": scores, "found": found.cpu().numpy() + part.start}
 
+    def compute_candidates(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+        def encoded(numbers: np.ndarray) -> Iterator[TokenBatch]:
+            bar.update(part.stop - part.start - len(numbers))  # that are no candidate
+            return _encoded(model, pairs.documents.select(numbers), section.batch_size, bar)
+
+        rows, documents, scores = score_candidates(queries(), encoded, candidates, part)
+        require_finite_scores(_named(common), scores)
+        scores, found = best_candidates(rows, documents, scores, len(pairs.queries), k)
+        return {"scores": scores, "found": found}
+
     best = None
     step = section.documents_per_part
     settings = common | {"mining.range_max": section.range_max, "mining.documents_per_part": step}
+    if candidates is not None:
+        settings |= {"the candidates of mining.first_stage": candidates_digest(candidates)}
+        compute = compute_candidates
     for file in work.parts("search", settings, "Searching", " documents", len(pairs.documents), step, compute):
         with np.load(file) as arrays:
             scores, found = (torch.from_numpy(arrays[name]) for name in ("scores", "found"))
@@ -51,6 +73,11 @@ def search_documents(
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         best = scores[:, :k], found.gather(1, order[:, :k])
     return best
+
+
+def documents_kept(pairs: Pairs, section: MiningSection) -> int:
+    """How many documents of a query are kept: so many that ``range_max`` are left without its positives."""
+    return section.range_max + max(map(len, pairs.positives()))
 
 
 def _named(common: dict[str, Any]) -> str:
@@ -73,7 +100,8 @@ def hard_negatives(
     # Row by row, because Python numbers take several times the memory.
     for query, (ranked, documents) in enumerate(zip(scores.numpy(), found.numpy(), strict=True)):
         ranked, documents = ranked.tolist(), documents.tolist()
-        others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query]]
+        # -1 fills up queries with few candidates.
+        others = [(s, d) for s, d in zip(ranked, documents, strict=True) if d not in positives[query] and d >= 0]
         allowed = [d for s, d in others if is_negative(section, s, lowest[query])][: section.range_max]
         negatives = allowed[section.range_min : section.range_min + section.num_negatives]
         if len(negatives) == section.num_negatives:

@@ -19,7 +19,7 @@ from pylate_fastmaxsim.recipes.files.write import write_atomically, write_text_a
 logger = logging.getLogger(__name__)
 
 # The type of the files of each stage.
-PART_TYPES = {"search": ".npz", "positives": ".npy", "teacher": ".npy"}
+PART_TYPES = {"sparse": ".npz", "candidates": ".npy", "search": ".npz", "positives": ".npy", "teacher": ".npy"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Work:
         for file in stale:
             file.unlink()
         if stale:
-            changed = [name for name in settings if earlier.get(name) != settings[name]]
+            changed = [name for name in {**settings, **earlier} if earlier.get(name) != settings.get(name)]
             logger.warning(
                 "mining: %d finished parts of the stage %s are computed again, because these changed: %s.",
                 len(stale),

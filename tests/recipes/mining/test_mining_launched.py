@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_one_process_begins_and_two_go_on(recipe, tmp_path, monkeypatch):
     assert not set(ours) & set(theirs) and first not in ours + theirs
     assert done.stdout.count("pairs without enough negatives") == 1
     assert "Searching (process 1 of 2)" in done.stderr and "(process 2 of 2)" not in done.stderr
+
+
+def test_with_a_first_stage_two_processes_mine_what_one_does(recipe, encoder, teacher, tmp_path):
+    stage = "mining.first_stage={kind: bm25, k: 16}"
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, stage)
+    mining_mine.mine(replace(recipe, data=replace(recipe.data, name=str(tmp_path / "one"))))
+    written_to(tmp_path, recipe)
+    done = two_processes(tmp_path, "nowhere")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same_data(tmp_path / "one", tmp_path / "mined") and not same_data(tmp_path / "one", tmp_path / "whole")
+    ours, theirs = (json.loads((tmp_path / f"written-{rank}.json").read_text()) for rank in (0, 1))
+    assert stages(ours)[:5] == ["sparse", "sparse", "candidates", "search", "search"]
+    assert stages(theirs)[:3] == ["sparse", "candidates", "search"] and not set(ours) & set(theirs)
 
 
 def test_machines_that_share_no_disk_are_refused(recipe, tmp_path):
