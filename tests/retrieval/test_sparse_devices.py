@@ -44,7 +44,7 @@ def device(request, monkeypatch):
 def test_an_index_is_built_changed_saved_and_loaded(device, tmp_path):
     size = postings.DOCUMENTS_PER_BLOCK
     documents = sparse_vectors(2 * size + size // 2, VOCABULARY, seed=0)
-    queries = sparse_vectors(6, VOCABULARY, seed=1)
+    queries = sparse_vectors(3, VOCABULARY, seed=1)
     removed: set[int] = set()
 
     def check(index: SparseIndex) -> None:

@@ -3,6 +3,7 @@
 #pragma once
 #define EMULATED 1
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,19 +26,27 @@ struct uint4 { unsigned x, y, z, w; };
 struct uint2 { unsigned x, y; };
 static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
-struct Fiber { ucontext_t context; Place place; bool done; std::vector<char> stack; };
+struct Fiber { ucontext_t context; jmp_buf at; Place place; bool begun, done; std::vector<char> stack; };
 struct Warp { uint64_t values[2][32]; int arrived, turn; };
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
 static Fiber* current;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int at_barrier, barrier_turn;
 static Place blockIdx, gridDim;
 static char dynamic_shared[1 << 18];
 #define threadIdx (current->place)
 #define DYNAMIC_SHARED(name) int* name = (int*)dynamic_shared
 
-static void give_way() { swapcontext(&current->context, &scheduler); }
+// Not swapcontext, which calls the system each time.
+static void give_way() { if (!_setjmp(current->at)) _longjmp(scheduler, 1); }
+static void go_on(Fiber& fiber) {
+  current = &fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.at, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 
 static void __syncthreads() {
   const int turn = barrier_turn;
@@ -109,7 +118,7 @@ template <class... A> static void run_blocks(void (*kernel)(A...), int grid_x, i
     memset(dynamic_shared, 0x5a, sizeof dynamic_shared);  // as it is on a GPU: not zero
     for (int thread = 0; thread < threads; thread++) {
       Fiber& fiber = fibers[thread];
-      fiber.done = false;
+      fiber.begun = fiber.done = false;
       fiber.place = {thread, 0, 0};
       fiber.stack.resize(1 << 16);
       getcontext(&fiber.context);
@@ -120,7 +129,7 @@ template <class... A> static void run_blocks(void (*kernel)(A...), int grid_x, i
     }
     for (bool live = true; live;) {
       live = false;
-      for (auto& fiber : fibers) if (!fiber.done) { live = true; current = &fiber; swapcontext(&scheduler, &fiber.context); }
+      for (auto& fiber : fibers) if (!fiber.done) { live = true; go_on(fiber); }
     }
   }
 }
