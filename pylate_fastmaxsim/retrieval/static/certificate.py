@@ -16,6 +16,9 @@ from pylate_fastmaxsim.tokens import TokenBatch
 # A search that has to go deeper goes this many times as deep.
 DEEPER = 4
 
+# Results of a search that are held at once: 192 MiB.
+PAIRS_AT_ONCE = 1 << 24
+
 # Stored weights, query weights' products and scores are rounded to float32 once each, by at most 2**-24.
 ROUNDING = 1 + 2.0**-22
 
@@ -39,7 +42,7 @@ def certified_search(
     queries
         Nq queries.
     bounds
-        What added to a sparse score makes an upper bound of MaxSim, ``[Nq]``, float64, on the CPU.
+        What added to an exact sparse score makes an upper bound of MaxSim, ``[Nq]``, float64, on the CPU.
     tokens
         Of all documents.
     live
@@ -67,32 +70,32 @@ def certified_search(
     scorer = _Scorer(tokens, query_vectors, document_vectors)
     active, seen, depth = torch.arange(len(queries), device="cpu"), 0, min(k + 32, len(live))
     while len(active):
-        asked = queries.select(active.to(queries.device))
-        # A deeper search begins with the results of the one before.
-        upper, found = (each.cpu() for each in search(asked, depth))
-        new = found[:, seen:]
-        best[active], positions[active] = _merged(
-            best[active], positions[active], scorer(asked, new), new.masked_fill(new < 0, len(tokens)), k
-        )
-        rescored[active] += (new >= 0).sum(dim=1)
-        # What is not found shares no term, or scores at most as much as the last.
-        left = (upper[:, -1].double() * ROUNDING + bounds[active]).float()
-        done = (best[active, -1] > left) | (depth == len(live)) & (found[:, -1] >= 0)
-        for row in ((found[:, -1] < 0) & ~done).nonzero().flatten().tolist():
-            # All other documents share no term with this query.
-            query = active[row]
-            rest = live[~torch.isin(live, found[row])][None]
-            scores = scorer(queries.select(query[None].to(queries.device)), rest)
-            merged = _merged(best[query, None], positions[query, None], scores, rest, k)
-            best[query], positions[query] = (each[0] for each in merged)
-            rescored[query] += rest.shape[1]
-            done[row] = True
-        active, seen, depth = active[~done], depth, min(depth * DEEPER, len(live))
+        left = []
+        for rows in active.split(max(1, PAIRS_AT_ONCE // depth)):
+            asked = queries.select(rows.to(queries.device))
+            # A deeper search begins with the results of the one before.
+            upper, found = (each.cpu() for each in search(asked, depth))
+            new = found[:, seen:]
+            best[rows], positions[rows] = _merged(best[rows], positions[rows], scorer(asked, new), new, k)
+            rescored[rows] += (new >= 0).sum(dim=1)
+            # What is not found scores at most as much as the last, or shares no term.
+            bound = (upper[:, -1].double() * ROUNDING + bounds[rows]).float()
+            done = best[rows, -1] > bound
+            done |= (found >= 0).sum(dim=1) == len(live)
+            for row in ((found[:, -1] < 0) & ~done).nonzero().flatten().tolist():
+                rest = live[~torch.isin(live, found[row])][None]
+                query = rows[row : row + 1]
+                scores = scorer(queries.select(query.to(queries.device)), rest)
+                best[query], positions[query] = _merged(best[query], positions[query], scores, rest, k)
+                rescored[query] += rest.shape[1]
+                done[row] = True
+            left.append(rows[~done])
+        active, seen, depth = torch.cat(left), depth, min(depth * DEEPER, len(live))
     return best, positions, rescored
 
 
 def _merged(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` best of each row, of equal ones the lowest positions."""
+    """The ``k`` best of each row, of equal ones the lowest positions. Where there is no document, scores are -inf."""
     scores, positions = torch.cat([best, scores], dim=1), torch.cat([positions, new], dim=1)
     positions, order = positions.sort(dim=1, stable=True)
     scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)

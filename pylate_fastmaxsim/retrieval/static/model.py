@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -164,11 +165,11 @@ class StaticLateInteraction:
         self.uses_idf = isinstance(weights, str) and weights == "idf"
         self._query_weights = None
         if isinstance(weights, Tensor):
-            self._query_weights = self._weights(where, "query_weights", weights)
+            self._query_weights = self._weights(where, "query_weights", weights).to("cpu")
         elif isinstance(weights, str) and weights == "norms":
             if not normalize:
                 raise ValueError(f'{where}: query_weights="norms" needs normalize=True; otherwise vectors keep norms.')
-            self._query_weights = queries.double().norm(dim=1)
+            self._query_weights = queries.double().norm(dim=1).to("cpu")
         elif weights is not None and not self.uses_idf:
             raise ValueError(f'{where}: query_weights must be None, "idf", "norms" or a tensor, got {weights!r}.')
 
@@ -310,7 +311,7 @@ class StaticLateInteraction:
         keys, counts = (rows * self.vocabulary + tokens.ids).unique(return_counts=True)
         rows, terms, weights = keys // self.vocabulary, keys % self.vocabulary, counts.double()
         if self.query_weights is not None:
-            weights *= self.query_weights.to("cpu")[terms]
+            weights *= self.query_weights[terms]
         where = "StaticLateInteraction.queries"
         return SparseBatch._from_entries(where, rows, terms, weights, len(tokens), self.vocabulary).to(self.device)
 
@@ -327,11 +328,15 @@ class StaticLateInteraction:
         where = "StaticLateInteraction.bound"
         self._require_bounds(where)
         queries = self._as_queries(where, queries)
-        weighted = queries.weights.double() * self.thresholds.to(queries.device)[queries.terms.long()]
-        # Summed one after the other on the CPU, so that it is the same on every device.
-        sums = torch.zeros(len(weighted) + 1, dtype=torch.float64, device="cpu")
-        torch.cumsum(weighted.cpu(), 0, out=sums[1:])
-        return sums[queries.offsets.cpu()].diff().to(queries.device)
+        return self._sums(queries, self.thresholds).to(queries.device)
+
+    def _sums(self, queries: SparseBatch, values: Tensor) -> Tensor:
+        """Sums of ``values [V]`` over the tokens of each query, times their weights, ``[Nq]``, float64, on the CPU."""
+        queries = queries.to("cpu")
+        # One after the other, so that a sum depends neither on the device nor on other queries.
+        rows = torch.repeat_interleave(torch.arange(len(queries), device="cpu"), queries.offsets.diff())
+        weighted = queries.weights.double() * values.to("cpu")[queries.terms.long()]
+        return torch.bincount(rows, weighted, minlength=len(queries))
 
     @torch.no_grad()
     def search(
@@ -404,9 +409,9 @@ class StaticLateInteraction:
         if len(index) != len(tokens):
             raise ValueError(f"{where}: tokens must be of all {len(index)} documents, got those of {len(tokens)}.")
         scores, positions, _ = certified_search(
-            lambda asked, depth: index.search(asked, depth),
+            index.search,
             queries.to(index.device),
-            self.bound(queries).cpu(),
+            self._sums(queries, self.thresholds + self._rounding),
             tokens,
             index.live_positions(),
             self.query_vectors,
@@ -479,7 +484,6 @@ class StaticLateInteraction:
         if self.document_vectors is not self.query_vectors:
             model.document_vectors = self.document_vectors.to(device)
         model.thresholds = self.thresholds.to(device)
-        model._query_weights = None if self._query_weights is None else self._query_weights.to(device)
         model.device = model.query_vectors.device
         return model
 
@@ -490,8 +494,14 @@ class StaticLateInteraction:
         return token_thresholds(self.query_vectors, self.document_vectors, self.threshold, self.neighbours)
 
     @property
+    def _rounding(self) -> float:
+        """More than a similarity in float64 may be off by, in up to 8,192 dimensions."""
+        norms = (table.norm(dim=1).amax().item() for table in (self.query_vectors, self.document_vectors))
+        return 2.0**-40 * math.prod(norms)
+
+    @property
     def query_weights(self) -> Tensor | None:
-        """What each query token counts, ``[V]``, float64; ``None``: 1."""
+        """What each query token counts, ``[V]``, float64, on the CPU; ``None``: 1."""
         return self._fitted("idf").idf if self.uses_idf else self._query_weights
 
     @cached_property
