@@ -24,6 +24,7 @@ from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranf
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
 from benchmarks.retrieval.sparse_table import two_gpus_table as sparse_two_gpus_table
+from benchmarks.retrieval.static_documents import markdown as static_documents_table
 from benchmarks.training.lengths import cell_name as lengths_cell
 from benchmarks.training.lengths import live_share, mean_lengths
 from benchmarks.training.lengths import markdown_table as lengths_table
@@ -302,6 +303,10 @@ def tables() -> dict[str, dict[str, str]]:
         "docs/sparse.md": {
             "sparse-search-table": measured("sparse_search", sparse_search_tables),
             "sparse-two-gpus-table": measured("sparse_two_gpus", sparse_two_gpus_table),
+        },
+        "docs/static.md": {
+            "static-cranfield-table": measured("static_cranfield", lambda content: ""),
+            "static-documents-table": measured("static_documents", static_documents_table),
         },
         "docs/pooling_study.md": {
             **pooling_study_tables(results("pooling_study")),

@@ -291,7 +291,7 @@ class StaticLateInteraction:
         return self._documents(self._document_tokens("StaticLateInteraction.documents", texts))
 
     def _documents(self, tokens: TokenIds) -> SparseBatch:
-        table = self._table
+        table = self.neighbour_table
         if self.bm25 is not None:
             if table is None:
                 raise ValueError(
@@ -479,7 +479,7 @@ class StaticLateInteraction:
     def to(self, device: str | torch.device) -> StaticLateInteraction:
         """The same model on another device."""
         model = copy.copy(self)
-        model.__dict__.pop("_table", None)
+        model.__dict__.pop("neighbour_table", None)
         model.query_vectors = model.document_vectors = self.query_vectors.to(device)
         if self.document_vectors is not self.query_vectors:
             model.document_vectors = self.document_vectors.to(device)
@@ -505,7 +505,9 @@ class StaticLateInteraction:
         return self._fitted("idf").idf if self.uses_idf else self._query_weights
 
     @cached_property
-    def _table(self) -> Neighbours | None:
+    @torch.no_grad()
+    def neighbour_table(self) -> Neighbours | None:
+        """The query tokens that each document token matches; ``None``: so many that MaxSim of all is cheaper."""
         if self.query_vectors.shape[1] == 0:
             return equal_tokens(self.vocabulary, self.device)
         if self.bm25 is not None:
