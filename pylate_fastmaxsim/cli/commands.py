@@ -332,7 +332,8 @@ def search(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A ColBERT of PyLate or a SparseEncoder of Sentence Transformers: its folder or its name on the Hub.",
+            help="A ColBERT of PyLate or a SparseEncoder of Sentence Transformers, by its folder or its name on the Hub, or "
+            "the folder of a StaticLateInteraction.",
             show_default=False,
         ),
     ],
@@ -367,6 +368,9 @@ def search(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
+    exact: Annotated[
+        bool, typer.Option(help="Rank a static model by MaxSim, or by the upper bounds of its sparse vectors.")
+    ] = True,
     json_: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write metrics and times as JSON.")
     ] = None,
@@ -386,7 +390,7 @@ def search(
         kept = "documents are kept with --index only, and the same command starts again"
         if index is not None:
             kept = f"finished parts are kept in {index}, and the same command goes on from there"
-        options = Options(k, run, index, dtype, batch_size, trust_remote_code)
+        options = Options(k, run, index, dtype, batch_size, trust_remote_code, exact)
         _quiet_libraries()
         if json_ is not None:
             prepare_file("--json", json_)

@@ -26,7 +26,7 @@ def evaluate_collection(
 ) -> dict[str, float]:
     """nDCG@10, MRR@10 and Recall@100 of exact search, averaged over the judged queries.
 
-    ``pooling`` is that of late interaction; a sparse model has none.
+    ``pooling`` is that of late interaction; a sparse or static model has none.
     """
     return metrics_of(retrieve(model, collection, batch_size, pooling), collection)
 

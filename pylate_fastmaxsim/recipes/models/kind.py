@@ -12,12 +12,14 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
-from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.load import load_model, model_failure
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
+from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 CONFIG_FILE = "config_sentence_transformers.json"
-LATE_INTERACTION, SPARSE = "late interaction", "sparse"
+LATE_INTERACTION, SPARSE, STATIC = "late interaction", "sparse", "static late interaction"
 
 
 def load_retriever(
@@ -25,7 +27,7 @@ def load_retriever(
 ) -> TextRetriever:
     """The ColBERT of PyLate or the SparseEncoder of Sentence Transformers of this folder or name on the Hub.
 
-    ``key`` is what an error calls the model.
+    Or the StaticLateInteraction of this folder. ``key`` is what an error calls the model.
 
     Raises
     ------
@@ -37,6 +39,11 @@ def load_retriever(
     # A name on the Hub has one slash and does not begin with a dot.
     if not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1):
         raise RecipeError(f"{key}: there is no folder {name}.")
+    if (path / STATIC_FILE).exists():
+        try:
+            return StaticLateInteraction.load(path, device)
+        except (ValueError, OSError) as error:
+            raise RecipeError(f"{key} {name} cannot be loaded: {first_line(error)}") from error
     name = str(path) if path.is_dir() else name
     section = ModelSection(name_or_path=name, trust_remote_code=trust_remote_code)
     try:
@@ -46,8 +53,8 @@ def load_retriever(
     if kind not in ("ColBERT", "SparseEncoder"):
         found = f"{CONFIG_FILE} says {kind}" if kind else f"it has no {CONFIG_FILE}"
         raise RecipeError(
-            f"{key} {name} must be a ColBERT that PyLate has saved or a SparseEncoder that Sentence Transformers has saved, "
-            f"but {found}."
+            f"{key} {name} must be a ColBERT that PyLate has saved, a SparseEncoder that Sentence Transformers has saved or a "
+            f"StaticLateInteraction, but {found}."
         )
     if kind == "ColBERT":
         return load_model(section, device, seed=0, key=key)
@@ -64,6 +71,8 @@ def load_retriever(
 
 def kind_of(model: TextRetriever) -> str:
     """The kind of a model that is loaded."""
+    if isinstance(model, StaticLateInteraction):
+        return STATIC
     return SPARSE if isinstance(model, SparseEncoder) else LATE_INTERACTION
 
 

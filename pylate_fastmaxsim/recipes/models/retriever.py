@@ -9,6 +9,8 @@ from pylate.models import ColBERT
 from sentence_transformers import SparseEncoder
 from transformers import PreTrainedModel
 
+from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
+
 if TYPE_CHECKING:
     from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
     from peft import PeftModel
@@ -29,5 +31,5 @@ class VisualRetriever:
 
 # What a recipe trains.
 Retriever = ColBERT | VisualRetriever
-# What encodes texts: late interaction, or learned-sparse.
-TextRetriever = ColBERT | SparseEncoder
+# What encodes texts: late interaction, learned-sparse, or static.
+TextRetriever = ColBERT | SparseEncoder | StaticLateInteraction

@@ -8,9 +8,11 @@ import json
 import torch
 from datasets import Dataset
 from pylate.models import ColBERT
+from torch import Tensor
 
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, document_texts
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 # What PyLate does to documents beside the modules.
 LATE_SETTINGS = ("document_length", "document_prefix", "skiplist_words")
@@ -29,11 +31,26 @@ def corpus_digest(corpus: Dataset) -> str:
 
 def model_digest(model: TextRetriever) -> str:
     """The same for the same weights and settings, by which documents are encoded."""
+    if isinstance(model, StaticLateInteraction):
+        return _static_digest(model)
     names = LATE_SETTINGS if isinstance(model, ColBERT) else SPARSE_SETTINGS
     settings = {name: getattr(model, name) for name in (*names, "prompts", "default_prompt_name", "max_seq_length")}
     modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in model]
     digest = hashlib.blake2b(json.dumps([settings, modules], default=str).encode(), digest_size=16)
-    for name, weight in model.state_dict().items():
+    _add_weights(digest, model.state_dict())
+    return digest.hexdigest()
+
+
+def _static_digest(model: StaticLateInteraction) -> str:
+    tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
+    mean_length = model.statistics.mean_length if model.bm25 and model.statistics else None
+    settings = [model.threshold, model.neighbours, model.skiplist, model.bm25, mean_length, tokenizer.to_str()]
+    digest = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16)
+    _add_weights(digest, {"queries": model.query_vectors, "documents": model.document_vectors})
+    return digest.hexdigest()
+
+
+def _add_weights(digest: hashlib.blake2b, weights: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

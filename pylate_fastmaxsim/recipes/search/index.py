@@ -17,11 +17,13 @@ from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 from pylate_fastmaxsim.recipes.models.encode import Encoded, exact_search
-from pylate_fastmaxsim.recipes.models.kind import SPARSE
+from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION
+from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries
 from pylate_fastmaxsim.retrieval.corpus import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
 DESCRIPTION_FILE = "search.json"  # written first
@@ -62,6 +64,11 @@ class Description:
     dtype: str | None
     documents: int
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether documents are sparse vectors."""
+        return self.kind != LATE_INTERACTION
+
 
 class Index(Protocol):
     """A corpus that can be searched."""
@@ -90,8 +97,8 @@ def open_or_build(folder: Path, description: Description, encode_from: EncodeFro
                 return index
         with hold_lock("--index", folder, LOCK_FILE, building):
             _describe(folder, description)
-            if description.kind == SPARSE:
-                return _Sparse(SparseIndex.build(encode_from, folder=folder / SPARSE_FOLDER, device=device))
+            if description.is_sparse:
+                return _Sparse(SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device))
             return _LateInteraction(_build_parts(folder, description, encode_from), device)
     except RecipeError:
         raise
@@ -100,7 +107,7 @@ def open_or_build(folder: Path, description: Description, encode_from: EncodeFro
 
 
 def _finished(folder: Path, description: Description, device: torch.device) -> Index | None:
-    if description.kind == SPARSE:
+    if description.is_sparse:
         if not (folder / SPARSE_FOLDER / SPARSE_FILE).exists():
             return None
         return _Sparse(SparseIndex.load(folder / SPARSE_FOLDER, device))
@@ -144,9 +151,20 @@ class _Sparse:
     index: SparseIndex
 
     def search(self, queries: Encoded, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        found = self.index.search(queries, k)
+        is_static = isinstance(queries, StaticQueries)
+        found = queries.search(self.index, k) if is_static else self.index.search(queries, k)
         searched(len(self.index))
         return found
+
+
+def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
+    """The sparse vectors of documents from a position on."""
+
+    def batches(begin: int) -> Iterator[SparseBatch]:
+        for batch in encode_from(begin):
+            yield batch.vectors if isinstance(batch, StaticDocuments) else batch
+
+    return batches
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts
 from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.evaluation.ranking import encode_corpus, metrics_of, ranking
 from pylate_fastmaxsim.recipes.files.write import prepare_file
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
-from pylate_fastmaxsim.recipes.models.kind import SPARSE, kind_of, load_retriever
+from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, STATIC, kind_of, load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.models.static import StaticQueries
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.digest import corpus_digest, model_digest
-from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
+from pylate_fastmaxsim.recipes.search.index import DOCUMENTS_PER_PART, Description, open_or_build
 from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
 ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"
@@ -55,6 +57,8 @@ class Options:
         Texts encoded at once.
     trust_remote_code
         Whether code that comes with the model may run.
+    exact
+        Whether a static model ranks by MaxSim; otherwise by the upper bounds that its sparse vectors give.
     """
 
     k: int = 1000
@@ -63,6 +67,7 @@ class Options:
     dtype: str | None = None
     batch_size: int = 32
     trust_remote_code: bool = False
+    exact: bool = True
 
 
 def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
@@ -84,6 +89,8 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_retriever(name, device, options.trust_remote_code)
     _check_dtype(options, kind_of(model))
+    if not options.exact and kind_of(model) != STATIC:
+        raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
     task = _Search(name, model, collection, options, progress, Clock(device))
     try:
         with only_finite(model):
@@ -123,7 +130,7 @@ def _check_dtype(options: Options, kind: str) -> None:
         return
     if options.dtype not in DTYPES:
         raise RecipeError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}.")
-    if options.index is None or kind == SPARSE:
+    if options.index is None or kind != LATE_INTERACTION:
         raise RecipeError("--dtype is that of token embeddings in an index; it needs --index and a ColBERT.")
 
 
@@ -146,6 +153,8 @@ class _Search:
                 return exact_search(queries, self._encode_from(0), depth)
         with self.clock.during(INDEX):
             index = open_or_build(folder, self._description(), self._encode_from, self.clock.device)
+            if isinstance(queries, StaticQueries) and queries.needs_tokens:
+                queries = replace(queries, tokens=self._tokens())
         searched = self.progress(SEARCH, len(self.collection.corpus))
         with self.clock.during(SEARCH):
             return index.search(queries, depth, searched)
@@ -156,7 +165,12 @@ class _Search:
         with self.clock.during(ENCODE_QUERIES):
             queries = encode(self.model, texts, self.options.batch_size, is_query=True)
         encoded(len(queries))
-        return queries
+        return replace(queries, exact=self.options.exact) if isinstance(queries, StaticQueries) else queries
+
+    def _tokens(self) -> TokenIds:
+        """Token ids of all documents, which an index does not hold."""
+        parts = self.collection.corpus.iter(DOCUMENTS_PER_PART)
+        return TokenIds.concatenate([self.model.token_ids(document_texts(rows)) for rows in parts])
 
     def _encode_from(self, begin: int) -> Iterator[Encoded]:
         corpus = self.collection.corpus
@@ -177,6 +191,6 @@ class _Search:
             model=self.name,
             model_digest=model_digest(self.model),
             corpus_digest=corpus_digest(self.collection.corpus),
-            dtype=None if kind == SPARSE else self.options.dtype or DTYPES[0],
+            dtype=None if kind != LATE_INTERACTION else self.options.dtype or DTYPES[0],
             documents=len(self.collection.corpus),
         )

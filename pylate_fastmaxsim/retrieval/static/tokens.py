@@ -40,6 +40,13 @@ class TokenIds:
         ids = np.fromiter((token for row in rows for token in row), np.int32, int(lengths.sum()))
         return cls(torch.from_numpy(ids), torch.from_numpy(np.concatenate([[0], lengths.cumsum()])))
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[TokenIds]) -> TokenIds:
+        """The texts of all parts, one after the other."""
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), *(part.lengths for part in parts)])
+        ids = [torch.empty(0, dtype=torch.int32, device="cpu"), *(part.ids for part in parts)]
+        return cls(torch.cat(ids), lengths.cumsum(0))
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

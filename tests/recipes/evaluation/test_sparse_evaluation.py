@@ -70,7 +70,7 @@ def test_what_shares_no_term_with_a_query_is_no_result(model, collection, monkey
 
 
 def test_a_pooling_and_negative_weights_are_refused(model, collection, monkeypatch):
-    with pytest.raises(RecipeError, match="loss.pooling must be max for a sparse model"):
+    with pytest.raises(RecipeError, match="loss.pooling must be max for a sparse or static model"):
         retrieve(model, collection, 8, TopK(2))
     monkeypatch.setattr(model, "encode_query", lambda texts, **options: -torch.ones(len(texts), 207).to_sparse())
     with pytest.raises(RecipeError, match="The vectors of the sparse model cannot be searched: .*, got -1.0"):

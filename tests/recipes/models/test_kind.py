@@ -4,10 +4,14 @@ import json
 
 import models
 import pytest
+import torch
 from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformer
 from sparse_encoders import build_sparse_encoder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.kind import CONFIG_FILE, load_retriever
 
@@ -31,7 +35,7 @@ def test_other_models_are_refused_in_one_sentence(encoder, tmp_path):
             load_retriever(str(folder), "cpu")
         assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
-    wanted = "must be a ColBERT that PyLate has saved or a SparseEncoder that Sentence Transformers has saved, but "
+    wanted = "a SparseEncoder that Sentence Transformers has saved or a StaticLateInteraction, but "
     refused(encoder("bert"), f"{wanted}it has no {CONFIG_FILE}")
     dense = tmp_path / "dense"
     SentenceTransformer(encoder("bert"), device="cpu").save_pretrained(str(dense))
@@ -49,3 +53,12 @@ def test_other_models_are_refused_in_one_sentence(encoder, tmp_path):
     refused(sparse, r"must score by the inner product \(dot\), but its similarity is cosine")
     (tmp_path / "model" / "modules.json").write_text("[]")
     refused(tmp_path / "nothing", "MODEL: there is no folder")
+
+
+def test_a_static_model_is_told_by_its_description(tmp_path):
+    vectors = torch.eye(3)
+    StaticLateInteraction(vectors, tokenizer=Tokenizer(WordLevel({"a": 0})), threshold=0.5).save(tmp_path)
+    assert torch.equal(load_retriever(str(tmp_path), "cpu").query_vectors, vectors)
+    (tmp_path / "tables.safetensors").write_bytes(b"{")
+    with pytest.raises(RecipeError, match="MODEL .* cannot be loaded: .*tables.safetensors is missing or damaged"):
+        load_retriever(str(tmp_path), "cpu")

@@ -18,8 +18,10 @@ from filelock import FileLock
 from pylate.scores import colbert_scores
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import text
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
@@ -27,7 +29,7 @@ from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.search import index
 
-KINDS = ("sparse", "late interaction")
+KINDS = ("sparse", "late interaction", "static late interaction")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,15 @@ def saved(encoder, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("saved")
     models.load_model(encoder("bert")).save_pretrained(str(folder / "colbert"))
     sparse = build_sparse_encoder(folder / "sparse", encoder("bert"))
-    return {"sparse": sparse, "late interaction": str(folder / "colbert")}
+    save_static(folder / "static", encoder("bert"))
+    return {"sparse": sparse, "late interaction": str(folder / "colbert"), KINDS[2]: str(folder / "static")}
+
+
+def save_static(folder: Path, encoder: str, threshold: float = 0.4, **options: object) -> None:
+    """A static model of random vectors, most pairs of which are cut."""
+    tokenizer = AutoTokenizer.from_pretrained(encoder).backend_tokenizer
+    vectors = torch.randn(2, tokenizer.get_vocab_size(), 16, generator=torch.Generator().manual_seed(0))
+    StaticLateInteraction(*vectors, tokenizer, threshold=threshold, **options).save(folder)
 
 
 @pytest.fixture
@@ -89,6 +99,11 @@ def host_scores(name: str, queries: list[str], documents: list[str]) -> list[lis
     model = load_retriever(name, "cpu")
     if "sparse" in name:
         return model.similarity(model.encode_query(queries), model.encode_document(documents)).to_dense().tolist()
+    if isinstance(model, StaticLateInteraction):
+        tables = (model.query_vectors.double(), model.document_vectors.double())
+        ids = [[model.token_ids([text]).ids.long() for text in texts] for texts in (queries, documents)]
+        vectors = [[table[each] for each in side] for table, side in zip(tables, ids, strict=True)]
+        return [[(q @ d.T).amax(dim=1).sum().item() for d in vectors[1]] for q in vectors[0]]
     encoded = model.encode(documents, is_query=False, convert_to_tensor=True)
     return [
         [colbert_scores(query[None], document[None]).item() for document in encoded]
@@ -174,6 +189,47 @@ def test_a_killed_index_goes_on(kind, saved, files, small_parts, tmp_path):
     assert killed.returncode == 9, killed.stderr
     search(saved[kind], *arguments, "--json", result)
     assert json.loads(result.read_text())["encoded_documents"] == 150 - 64
+
+
+def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, encoder, tmp_path):
+    exact, bounds, indexed = (tmp_path / name for name in ("exact", "bounds", "indexed"))
+    search(saved[KINDS[2]], *files, "--k", 150, "--run", exact)
+    search(saved[KINDS[2]], *files, "--k", 150, "--run", bounds, "--no-exact")
+    search(saved[KINDS[2]], *files, "--k", 150, "--run", indexed, "--no-exact", "--index", tmp_path / "index")
+    assert_same(indexed, bounds)
+    model = load_retriever(saved[KINDS[2]], "cpu")
+    content = tables()
+    documents = [f"{row['title']} {row['text']}".strip() for row in content["corpus"]]
+    upper, positions = model.search([row["text"] for row in content["queries"]], documents, 150)
+    different = 0
+    for row, (found, scores) in enumerate(zip(read_run(bounds).values(), read_run(exact).values(), strict=True)):
+        assert list(found.values()) == pytest.approx(upper[row][positions[row] >= 0].tolist(), rel=1e-5)
+        assert len(scores) == 150 and all(scores[name] <= found[name] + 1e-5 for name in found)
+        different += list(found) != list(scores)[: len(found)]
+    assert different
+    save_static(tmp_path / "other", encoder("bert"), threshold=0.5)
+    done = search(tmp_path / "other", *files, "--index", tmp_path / "index", code=2)
+    assert f"--index: {tmp_path / 'index'} was made with another model" in done.stderr
+    done = search(saved["sparse"], *files, "--no-exact", code=2)
+    assert "--no-exact is for a static model; every other is searched exactly." in done.stderr
+
+
+def test_bm25_ranks_by_its_own_scores_once_it_has_counted(encoder, files, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(encoder("bert")).backend_tokenizer
+    model = StaticLateInteraction.bm25(tokenizer, tokenizer.get_vocab_size())
+    model.save(tmp_path / "model")
+    done = search(tmp_path / "model", *files, code=2)
+    assert "fastmaxsim: The static model cannot encode: " in done.stderr and "fit" in done.stderr
+    content = tables()
+    documents = [f"{row['title']} {row['text']}".strip() for row in content["corpus"]]
+    model.fit(documents).save(tmp_path / "model")
+    search(tmp_path / "model", *files, "--k", 20, "--run", tmp_path / "run")
+    scores, positions = model.search([row["text"] for row in content["queries"]], documents, 20)
+    for row, found in enumerate(read_run(tmp_path / "run").values()):
+        names = [content["corpus"][place]["_id"] for place in positions[row].tolist() if place >= 0]
+        assert list(found) == names and list(found.values()) == pytest.approx(
+            scores[row].tolist()[: len(names)], rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
