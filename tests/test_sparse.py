@@ -145,10 +145,9 @@ def test_a_gpu_makes_the_same_batches():
 
 def test_what_a_sparse_encoder_returns(encoder):
     """Against the host itself: its sparse, dense and single results, and its similarity."""
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+    from sparse_encoders import load_sparse
 
-    model = SparseEncoder(modules=[MLMTransformer(encoder("bert")), SpladePooling()], device="cpu")
+    model = load_sparse(encoder("bert"), max_active_dims=None)
     texts = ["Why is the sky blue?", "Bees dance.", "Bread rises when yeast turns sugar into gas."]
     sparse, dense = model.encode(texts), model.encode(texts, convert_to_sparse_tensor=False)
     made = checked(SparseBatch.from_torch(sparse))

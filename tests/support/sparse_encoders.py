@@ -1,4 +1,4 @@
-"""A tiny SparseEncoder with random weights, so that nothing is downloaded."""
+"""Tiny SparseEncoders with random weights, in every release of Sentence Transformers that has them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from pathlib import Path
 
 import torch
 from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
+
+try:
+    from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+except ImportError:
+    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+
+
+def load_sparse(path: str, max_active_dims: int | None = 8) -> SparseEncoder:
+    """``path``: of a tiny BERT. With 8 terms a text most pairs of a query and a document share none."""
+    torch.manual_seed(0)
+    modules = [MLMTransformer(path), SpladePooling()]
+    return SparseEncoder(modules=modules, device="cpu", max_active_dims=max_active_dims)
 
 
 def build_sparse_encoder(folder: Path, tokenizer: str, seed: int = 0) -> str:

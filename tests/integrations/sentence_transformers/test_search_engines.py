@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import sentences
 from paths import ROOT
-from sparse_models import load_sparse
+from sparse_encoders import load_sparse
 
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
 

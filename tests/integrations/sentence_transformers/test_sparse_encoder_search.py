@@ -10,7 +10,7 @@ import pytest
 import torch
 from edited import edited
 from models import sentences
-from sparse_models import load_sparse
+from sparse_encoders import load_sparse
 
 pytest.importorskip("sentence_transformers", minversion="5", reason="no SparseEncoder before Sentence Transformers 5")
 
