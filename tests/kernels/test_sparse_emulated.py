@@ -74,6 +74,13 @@ def test_candidates_that_are_lost_are_found_again(case, scans, engine, monkeypat
     assert made == scans
 
 
+def test_there_is_room_for_no_more_than_all_documents(engine, monkeypatch):
+    made, prepare = [], engine.prepare
+    monkeypatch.setattr(engine, "prepare", lambda *call: (made.append(call[3].capacity), prepare(*call)))
+    check(CASES["more than there are"], "cpu", engine)
+    assert made == [2 * DOCUMENTS]
+
+
 def test_queries_in_parts_are_those_at_once(engine, monkeypatch):
     monkeypatch.setattr(launch, "STATE_BYTES", 0)
     check(CASES["plain"], "cpu", engine)
