@@ -139,7 +139,7 @@ class DataSection:
 
 
 # The keys that each kind of first stage takes beside k; where there is a model it is required.
-FIRST_STAGE_KEYS = {"sparse": ("model",), "bm25": ("k1", "b")}
+FIRST_STAGE_KEYS = {"sparse": ("model",), "static": ("model", "threshold"), "bm25": ("k1", "b")}
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,15 @@ class FirstStageSection:
     """A search for the ``k`` candidates of each query, of which alone mining computes late-interaction scores.
 
     It is an exact search of sparse vectors. ``kind: sparse`` takes those of ``model``, a SparseEncoder of Sentence
-    Transformers; ``bm25`` takes the tokens of the recipe's model, weighted by BM25 with ``k1`` and ``b``. A document
+    Transformers; ``static`` those of a StaticLateInteraction in the folder ``model``, at its own threshold or at
+    ``threshold``; ``bm25`` takes the tokens of the recipe's model, weighted by BM25 with ``k1`` and ``b``. A document
     that shares no term with a query is no candidate.
     """
 
-    kind: Literal["sparse", "bm25"]
+    kind: Literal["sparse", "static", "bm25"]
     k: int = key(1000, minimum=1)
     model: str | None = key(None, path=True)
+    threshold: float | None = None
     k1: float = key(1.5, minimum=0)
     b: float = key(0.75, minimum=0, maximum=1)
 

@@ -10,26 +10,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import scipy.sparse
 import torch
 from pylate.models import ColBERT
-from sentence_transformers import SparseEncoder
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.recipes.config.schema import FirstStageSection, MiningSection
-from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.mining.negatives import documents_kept
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
-from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.models.kind import SPARSE, STATIC, kind_of, load_retriever
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
+from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
+from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
 from pylate_fastmaxsim.sparse import SparseBatch
 
 logger = logging.getLogger(__name__)
 
+# Makes sparse vectors of texts.
+Vectors = Callable[[Sequence[str]], SparseBatch]
 # Sparse documents, read anew at each call.
 Batches = Callable[[], Iterator[SparseBatch]]
 
@@ -37,16 +38,15 @@ Batches = Callable[[], Iterator[SparseBatch]]
 class FirstStage(Protocol):
     """Sparse vectors of texts, and their weights in a collection."""
 
-    def queries(self, texts: Sequence[str]) -> SparseBatch: ...
-
-    def documents(self, texts: Sequence[str]) -> SparseBatch: ...
+    queries: Vectors
+    documents: Vectors
 
     def weighted(self, batches: Batches) -> Iterator[SparseBatch]:
         """All documents of the collection as they are searched."""
         ...
 
 
-def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs) -> FirstStage:
+def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs, device: torch.device) -> FirstStage:
     """The first stage that ``mining.first_stage`` names. ``model`` is that of the recipe.
 
     Raises
@@ -61,88 +61,85 @@ def load_first_stage(section: MiningSection, model: ColBERT, pairs: Pairs) -> Fi
             f"query, got {first.k}."
         )
     if first.kind == "bm25":
-        return BM25(model.tokenizer, first.k1, first.b)
-    encoder = load_retriever(first.model, model.device, key="mining.first_stage.model")
-    if not isinstance(encoder, SparseEncoder):
+        return BM25Stage(model.tokenizer, BM25(first.k1, first.b))
+    encoder = load_retriever(first.model, search_device(device), key="mining.first_stage.model")
+    wanted = {"sparse": SPARSE, "static": STATIC}[first.kind]
+    if kind_of(encoder) != wanted:
         raise RecipeError(
-            f"mining.first_stage.model {first.model} must be a SparseEncoder with mining.first_stage.kind sparse, but it is "
-            "a ColBERT."
+            f"mining.first_stage.model {first.model} must be of the kind {wanted} with mining.first_stage.kind {first.kind}, "
+            f"but it is of the kind {kind_of(encoder)}."
         )
-    return _Encoder(encoder, section.batch_size)
+    if wanted == STATIC:
+        return _ModelStage(*_static_vectors(encoder, first))
+    encoded = functools.partial(encode, encoder, batch_size=section.batch_size)
+    return _ModelStage(functools.partial(encoded, is_query=True), functools.partial(encoded, is_query=False))
+
+
+def _static_vectors(model: StaticLateInteraction, first: FirstStageSection) -> tuple[Vectors, Vectors]:
+    """What makes vectors of queries and of documents."""
+    try:
+        if first.threshold is not None:
+            model = model.with_threshold(first.threshold)
+        # A model that needs counts of tokens and has none is found before hours of work.
+        model.queries(["a"]), model.documents(["a"])
+    except ValueError as error:
+        raise RecipeError(f"mining.first_stage.model {first.model} cannot be used: {first_line(error)}") from error
+    return model.queries, model.documents
+
+
+def search_device(device: torch.device) -> torch.device:
+    """Where sparse vectors are searched: a CUDA GPU, or the CPU."""
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class _Encoder:
-    model: SparseEncoder
-    batch_size: int
-
-    def queries(self, texts: Sequence[str]) -> SparseBatch:
-        return encode(self.model, texts, self.batch_size, is_query=True)
-
-    def documents(self, texts: Sequence[str]) -> SparseBatch:
-        return encode(self.model, texts, self.batch_size, is_query=False)
+class _ModelStage:
+    queries: Vectors
+    documents: Vectors
 
     def weighted(self, batches: Batches) -> Iterator[SparseBatch]:
         return batches()
 
 
-@dataclass(frozen=True)
-class BM25:
-    """BM25 on the tokens of a tokenizer, without special ones.
+class BM25Stage:
+    """BM25 on the tokens of a tokenizer, without special ones, of whole texts.
 
-    ``queries`` and ``documents`` count tokens; ``weighted`` makes the counts of all documents BM25's weights. The inverse
-    document frequency is Lucene's, which is above 0 for every token.
+    ``queries`` and ``documents`` count tokens; ``weighted`` makes the counts of all documents BM25's weights, so that
+    processes may count parts of a collection and each of them weighs all.
 
     Examples
     --------
-    >>> from pylate_fastmaxsim import sparse_search
-    >>> from pylate_fastmaxsim.recipes.mining.first_stage import BM25
+    >>> from pylate_fastmaxsim import BM25, sparse_search
+    >>> from pylate_fastmaxsim.recipes.mining.first_stage import BM25Stage
     >>> from tokenizers import Tokenizer, models, pre_tokenizers
     >>> from transformers import PreTrainedTokenizerFast
     >>> tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "c": 3}, "[UNK]"))
     >>> tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    >>> bm25 = BM25(PreTrainedTokenizerFast(tokenizer_object=tokenizer), k1=1.2, b=0.75)
-    >>> documents = bm25.documents(["a a b", "a", "c"])
-    >>> sparse_search(bm25.queries(["a"]), bm25.weighted(lambda: iter([documents])), k=2)
-    (tensor([[0.5620, 0.5276]]), tensor([[1, 0]]))
+    >>> stage = BM25Stage(PreTrainedTokenizerFast(tokenizer_object=tokenizer), BM25(k1=1.2, b=0.75))
+    >>> documents = stage.documents(["a a b", "a", "c"])
+    >>> sparse_search(stage.queries(["a"]), stage.weighted(lambda: iter([documents])), k=2)
+    (tensor([[0.2554, 0.2398]]), tensor([[1, 0]]))
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    k1: float
-    b: float
-
-    def queries(self, texts: Sequence[str]) -> SparseBatch:
-        return self.documents(texts)
-
-    def documents(self, texts: Sequence[str]) -> SparseBatch:
-        # Not verbose, which would warn of texts that are longer than the model takes.
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids = self.tokenizer(list(texts), **options)["input_ids"]
-        offsets = np.cumsum([0, *map(len, ids)])
-        terms = np.fromiter((term for row in ids for term in row), dtype=np.int64, count=offsets[-1])
-        shape = (len(ids), len(self.tokenizer))
-        return SparseBatch.from_scipy(scipy.sparse.csr_array((np.ones(len(terms)), terms, offsets), shape=shape))
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, bm25: BM25) -> None:
+        # Without vectors, which BM25 does not compare.
+        model = StaticLateInteraction(torch.empty(len(tokenizer), 0), tokenizer=tokenizer, threshold=1.0)
+        self.queries = self.documents = model.queries
+        self.vocabulary, self.bm25 = model.vocabulary, bm25
 
     def weighted(self, batches: Batches) -> Iterator[SparseBatch]:
-        holding, tokens, count = torch.zeros(len(self.tokenizer), dtype=torch.float64), 0.0, 0
+        frequencies, tokens, documents = torch.zeros(self.vocabulary, dtype=torch.int64), 0, 0
         for batch in batches():
-            holding += batch.terms.long().bincount(minlength=len(holding))
-            tokens += batch.weights.sum(dtype=torch.float64).item()
-            count += len(batch)
-        inverse = torch.log1p((count - holding + 0.5) / (holding + 0.5))
-        # Without any token there is nothing to weigh.
-        average = tokens / count or 1.0
+            frequencies += batch.terms.long().bincount(minlength=self.vocabulary)
+            tokens += int(batch.weights.sum(dtype=torch.float64))
+            documents += len(batch)
+        statistics = Statistics(documents, tokens, frequencies)
         for batch in batches():
-            lengths = _sums(batch) / average
-            scale = self.k1 * (1 - self.b + self.b * lengths).repeat_interleave(batch.offsets.diff())
-            often = batch.weights.double()
-            weights = inverse[batch.terms.long()] * often * (self.k1 + 1) / (often + scale)
+            ends = torch.nn.functional.pad(batch.weights.double().cumsum(0), (1, 0))[batch.offsets]
+            lengths = ends.diff().repeat_interleave(batch.offsets.diff())
+            weights = self.bm25.of_counts(batch.weights, lengths, statistics.mean_length)
+            weights *= statistics.idf[batch.terms.long()]
             yield SparseBatch._trusted(batch.offsets, batch.terms, weights.float(), batch.vocabulary)
-
-
-def _sums(batch: SparseBatch) -> Tensor:
-    """The sum of the weights of each vector, ``[N]`` float64."""
-    return torch.nn.functional.pad(batch.weights.double().cumsum(0), (1, 0))[batch.offsets].diff()
 
 
 def find_candidates(
@@ -151,8 +148,7 @@ def find_candidates(
     """Numbers of the candidates of each query, ``[Nq, K]`` int32, best first; -1 where too few share a term with it."""
     first, documents = section.first_stage, len(pairs.documents)
     k = min(first.k, documents)
-    # Sparse vectors are searched on these two.
-    device = device if device.type == "cuda" else torch.device("cpu")
+    device = search_device(device)
 
     def encode_documents(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
         batches = []
@@ -205,7 +201,7 @@ def find_candidates(
 
 def _deciding(first: FirstStageSection) -> dict[str, Any]:
     """Of the settings those that the sparse vectors on disk depend on."""
-    return {name: getattr(first, name) for name in ("kind", "model")}
+    return {name: getattr(first, name) for name in ("kind", "model", "threshold")}
 
 
 def _read(file: Path) -> SparseBatch:

@@ -104,7 +104,7 @@ def _mine(
     with processes.main_process_first():
         prepared = prepare(recipe)
     model = load_model(prepared.model, device, recipe.training.seed)
-    first_stage = None if section.first_stage is None else load_first_stage(section, model, pairs)
+    first_stage = None if section.first_stage is None else load_first_stage(section, model, pairs, device)
     teacher = load_teacher(section, device)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)

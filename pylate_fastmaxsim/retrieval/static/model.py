@@ -135,11 +135,9 @@ class StaticLateInteraction:
             )
         self.vocabulary, self.device = len(query_vectors), query_vectors.device
         self.tokenizer = unlimited(tokenizer)
-        self.threshold = _threshold(where, threshold)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
         self.bm25 = document_weights if isinstance(document_weights, BM25) else None
-        if self.bm25 is not None and self.threshold <= 0:
-            raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
+        self._set_threshold(where, threshold)
         self.skiplist = self._token_list(where, "skiplist", skiplist)
         self.query_skiplist = self._token_list(where, "query_skiplist", query_skiplist)
         self.statistics: Statistics | None = None
@@ -486,6 +484,19 @@ class StaticLateInteraction:
         model.thresholds = self.thresholds.to(device)
         model.device = model.query_vectors.device
         return model
+
+    def with_threshold(self, threshold: float | str) -> StaticLateInteraction:
+        """The same model at another threshold."""
+        model = copy.copy(self)
+        for made in ("thresholds", "_table"):
+            model.__dict__.pop(made, None)
+        model._set_threshold("StaticLateInteraction.with_threshold", threshold)
+        return model
+
+    def _set_threshold(self, where: str, threshold: float | str) -> None:
+        self.threshold = _threshold(where, threshold)
+        if self.bm25 is not None and self.threshold <= 0:
+            raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
 
     @cached_property
     @torch.no_grad()

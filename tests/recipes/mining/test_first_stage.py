@@ -16,8 +16,11 @@ from pylate.scores import colbert_scores
 from sentence_transformers import SparseEncoder
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import hub_dataset, text
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
+from pylate_fastmaxsim import StaticLateInteraction
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining import mine as mining_mine
 from pylate_fastmaxsim.recipes.mining import negatives
@@ -25,13 +28,20 @@ from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.models.load import load_model
 
 SPARSE, CANDIDATES = ["sparse"] * 3, ["candidates"] * 2  # of 40 documents, 15 in each, and of QN queries, 9 in each
-KINDS = ("sparse", "bm25")
+KINDS = ("sparse", "static", "bm25")
 
 
 @pytest.fixture(scope="module")
 def saved(encoder, tmp_path_factory) -> dict[str, str]:
     """What ``mining.first_stage.model`` is of each kind that has one."""
-    return {"sparse": build_sparse_encoder(tmp_path_factory.mktemp("sparse"), encoder("bert"))}
+    tokenizer = AutoTokenizer.from_pretrained(encoder("bert"))
+    vectors = torch.randn(2, len(tokenizer), 8, generator=torch.Generator().manual_seed(0))
+    static = tmp_path_factory.mktemp("static")
+    StaticLateInteraction(*vectors, tokenizer=tokenizer, threshold=0.3).save(static)
+    return {
+        "sparse": build_sparse_encoder(tmp_path_factory.mktemp("sparse"), encoder("bert")),
+        "static": str(static),
+    }
 
 
 @pytest.fixture
@@ -52,6 +62,14 @@ def sparse_scores(kind: str, recipe, queries: list[str], documents: list[str]) -
         model = SparseEncoder(recipe.mining.first_stage.model, device="cpu")
         q, d = model.encode_query(queries).to_dense().double(), model.encode_document(documents).to_dense().double()
         return q @ d.T
+    if kind == "static":
+        static = StaticLateInteraction.load(recipe.mining.first_stage.model)
+        q, d = (
+            [row.ids for row in static.tokenizer.encode_batch(t, add_special_tokens=False)]
+            for t in (queries, documents)
+        )
+        products = (static.query_vectors.double() @ static.document_vectors.double().T - 0.5).clamp(min=0)
+        return torch.stack([torch.stack([products[a][:, b].amax(1).sum() for b in d]) for a in q])
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.name_or_path)
     q, d = ([tokenizer.tokenize(each) for each in texts] for texts in (queries, documents))
     holding = Counter(token for tokens in d for token in set(tokens))
@@ -70,7 +88,8 @@ def sparse_scores(kind: str, recipe, queries: list[str], documents: list[str]) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_negatives_are_the_best_of_the_candidates(kind, recipe, tmp_path, monkeypatch):
-    recipe = recipe(kind, "mining.relative_margin=-0.3")
+    threshold = ["mining.first_stage.threshold=0.5"] if kind == "static" else []
+    recipe = recipe(kind, "mining.relative_margin=-0.3", *threshold)
     encoded, encode = [], negatives.encode
 
     def noting(model, texts, *args, is_query, **options):
@@ -105,10 +124,10 @@ def test_negatives_are_the_best_of_the_candidates(kind, recipe, tmp_path, monkey
     found = {int(row["query_id"]): list(map(int, row["document_ids"][1:])) for row in mined}
     assert found == expected and len(found) > 10
     assert sorted(encoded) == sorted(documents[x] for x in asked)  # each once, and no other
-    assert elsewhere or kind == "bm25"
+    assert elsewhere or kind != "sparse"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["static", pytest.param("bm25", marks=pytest.mark.e2e)])
 def test_with_all_documents_as_candidates_the_data_are_those_without(kind, recipe, tmp_path):
     rows = [{"query": f"fused {text(i, 4)}", "answer": f"fused {each}"} for i, each in enumerate(answers())]
     hub_dataset(tmp_path / "pairs", pair=rows)
@@ -154,10 +173,19 @@ def test_queries_with_few_candidates_are_counted(recipe, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("stage", "sentence"),
     [
-        ("{kind: dense}", "mining.first_stage.kind must be one of sparse, bm25, got 'dense'."),
+        ("{kind: dense}", "mining.first_stage.kind must be one of sparse, static, bm25, got 'dense'."),
         ("{kind: bm25, k: 0}", "mining.first_stage.k must be an integer of at least 1, got 0."),
         ("{kind: bm25, model: a/b}", "mining.first_stage.model does not apply to mining.first_stage.kind bm25, which "),
         ("{kind: sparse, model: a/b, k1: 1}", "kind sparse, which takes k and model."),
+        ("{kind: bm25, threshold: 0.5}", "mining.first_stage.threshold does not apply to mining.first_stage.kind bm25"),
+        (
+            "{kind: static, model: SPARSE}",
+            "must be of the kind static late interaction with mining.first_stage.kind static",
+        ),
+        (
+            "{kind: static, model: UNFITTED}",
+            "UNFITTED cannot be used: StaticLateInteraction: idf needs counts of tokens",
+        ),
         ("{kind: sparse}", "mining.first_stage.model is missing; mining.first_stage.kind sparse needs it."),
         ("{kind: sparse, model: FILE}", "mining.first_stage.model must be a model on the Hub or a directory, but"),
         (
@@ -165,13 +193,21 @@ def test_queries_with_few_candidates_are_counted(recipe, tmp_path, caplog):
             "mining.first_stage.k must be at least 16, mining.range_max plus the largest number of",
         ),
         ("{kind: sparse, model: /no/such}", "mining.first_stage.model: there is no folder /no/such."),
-        ("{kind: sparse, model: COLBERT}", "must be a SparseEncoder with mining.first_stage.kind sparse, but it is a "),
+        (
+            "{kind: sparse, model: COLBERT}",
+            "must be of the kind sparse with mining.first_stage.kind sparse, but it is of the kind late",
+        ),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(stage, sentence, recipe, encoder, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_one_sentence(stage, sentence, recipe, saved, encoder, tmp_path, monkeypatch):
     if "COLBERT" in stage:
         load_colbert(encoder("bert")).save_pretrained(str(tmp_path / "colbert"))
-    stage = stage.replace("FILE", __file__).replace("COLBERT", str(tmp_path / "colbert"))
+    if "UNFITTED" in stage:
+        StaticLateInteraction(torch.eye(4), tokenizer=Tokenizer(BPE()), threshold=0.5, query_weights="idf").save(
+            tmp_path / "idf"
+        )
+    for name, path in {"FILE": __file__, "COLBERT": "colbert", "SPARSE": saved["sparse"], "UNFITTED": "idf"}.items():
+        stage, sentence = (each.replace(name, str(tmp_path / path)) for each in (stage, sentence))
     monkeypatch.setattr(mining_mine, "load_teacher", None)
     with pytest.raises(RecipeError) as error:
         mining_mine.mine(recipe(None, f"mining.first_stage={stage}"))
