@@ -13,7 +13,7 @@ from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.load import load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import is_missing_folder, load_model, model_failure
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
@@ -35,10 +35,9 @@ def load_retriever(
         There is no such model, it is of another kind, it cannot be loaded, or a sparse model has another similarity than
         the inner product.
     """
-    path = Path(name).expanduser()
-    # A name on the Hub has one slash and does not begin with a dot.
-    if not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+    if is_missing_folder(name):
         raise RecipeError(f"{key}: there is no folder {name}.")
+    path = Path(name).expanduser()
     if (path / STATIC_FILE).exists():
         try:
             return StaticLateInteraction.load(path, device)

@@ -29,6 +29,12 @@ def load_model(
     return _load(section, device, seed, key, None)
 
 
+def is_missing_folder(name: str) -> bool:
+    """Whether there is no such folder, and it is no name on the Hub: that has one slash and does not begin with a dot."""
+    path = Path(name).expanduser()
+    return not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1)
+
+
 def load_trained(section: ModelSection, checkpoint: Path, device: torch.device | str) -> Retriever:
     """The model of a section, with the weights of a checkpoint of its training."""
     return _load(section, device, 0, "output_dir", checkpoint)

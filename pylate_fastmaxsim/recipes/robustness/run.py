@@ -16,7 +16,7 @@ from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
+from pylate_fastmaxsim.recipes.models.load import is_missing_folder, load_model, load_trained
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.robustness.measure import Pair, Settings, measure
 from pylate_fastmaxsim.recipes.robustness.task import Limits, Task, collection_task, task_of
@@ -118,10 +118,9 @@ def _of_model(name: str, section: EvaluationSection | None, limits: Limits) -> T
         raise RecipeError(
             f"{name} needs held-out data: name a collection in BEIR's layout with --beir, or give the recipe of the model."
         )
-    path = Path(name).expanduser()
-    # A name on the Hub has one slash and does not begin with a dot.
-    if not path.is_dir() and (path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+    if is_missing_folder(name):
         raise RecipeError(f"there is no folder {name}, and a recipe ends with .yaml.")
+    path = Path(name).expanduser()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     key = "the model"
     model = load_model(ModelSection(name_or_path=str(path) if path.is_dir() else name), device, seed=0, key=key)
