@@ -5,6 +5,8 @@ Everything is padded, and the whole similarity tensor or score matrix is held.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -97,6 +99,37 @@ def maxsim(
     """
     maxima, _, query_mask = _token_maxima(queries, documents, candidates, zero_floor)
     return maxima.masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
+
+
+def static_maxima(query_vectors: Tensor, document_vectors: Tensor, documents: Sequence[Tensor]) -> Tensor:
+    """Documents as vectors of maxima over the vocabulary, of a model that gives a token the same vector everywhere.
+
+    The entry of a token is its largest similarity to a token of the document: MaxSim of a query of this token alone.
+    MaxSim of any query is the sum of the entries of its tokens.
+
+    Parameters
+    ----------
+    query_vectors, document_vectors
+        Vector of each token in a query and in a document, ``[V, d]``.
+    documents
+        Token ids of each of Nd documents, int64, any length.
+
+    Returns
+    -------
+    Tensor
+        ``[Nd, V]``, in the dtype of the vectors; 0 for a document without tokens.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import reference
+    >>> vectors = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    >>> reference.static_maxima(vectors, vectors, [torch.tensor([2, 0]), torch.tensor([], dtype=torch.int64)])
+    tensor([[1.0000, 0.8000, 1.0000],
+            [0.0000, 0.0000, 0.0000]])
+    """
+    queries = TokenBatch.from_padded(query_vectors[:, None])
+    return maxsim(queries, TokenBatch.from_list([document_vectors[ids] for ids in documents])).T
 
 
 def top_k_scores(queries: TokenBatch, documents: TokenBatch, k: int, candidates: Tensor | None = None) -> Tensor:

@@ -35,6 +35,7 @@ from benchmarks.retrieval.sparse_table import checks, markdown
 from pylate_fastmaxsim import SparseBatch, SparseIndex, reference
 from pylate_fastmaxsim.kernels.sparse.launch import DeviceBlocks
 from pylate_fastmaxsim.kernels.sparse.postings import DOCUMENTS_PER_BLOCK
+from pylate_fastmaxsim.retrieval.sparse_blocks import in_blocks
 from pylate_fastmaxsim.retrieval.topk import merge_results
 
 K = 1000
@@ -59,12 +60,8 @@ class TritonBlocks:
 
     def __init__(self, collection: list[SparseBatch]) -> None:
         self.blocks = DeviceBlocks(sparse_data.VOCABULARY, collection[0].device, engine="triton")
-        number = 0
-        for chunk in collection:
-            for rows in torch.arange(len(chunk), device=chunk.device).split(DOCUMENTS_PER_BLOCK):
-                block = chunk.select(rows)
-                self.blocks.set(number, block.offsets, block.terms, block.weights)
-                number += 1
+        for number, block in enumerate(in_blocks(collection)):
+            self.blocks.set(number, block.offsets, block.terms, block.weights)
 
     @property
     def nbytes(self) -> int:

@@ -57,8 +57,9 @@ def enable(
 
     Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. Sentence Transformers'
     ``semantic_search`` and information retrieval evaluators search the embeddings of a SparseEncoder exactly, without a
-    score for every document. Whichever of the three libraries is installed is patched. Call it at any time: before or after the model and the loss are built, before or
-    after functions are imported. Calling it again changes the options; :func:`disable` takes it back.
+    score for every document. Whichever of the three libraries is installed is patched. Call it at any time: before or
+    after the model and the loss are built, before or after functions are imported. Calling it again changes the options;
+    :func:`disable` takes it back.
 
     Patched functions stay the same objects. Whoever holds one (as a default argument, in a ``partial`` or a closure)
     gets the new behaviour, and models and losses pickle as before, for processes without this package too. Only a

@@ -13,6 +13,9 @@ from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
+# Candidates beyond k of the first search.
+MORE_THAN_ASKED = 32
+
 # A search that has to go deeper goes this many times as deep.
 DEEPER = 4
 
@@ -68,7 +71,7 @@ def certified_search(
     if k == 0:
         return best, positions, rescored
     scorer = _Scorer(tokens, query_vectors, document_vectors)
-    active, seen, depth = torch.arange(len(queries), device="cpu"), 0, min(k + 32, len(live))
+    active, seen, depth = torch.arange(len(queries), device="cpu"), 0, min(k + MORE_THAN_ASKED, len(live))
     while len(active):
         left = []
         for rows in active.split(max(1, PAIRS_AT_ONCE // depth)):

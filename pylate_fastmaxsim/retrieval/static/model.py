@@ -488,7 +488,7 @@ class StaticLateInteraction:
     def with_threshold(self, threshold: float | str) -> StaticLateInteraction:
         """The same model at another threshold."""
         model = copy.copy(self)
-        for made in ("thresholds", "_table"):
+        for made in ("thresholds", "neighbour_table"):
             model.__dict__.pop(made, None)
         model._set_threshold("StaticLateInteraction.with_threshold", threshold)
         return model

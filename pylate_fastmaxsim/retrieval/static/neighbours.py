@@ -12,9 +12,9 @@ from torch import Tensor
 # Similarities that are held at once: 256 MiB.
 SIMILARITIES_AT_ONCE = 1 << 25
 
-# Entries of a table: 1 GiB, and twice that while it is sorted. A table of more than this share of all pairs would cost
-# more than the product that it saves.
+# Entries of a table: 1 GiB, and several times that while it is sorted.
 LARGEST_TABLE = 1 << 27
+# Beyond this share of all pairs a table costs more than the product that it saves.
 LARGEST_SHARE = 1 / 8
 
 # How far a threshold lies below the smallest similarity, so that all weights are above 0.
@@ -38,7 +38,7 @@ class Neighbours:
 def token_thresholds(query_vectors: Tensor, document_vectors: Tensor, threshold: float, cap: int | None) -> Tensor:
     """The similarity of each query token that a document token must exceed, ``[V]``, float64.
 
-    ``threshold``, or with a ``cap`` the smallest larger number that at most so many document tokens exceed. Of the
+    ``threshold``, or with a ``cap`` a larger one, if needed, that at most so many document tokens exceed. Of the
     threshold -inf it is less than all similarities and less than 0, which is what a document without tokens has.
     """
     thresholds = query_vectors.new_full((len(query_vectors),), threshold, dtype=torch.float64)
@@ -50,7 +50,9 @@ def token_thresholds(query_vectors: Tensor, document_vectors: Tensor, threshold:
             smallest = similarities.amin(dim=1).clamp(max=0)
             part.copy_(smallest - BELOW_ALL * (1 - smallest))
         if cap is not None and cap < len(document_vectors):
-            torch.maximum(part, similarities.topk(cap + 1, dim=1).values[:, -1], out=part)
+            # Rounded up to float32, well beyond what float64 may round differently elsewhere.
+            reached = similarities.topk(cap + 1, dim=1).values[:, -1].float()
+            torch.maximum(part, reached.nextafter(torch.full_like(reached, torch.inf)).double(), out=part)
     return thresholds
 
 
@@ -59,11 +61,13 @@ def neighbours_above(query_vectors: Tensor, document_vectors: Tensor, thresholds
 
     None if they are so many that the product of tables and documents is cheaper.
     """
+    # Of a small vocabulary a token matches at least itself.
+    largest = min(LARGEST_TABLE, int(LARGEST_SHARE * len(thresholds) ** 2) + len(thresholds))
     parts = []
     for begin, similarities in _similarities(query_vectors, document_vectors):
         excess = (similarities - thresholds[begin : begin + len(similarities), None]).float()
         parts.append(_entries(begin, excess, excess > 0))
-        if sum(len(part[0]) for part in parts) > _largest(len(query_vectors)):
+        if sum(len(part[0]) for part in parts) > largest:
             return None
     return _table(parts, len(document_vectors))
 
@@ -81,7 +85,7 @@ def neighbours_at_least(
         kept = similarities > above[begin : begin + len(similarities), None]
         similarities = (similarities * 2**20).round() * 2.0**-20
         parts.append(_entries(begin, similarities.float(), kept & (similarities >= threshold)))
-        if sum(len(part[0]) for part in parts) > _largest(len(query_vectors)):
+        if sum(len(part[0]) for part in parts) > LARGEST_TABLE:
             return None
     return _table(parts, len(document_vectors))
 
@@ -90,10 +94,6 @@ def equal_tokens(vocabulary: int, device: torch.device) -> Neighbours:
     """Each token matches itself, with the weight 1."""
     numbers = torch.arange(vocabulary + 1, device=device)
     return Neighbours(numbers, numbers[:-1].int(), torch.ones(vocabulary, device=device))
-
-
-def _largest(vocabulary: int) -> int:
-    return min(LARGEST_TABLE, int(LARGEST_SHARE * vocabulary * vocabulary) + vocabulary)
 
 
 def _similarities(query_vectors: Tensor, document_vectors: Tensor) -> Iterator[tuple[int, Tensor]]:

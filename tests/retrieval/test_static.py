@@ -1,0 +1,168 @@
+"""Static late interaction: its sparse vectors are MaxSim's maxima, bounds bound, and certified results are MaxSim's."""
+
+from __future__ import annotations
+
+import pytest
+import static_cases as cases
+import torch
+from static_cases import CUTS, check, maxsim, tables, texts
+
+from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction
+from pylate_fastmaxsim.retrieval.static import certificate, documents, model, neighbours
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+
+
+@pytest.mark.parametrize(("threshold", "cap"), CUTS)
+def test_vectors_bounds_and_certified_results_are_those_of_the_definition(threshold, cap):
+    check("cpu", threshold, cap)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("threshold", "cap"), CUTS)
+def test_the_same_on_a_gpu(threshold, cap):
+    check("cuda", threshold, cap)
+
+
+def everything(threshold, cap, **options):
+    """Documents and certified results of a model."""
+    made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap, **options)
+    asked, collection = texts(6, 9, seed=1), texts(30, 20, seed=2)
+    batch = made.documents(collection)
+    found = [made.search(asked, collection, 7)] if made.bm25 else made.search(asked, collection, 7, exact=True)
+    return batch, found
+
+
+def same(ours: SparseBatch, other: SparseBatch) -> bool:
+    return all(torch.equal(getattr(ours, name), getattr(other, name)) for name in ("offsets", "terms", "weights"))
+
+
+@pytest.mark.parametrize(("threshold", "cap"), [("lowest", None), (-0.2, None), (0.4, None), (0.4, 3)])
+def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
+    """Neither do how deep the first search for candidates is, nor whether a table of neighbours is used."""
+    batch, found = everything(threshold, cap)
+    for share in (0.0, 1.0):
+        monkeypatch.setattr(neighbours, "LARGEST_SHARE", share)
+        for size in (1, 1000):
+            monkeypatch.setattr(neighbours, "SIMILARITIES_AT_ONCE", size)
+            monkeypatch.setattr(documents, "WEIGHTS_AT_ONCE", size)
+            monkeypatch.setattr(documents, "ENTRIES_AT_ONCE", size)
+            monkeypatch.setattr(certificate, "ENTRIES_AT_ONCE", size)
+            monkeypatch.setattr(certificate, "PAIRS_AT_ONCE", size)
+            monkeypatch.setattr(certificate, "MORE_THAN_ASKED", size)
+            monkeypatch.setattr(model, "BATCH", 1 + size % 50)
+            again, results = everything(threshold, cap)
+            # float64 rounds in the order of a block, which float32 seldom shows.
+            assert torch.equal(again.terms, batch.terms) and torch.equal(again.offsets, batch.offsets)
+            torch.testing.assert_close(again.weights, batch.weights, rtol=2e-7, atol=1e-9)
+            assert torch.equal(results[1], found[1])
+            torch.testing.assert_close(results[0], found[0], rtol=2e-7, atol=0)
+
+
+def test_removed_documents_are_not_found_where_all_are_scored():
+    """Nothing exceeds the threshold, so that no document shares a term."""
+    made = StaticLateInteraction(*tables("cpu"), threshold=1.5)
+    asked, collection = texts(12, 9, seed=1), texts(60, 25, seed=2)
+    index = SparseIndex.build([made.documents(collection)])
+    gone = [0, 3, 17]
+    index.remove(gone)
+    _, positions = made.search(asked, index, 70, exact=True, tokens=collection)
+    left = [place for place in range(len(collection)) if place not in gone]
+    for row in positions.tolist():
+        assert sorted(row[: len(left)]) == left and row[len(left) :] == [-1] * (70 - len(left))
+    assert int(made.search(asked, index, 5)[1].max()) == -1
+
+
+def test_equal_scores_come_in_the_order_of_positions_however_many_there_are():
+    made = StaticLateInteraction(tables("cpu")[0], threshold=0.4)
+    collection = TokenIds.from_lists([[7, 8], [1, 2, 3]] * 100)
+    scores, positions = made.search(TokenIds.from_lists([[7]]), collection, 3, exact=True)
+    assert positions.tolist() == [[0, 2, 4]] and len({*scores[0].tolist()}) == 1
+
+
+def test_how_many_documents_are_scored_again_depends_on_the_threshold():
+    """At the lowest threshold no more than the first candidates, and all where nothing is stored."""
+    asked, collection = texts(12, 9, seed=1), texts(400, 25, seed=2)
+    rescored = []
+    for threshold in ("lowest", 0.6, 1.5):
+        made = StaticLateInteraction(*tables("cpu"), threshold=threshold)
+        index, vectors = SparseIndex.build([made.documents(collection)]), made.queries(asked)
+        found = certificate.certified_search(
+            index.search, vectors, made.bound(vectors), collection, index.live_positions(),
+            made.query_vectors, made.document_vectors, 5,
+        )  # fmt: skip
+        rescored.append(found[2][2:].double())
+    assert rescored[0].median() == 5 + certificate.MORE_THAN_ASKED
+    assert rescored[0].mean() < rescored[1].mean() < rescored[2].mean() == len(collection)
+
+
+def test_weights_of_both_sides_are_those_of_maxsim_with_scaled_vectors():
+    """Norms as weights give MaxSim of the vectors as they are. Tokens of a skiplist are left out."""
+    raw = tables("cpu")
+    asked, collection = texts(12, 9, seed=1), texts(60, 25, seed=2)
+    plain = StaticLateInteraction(*raw, threshold="lowest", normalize=False)
+    expected = maxsim(plain, asked, collection)
+    own = torch.rand(2, cases.VOCABULARY, generator=torch.Generator().manual_seed(1))
+    own[:, 9] = 0
+    for weights, scale in ((("norms", "norms"), (1, 1)), ((own[0], own[1]), own[:, :, None])):
+        unit = [torch.nn.functional.normalize(table, dim=1) for table in raw]
+        scaled = raw if weights[0] == "norms" else [table * each for table, each in zip(unit, scale, strict=True)]
+        expected = maxsim(StaticLateInteraction(*scaled, threshold=0, normalize=False), asked, collection)
+        for threshold in ("lowest", 0.3):
+            made = StaticLateInteraction(
+                *raw, threshold=threshold, query_weights=weights[0], document_weights=weights[1]
+            )
+            scores, positions = made.search(asked, collection, 62, exact=True)
+            torch.testing.assert_close(scores, expected.gather(1, positions).float(), rtol=1e-5, atol=1e-5)
+            assert bool((scores.diff(dim=1) <= 0).all()) and positions.sort().values.tolist() == [[*range(62)]] * 14
+
+    skipping = StaticLateInteraction(*raw, threshold=0.1, skiplist=[5], query_skiplist=[9])
+    assert torch.equal(skipping.queries(TokenIds.from_lists([[5, 9, 5]])).terms.int(), torch.tensor([5]))
+    with_token, without = (skipping.documents(TokenIds.from_lists([row])) for row in ([5, 1, 5], [1]))
+    assert same(with_token, without)
+
+
+def test_what_cannot_be_is_refused():
+    queries, stored = tables("cpu")
+    weights = torch.ones(cases.VOCABULARY)
+    for options, error, sentence in (
+        ({"document_vectors": stored[:5]}, ValueError, r"both tables must have one shape and device, got \(90, 8\)"),
+        ({"document_vectors": stored.int()}, ValueError, r"document_vectors must be \[V, d\], floating point"),
+        ({"document_vectors": stored / 0}, ValueError, "document_vectors must be finite"),
+        ({"threshold": "low"}, ValueError, "threshold must be a number or \"lowest\", got 'low'"),
+        ({"threshold": float("nan")}, ValueError, "threshold must be a number"),
+        ({"neighbours": 0}, ValueError, "neighbours must be at least 1, got 0"),
+        ({"query_weights": "bm25"}, ValueError, 'query_weights must be None, "idf", "norms" or a tensor, got \'bm25\''),
+        ({"query_weights": -weights}, ValueError, r"query_weights must be \[V\] with V = 90, finite and at least 0"),
+        ({"document_weights": weights[1:]}, ValueError, r"document_weights must be .* got shape \(89,\)"),
+        ({"document_weights": "idf"}, ValueError, "document_weights must be None, a BM25"),
+        ({"document_weights": BM25(), "threshold": 0}, ValueError, "with BM25 the threshold must be above 0, got 0"),
+        ({"skiplist": [90]}, ValueError, r"skiplist must be token ids from 0 to 89, got \[90\]"),
+    ):
+        with pytest.raises(error, match=f"^StaticLateInteraction: {sentence}"):
+            StaticLateInteraction(queries, **{"threshold": 0.5, **options})
+    for wrong in ({"k1": -1.0}, {"b": 1.5}):
+        with pytest.raises(ValueError, match=r"^BM25: \w+ must be"):
+            BM25(**wrong)
+
+    made = StaticLateInteraction(queries, threshold=0.5)
+    tokens = texts(3, 5, seed=0)
+    index = SparseIndex.build([made.documents(tokens)])
+    for call, error, sentence in (
+        (lambda: made.documents(["a"]), ValueError, "documents: the model has no tokenizer"),
+        (lambda: made.documents("a"), TypeError, "documents: texts must be a list of strings, or TokenIds, got str"),
+        (lambda: made.queries(TokenIds.from_lists([[90]])), ValueError, "queries: token ids must be from 0 to 89"),
+        (lambda: made.search(tokens, index, 0), ValueError, "search: k must be at least 1, got 0"),
+        (lambda: made.search(tokens, index, 1, exact=True), ValueError, "search: exact=True needs tokens"),
+        (
+            lambda: made.search(tokens, index, 1, exact=True, tokens=tokens.part(0, 2)),
+            ValueError,
+            "search: tokens must be of all 5 documents, got those of 2",
+        ),
+        (
+            lambda: made.bound(SparseBatch.from_lists([], 3)),
+            ValueError,
+            "bound: queries must have the vocabulary 90, got 3",
+        ),
+    ):
+        with pytest.raises(error, match=rf"^StaticLateInteraction.{sentence}"):
+            call()

@@ -1,0 +1,153 @@
+"""Static models of texts: BM25 beside a library of it, tables of Sentence Transformers and model2vec, and their files."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from paths import CRANFIELD
+from static_cases import VOCABULARY, tables, texts
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from pylate_fastmaxsim import BM25, StaticLateInteraction
+from pylate_fastmaxsim.retrieval.static import files
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+
+WORDS = ["bees", "wasps", "bread", "yeast", "[UNK]", "[PAD]"]
+
+
+def word_tokenizer() -> Tokenizer:
+    """Of words, which also pads and truncates, as that of many a model does."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_padding(pad_id=5, pad_token="[PAD]")
+    tokenizer.enable_truncation(2)
+    return tokenizer
+
+
+def vectors() -> torch.Tensor:
+    return torch.randn(len(WORDS), 4, generator=torch.Generator().manual_seed(0))
+
+
+def words(name: str) -> list[list[str]]:
+    rows = map(json.loads, (CRANFIELD / name).read_text(encoding="utf-8").splitlines())
+    return [re.findall(r"\w+", f"{row.get('title', '')} {row['text']}".lower()) for row in rows]
+
+
+def test_threshold_1_ranks_as_bm25():
+    """As bm25s with Lucene's idf, for the same tokens, with vectors and without."""
+    bm25s = pytest.importorskip("bm25s", reason="needs a library of BM25: pip install bm25s")
+    if not CRANFIELD.exists():
+        pytest.skip(f"needs the collection in {CRANFIELD}")
+    k1, b = 0.9, 0.4
+    documents, queries = words("corpus.jsonl"), words("queries.jsonl")[:60]
+    vocabulary = {word: number for number, word in enumerate(sorted({word for row in documents for word in row}))}
+    library = bm25s.BM25(k1=k1, b=b, method="lucene", idf_method="lucene", dtype="float64")
+    library.index(documents, show_progress=False)
+    expected = torch.from_numpy(np.stack([library.get_scores(query) for query in queries])).double()
+
+    asked, collection = (
+        TokenIds.from_lists([[vocabulary[word] for word in row if word in vocabulary] for row in rows])
+        for rows in (queries, documents)
+    )
+    table = torch.randn(len(vocabulary), 16, generator=torch.Generator().manual_seed(0))
+    of_vectors = StaticLateInteraction(table, threshold=1, query_weights="idf", document_weights=BM25(k1, b))
+    for model in (of_vectors, StaticLateInteraction.bm25(None, len(vocabulary), k1, b)):
+        scores, positions = model.fit([collection.part(0, 900), collection.part(900, 1400)]).search(
+            asked, collection, 50
+        )
+        # Where the library's scores are equal up to rounding, the order is any.
+        torch.testing.assert_close(expected.gather(1, positions), scores.double(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(expected.sort(descending=True).values[:, :50], scores.double(), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="search: scores with BM25 weights are no bounds of MaxSim"):
+        of_vectors.search(asked, collection, 1, exact=True)
+
+
+def test_below_threshold_1_similar_tokens_count_by_their_similarity():
+    """The largest of similarity times saturation over the tokens of a document, where both count."""
+    queries, stored = tables("cpu")
+    model = StaticLateInteraction(queries, stored, threshold=0.6, document_weights=BM25(1.2, 0.5))
+    with pytest.raises(ValueError, match="BM25 needs counts of tokens; call fit with all documents first"):
+        model.documents(texts(3, 5, seed=0))
+    collection = texts(30, 25, seed=0)
+    found = torch.from_numpy(model.fit(collection).documents(collection).to_scipy().toarray()).double()
+    mean = len(collection.ids) / len(collection)
+    similarities = model.query_vectors.double() @ model.document_vectors.double().T
+    similarities = similarities.masked_fill(similarities < 0.6, 0)
+    for row, ids in zip(found, collection.ids.long().split(collection.lengths.tolist()), strict=True):
+        counts = torch.bincount(ids, minlength=VOCABULARY).double()
+        saturated = counts / (counts + 1.2 * (0.5 + 0.5 * len(ids) / mean))
+        torch.testing.assert_close(row, (similarities * saturated).amax(dim=1), rtol=0, atol=2e-6)
+
+
+def test_the_table_of_a_static_embedding_encodes_as_it_does():
+    modules = pytest.importorskip("sentence_transformers").models
+    module = modules.StaticEmbedding(word_tokenizer(), embedding_weights=vectors())
+    model = StaticLateInteraction.from_static_embedding(module, threshold=0.2, normalize=False)
+    sentences = ["bees bread", "yeast honey bees bread"]
+    features = model.token_ids(sentences)
+    # What the module means over.
+    means = torch.stack([model.query_vectors[ids.long()].mean(dim=0) for ids in features.ids.split([2, 4])])
+    assert features.ids.tolist() == [0, 2, 3, 4, 0, 2]
+    module.tokenizer.no_truncation()
+    torch.testing.assert_close(module(module.tokenize(sentences))["sentence_embedding"], means)
+    assert model.token_ids([]).offsets.tolist() == [0]
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_table_of_a_model2vec_encodes_as_it_does(quantized):
+    model2vec = pytest.importorskip("model2vec", reason="needs model2vec: pip install model2vec")
+    own = {}
+    if quantized:
+        own = {"token_mapping": np.array([0, 0, 1, 2, 2, 1]), "weights": np.linspace(0.5, 2, 6)}
+    host = model2vec.StaticModel(vectors().numpy()[: 3 if quantized else 6], word_tokenizer(), **own)
+    model = StaticLateInteraction.from_model2vec(host, threshold=0.2, normalize=False)
+    sentences = ["bees honey bread yeast", "honey"]
+    expected = [torch.as_tensor(each).float() for each in host.encode_as_sequence(sentences)]
+    # Unknown words are left out.
+    for texts_of_side, skipped in ((model.queries(sentences), model.query_skiplist), (None, model.skiplist)):
+        assert skipped == [4]
+        tokens = model.token_ids(sentences).without(skipped, len(WORDS))
+        found = model.query_vectors[tokens.ids.long()].split(tokens.lengths.tolist())
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert texts_of_side is None or texts_of_side.offsets.diff().tolist() == tokens.lengths.tolist()
+
+
+@pytest.mark.parametrize("weights", ["bm25", "own", "cap"])
+def test_a_saved_model_is_the_same(weights, tmp_path):
+    sentences = ["bees bread", "yeast bread bread", "wasps"]
+    options = {
+        "bm25": {"threshold": 0.3, "query_weights": "idf", "document_weights": BM25(1.2, 0.3)},
+        "own": {"threshold": "lowest", "query_weights": torch.rand(6), "document_weights": torch.rand(6)},
+        "cap": {"threshold": 0.1, "neighbours": 2, "skiplist": [4], "query_skiplist": [1]},
+    }[weights]
+    model = StaticLateInteraction(vectors(), vectors().flip(0), word_tokenizer(), **options)
+    if weights == "bm25":
+        model.fit(sentences)
+    model.save(tmp_path)
+    model.save(tmp_path)
+    loaded = StaticLateInteraction.load(tmp_path)
+    for ours, other in ((model, loaded), (model.to("cpu"), loaded.to("cpu"))):
+        for found, again in zip(
+            ours.search(sentences, sentences, 3), other.search(sentences, sentences, 3), strict=True
+        ):
+            assert torch.equal(found, again)
+        assert ours.documents(sentences).weights.equal(other.documents(sentences).weights)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"holds no static model, since it has no {files.DESCRIPTION_FILE}"):
+        StaticLateInteraction.load(tmp_path)
+    StaticLateInteraction(vectors(), None, word_tokenizer(), threshold=0.5).save(tmp_path)
+    (tmp_path / "tables.safetensors").write_bytes(b"{")
+    with pytest.raises(ValueError, match="tables.safetensors is missing or damaged"):
+        StaticLateInteraction.load(tmp_path)
+    (tmp_path / files.DESCRIPTION_FILE).write_text('{"format": "another"}')
+    with pytest.raises(ValueError, match=f"must be of the format '{files.FORMAT}'"):
+        StaticLateInteraction.load(tmp_path)
+    with pytest.raises(ValueError, match="the tokenizer must be of the tokenizers library .* got NoneType"):
+        StaticLateInteraction(vectors(), threshold=0.5).save(tmp_path / "b")

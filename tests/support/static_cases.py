@@ -1,0 +1,86 @@
+"""Static models of every kind that documents, bounds and certificates must be right for, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim import SparseIndex, StaticLateInteraction, TokenBatch, reference
+from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
+
+VOCABULARY, DIM = 90, 8
+
+# (threshold, cap of neighbours)
+CUTS = [("lowest", None), (-0.3, None), (0.0, 7), (0.4, None), (0.7, 3), ("lowest", 12), (0.99, None), (1.5, None)]
+
+
+def tables(device: str) -> tuple[Tensor, Tensor]:
+    """Different vectors for queries and documents. Some document tokens have equal ones, and one has zeros."""
+    queries, documents = torch.randn(2, VOCABULARY, DIM, generator=torch.Generator().manual_seed(0))
+    documents[20:40] = documents[20] + 1e-3 * documents[20:40]
+    documents[50:55] = queries[3]
+    documents[60] = 0
+    return queries.to(device), documents.to(device)
+
+
+def texts(count: int, longest: int, seed: int) -> TokenIds:
+    """Random token ids, few of which repeat in a text. The first text is empty and the second repeats one token."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(longest + 1, (count,), generator=generator).tolist()
+    rows = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return TokenIds.from_lists([[], [5, 5, 9, 5], *rows])
+
+
+def rows_of(tokens: TokenIds) -> list[Tensor]:
+    return [*tokens.ids.long().split(tokens.lengths.tolist())]
+
+
+def maxsim(model: StaticLateInteraction, queries: TokenIds, documents: TokenIds) -> Tensor:
+    """MaxSim ``[Nq, Nd]`` in float64, without weights, on the CPU."""
+    values = (model.query_vectors.double().cpu(), model.document_vectors.double().cpu())
+    batches = [
+        TokenBatch.from_list([table[ids] for ids in rows_of(tokens)])
+        for table, tokens in zip(values, (queries, documents), strict=True)
+    ]
+    return reference.maxsim(*batches)
+
+
+def check(device: str, threshold: float | str, neighbours: int | None) -> None:
+    """Documents, scores, bounds and the certified top of one model beside the definitions."""
+    model = StaticLateInteraction(*tables(device), threshold=threshold, neighbours=neighbours)
+    queries, documents = texts(12, 9, seed=1), texts(60, 25, seed=2)
+    thresholds = model.thresholds.cpu()
+    maxima = reference.static_maxima(
+        model.query_vectors.double().cpu(), model.document_vectors.double().cpu(), rows_of(documents)
+    )
+    if threshold != "lowest":
+        assert bool((thresholds >= threshold).all())
+    if neighbours is not None:
+        similarities = model.query_vectors.double() @ model.document_vectors.double().T
+        assert int((similarities - model.thresholds[:, None] > 1e-12).sum(dim=1).max()) <= neighbours
+
+    batch = model.documents(documents).to("cpu")
+    stored = torch.from_numpy(batch.to_scipy().toarray())
+    assert float((stored.double() - (maxima - thresholds).clamp(min=0)).abs().max()) < 1e-6
+
+    exact = maxsim(model, queries, documents)
+    vectors = model.queries(queries)
+    bounds = reference.sparse_scores(vectors.to("cpu"), batch) + model.bound(vectors).cpu()[:, None]
+    assert bool((bounds - exact > -1e-5).all())
+    if threshold == "lowest" and neighbours is None:
+        assert len(batch.terms) == len(batch) * VOCABULARY  # so that every document is found
+        assert float((bounds - exact).abs().max()) < 1e-5
+
+    index = SparseIndex.build([model.documents(documents)])
+    for k in (1, 10, 100):
+        expected, places = exact.float().sort(dim=1, descending=True, stable=True)
+        missing = max(0, k - len(documents))
+        expected = torch.nn.functional.pad(expected[:, :k], (0, missing))
+        places = torch.nn.functional.pad(places[:, :k], (0, missing), value=-1)
+        for scores, positions in (
+            model.search(queries, documents, k, exact=True),
+            model.search(vectors, index, k, exact=True, tokens=documents),
+        ):
+            assert scores.dtype == torch.float32 and scores.device.type == torch.device(device).type
+            assert torch.equal(positions.cpu(), places)
+            torch.testing.assert_close(scores.cpu(), expected, rtol=1e-6, atol=1e-6)
