@@ -12,6 +12,12 @@ from pylate_fastmaxsim.retrieval.static import certificate, documents, model, ne
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 
+@pytest.fixture(autouse=True)
+def few_candidates(monkeypatch):
+    """So that a first search is seldom enough."""
+    monkeypatch.setattr(certificate, "MORE_THAN_ASKED", 1)
+
+
 @pytest.mark.parametrize(("threshold", "cap"), CUTS)
 def test_vectors_bounds_and_certified_results_are_those_of_the_definition(threshold, cap):
     check("cpu", threshold, cap)
@@ -48,7 +54,7 @@ def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
             monkeypatch.setattr(documents, "ENTRIES_AT_ONCE", size)
             monkeypatch.setattr(certificate, "ENTRIES_AT_ONCE", size)
             monkeypatch.setattr(certificate, "PAIRS_AT_ONCE", size)
-            monkeypatch.setattr(certificate, "MORE_THAN_ASKED", size)
+            monkeypatch.setattr(certificate, "MORE_THAN_ASKED", 2 * size)
             monkeypatch.setattr(model, "BATCH", 1 + size % 50)
             again, results = everything(threshold, cap)
             # float64 rounds in the order of a block, which float32 seldom shows.
@@ -77,6 +83,15 @@ def test_equal_scores_come_in_the_order_of_positions_however_many_there_are():
     collection = TokenIds.from_lists([[7, 8], [1, 2, 3]] * 100)
     scores, positions = made.search(TokenIds.from_lists([[7]]), collection, 3, exact=True)
     assert positions.tolist() == [[0, 2, 4]] and len({*scores[0].tolist()}) == 1
+
+
+def test_a_document_that_shares_no_term_and_scores_the_same_comes_first():
+    """Its similarities equal the threshold, so that its score is the bound of what is not found."""
+    made = StaticLateInteraction(torch.eye(2), torch.tensor([[0.5, 0.5], [1.0, 0.0]]), threshold=0.5, normalize=False)
+    asked, collection = (TokenIds.from_lists(rows) for rows in ([[0, 1]], [[0], [1]]))
+    assert made.documents(collection).offsets.tolist() == [0, 0, 1]
+    scores, positions = made.search(asked, collection, 1, exact=True)
+    assert (scores.tolist(), positions.tolist()) == ([[1.0]], [[0]])
 
 
 def test_how_many_documents_are_scored_again_depends_on_the_threshold():
