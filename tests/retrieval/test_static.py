@@ -64,6 +64,16 @@ def test_sizes_of_blocks_and_the_way_do_not_matter(threshold, cap, monkeypatch):
             torch.testing.assert_close(results[0], found[0], rtol=2e-7, atol=0)
 
 
+def test_a_model_at_another_threshold_is_that_of_the_threshold():
+    made = StaticLateInteraction(*tables("cpu"), threshold=0.4)
+    collection = texts(30, 20, seed=2)
+    before = made.documents(collection)
+    for threshold in (0.7, "lowest"):
+        expected = StaticLateInteraction(*tables("cpu"), threshold=threshold).documents(collection)
+        assert same(made.with_threshold(threshold).documents(collection), expected)
+    assert same(made.documents(collection), before)
+
+
 def test_removed_documents_are_not_found_where_all_are_scored():
     """Nothing exceeds the threshold, so that no document shares a term."""
     made = StaticLateInteraction(*tables("cpu"), threshold=1.5)
