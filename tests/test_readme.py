@@ -204,6 +204,28 @@ def test_the_example_of_sparse_search_finds_documents(encoder, monkeypatch, tmp_
     assert sorted(names["positions"][0].tolist())[-3:] == [-1, 0, 1] and len(names["index"]) == 3
 
 
+def test_the_examples_of_static_late_interaction_find_documents(monkeypatch, tmp_path):
+    pytest.importorskip("sentence_transformers")
+    model2vec = pytest.importorskip("model2vec", reason="needs model2vec: pip install model2vec")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    script, bm25 = examples("docs/static.md")
+    model = '"minishlab/potion-retrieval-32M"'
+    assert model in script
+    monkeypatch.chdir(tmp_path)
+    words = {
+        word: number for number, word in enumerate(("[UNK]", "bees", "Bees", "dance", "dancing", "Bread", "bread"))
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model2vec.StaticModel(torch.eye(7)[[0, 1, 1, 3, 3, 5, 5]].numpy(), tokenizer).save_pretrained("table")
+    names: dict = {}
+    exec(script.replace(model, '"table"'), names)
+    assert names["positions"].tolist() == [[0, 1], [1, 0]] and len(names["index"]) == 2
+    exec(bm25, names)
+    assert names["scores"].shape == (2, 2)
+
+
 def test_the_losses_with_other_poolings_train(encoder):
     pytest.importorskip("pylate")
     script, *_ = examples("docs/pooling.md")

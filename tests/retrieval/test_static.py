@@ -34,7 +34,7 @@ def everything(threshold, cap, **options):
     made = StaticLateInteraction(*tables("cpu"), threshold=threshold, neighbours=cap, **options)
     asked, collection = texts(6, 9, seed=1), texts(30, 20, seed=2)
     batch = made.documents(collection)
-    found = [made.search(asked, collection, 7)] if made.bm25 else made.search(asked, collection, 7, exact=True)
+    found = [made.search(asked, collection, 7)] if made.bm25_weights else made.search(asked, collection, 7, exact=True)
     return batch, found
 
 

@@ -52,7 +52,7 @@ class StaticQueries:
     @property
     def needs_tokens(self) -> bool:
         """Whether a search scores candidates again."""
-        return self.exact and self.model.bm25 is None
+        return self.exact and self.model.bm25_weights is None
 
     def search(self, index: SparseIndex, k: int) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, k]`` of the best documents of an index; -1 where there is none."""

@@ -43,8 +43,8 @@ def model_digest(model: TextRetriever) -> str:
 
 def _static_digest(model: StaticLateInteraction) -> str:
     tokenizer = getattr(model.tokenizer, "backend_tokenizer", model.tokenizer)
-    mean_length = model.statistics.mean_length if model.bm25 and model.statistics else None
-    settings = [model.threshold, model.neighbours, model.skiplist, model.bm25, mean_length, tokenizer.to_str()]
+    mean_length = model.statistics.mean_length if model.bm25_weights and model.statistics else None
+    settings = [model.threshold, model.neighbours, model.skiplist, model.bm25_weights, mean_length, tokenizer.to_str()]
     digest = hashlib.blake2b(json.dumps(settings, default=str).encode(), digest_size=16)
     _add_weights(digest, {"queries": model.query_vectors, "documents": model.document_vectors})
     return digest.hexdigest()

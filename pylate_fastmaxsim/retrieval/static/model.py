@@ -136,7 +136,7 @@ class StaticLateInteraction:
         self.vocabulary, self.device = len(query_vectors), query_vectors.device
         self.tokenizer = unlimited(tokenizer)
         self.neighbours = None if neighbours is None else require_count(where, "neighbours", neighbours)
-        self.bm25 = document_weights if isinstance(document_weights, BM25) else None
+        self.bm25_weights = document_weights if isinstance(document_weights, BM25) else None
         self._set_threshold(where, threshold)
         self.skiplist = self._token_list(where, "skiplist", skiplist)
         self.query_skiplist = self._token_list(where, "query_skiplist", query_skiplist)
@@ -149,9 +149,9 @@ class StaticLateInteraction:
         factors = None
         if isinstance(weights, Tensor):
             factors = self._weights(where, "document_weights", weights)
-        elif weights not in (None, "norms", self.bm25):
+        elif weights not in (None, "norms", self.bm25_weights):
             raise ValueError(f'{where}: document_weights must be None, a BM25, "norms" or a tensor, got {weights!r}.')
-        same = documents is queries and (weights is None or self.bm25 is not None)
+        same = documents is queries and (weights is None or self.bm25_weights is not None)
         self.query_vectors = _unit(queries) if normalize else queries.float()
         if same:
             self.document_vectors = self.query_vectors
@@ -290,13 +290,15 @@ class StaticLateInteraction:
 
     def _documents(self, tokens: TokenIds) -> SparseBatch:
         table = self.neighbour_table
-        if self.bm25 is not None:
+        if self.bm25_weights is not None:
             if table is None:
                 raise ValueError(
                     "StaticLateInteraction: too many tokens match for BM25; raise the threshold, or set neighbours."
                 )
             mean_length = self._fitted("BM25").mean_length
-            return vectors.from_neighbours(tokens, table, None, lambda *each: self.bm25.of_counts(*each, mean_length))
+            return vectors.from_neighbours(
+                tokens, table, None, lambda *each: self.bm25_weights.of_counts(*each, mean_length)
+            )
         if table is None:
             return vectors.from_maxsim(tokens, self.query_vectors, self.document_vectors, self.thresholds)
         return vectors.from_neighbours(tokens, table, (-self.thresholds).clamp(min=0).float(), None)
@@ -387,7 +389,7 @@ class StaticLateInteraction:
             scores, positions = documents.search(queries.to(documents.device), k)
         else:
             scores, positions = sparse_search(queries, self._batches(where, documents), k)
-        if self.bm25 is None:
+        if self.bm25_weights is None:
             scores = (scores.double() + self.bound(queries).to(scores.device)[:, None]).float()
             scores = scores.masked_fill(positions < 0, 0)
         return scores, positions
@@ -438,7 +440,7 @@ class StaticLateInteraction:
             "threshold": "lowest" if self.threshold == -torch.inf else self.threshold,
             "neighbours": self.neighbours,
             "idf": self.uses_idf,
-            "bm25": None if self.bm25 is None else asdict(self.bm25),
+            "bm25": None if self.bm25_weights is None else asdict(self.bm25_weights),
             "skiplist": self.skiplist,
             "query_skiplist": self.query_skiplist,
         }
@@ -495,7 +497,7 @@ class StaticLateInteraction:
 
     def _set_threshold(self, where: str, threshold: float | str) -> None:
         self.threshold = _threshold(where, threshold)
-        if self.bm25 is not None and self.threshold <= 0:
+        if self.bm25_weights is not None and self.threshold <= 0:
             raise ValueError(f"{where}: with BM25 the threshold must be above 0, got {threshold}.")
 
     @cached_property
@@ -521,7 +523,7 @@ class StaticLateInteraction:
         """The query tokens that each document token matches; ``None``: so many that MaxSim of all is cheaper."""
         if self.query_vectors.shape[1] == 0:
             return equal_tokens(self.vocabulary, self.device)
-        if self.bm25 is not None:
+        if self.bm25_weights is not None:
             above = self.thresholds if self.neighbours is not None else self.thresholds - 1
             return neighbours_at_least(self.query_vectors, self.document_vectors, self.threshold, above)
         if self.threshold == -torch.inf and self.neighbours is None:
@@ -536,7 +538,7 @@ class StaticLateInteraction:
         return self.statistics
 
     def _require_bounds(self, where: str) -> None:
-        if self.bm25 is not None:
+        if self.bm25_weights is not None:
             raise ValueError(f"{where}: scores with BM25 weights are no bounds of MaxSim.")
 
     def _tokens(self, where: str, texts: Texts) -> TokenIds:
