@@ -23,6 +23,10 @@ def test_vectors_bounds_and_certified_results_are_those_of_the_definition(thresh
     check("cpu", threshold, cap)
 
 
+def test_a_document_without_tokens_may_be_the_worst():
+    check("cpu", "lowest", None, positive=True)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(("threshold", "cap"), CUTS)
 def test_the_same_on_a_gpu(threshold, cap):

@@ -14,12 +14,17 @@ VOCABULARY, DIM = 90, 8
 CUTS = [("lowest", None), (-0.3, None), (0.0, 7), (0.4, None), (0.7, 3), ("lowest", 12), (0.99, None), (1.5, None)]
 
 
-def tables(device: str) -> tuple[Tensor, Tensor]:
-    """Different vectors for queries and documents. Some document tokens have equal ones, and one has zeros."""
+def tables(device: str, positive: bool = False) -> tuple[Tensor, Tensor]:
+    """Different vectors for queries and documents. Some document tokens have equal ones, and one has zeros.
+
+    ``positive``: all similarities are above 0, so that none is below that of an empty document.
+    """
     queries, documents = torch.randn(2, VOCABULARY, DIM, generator=torch.Generator().manual_seed(0))
+    if positive:
+        queries, documents = queries.abs(), documents.abs()
     documents[20:40] = documents[20] + 1e-3 * documents[20:40]
     documents[50:55] = queries[3]
-    documents[60] = 0
+    documents[60] = 1 if positive else 0
     return queries.to(device), documents.to(device)
 
 
@@ -45,9 +50,9 @@ def maxsim(model: StaticLateInteraction, queries: TokenIds, documents: TokenIds)
     return reference.maxsim(*batches)
 
 
-def check(device: str, threshold: float | str, neighbours: int | None) -> None:
+def check(device: str, threshold: float | str, neighbours: int | None, positive: bool = False) -> None:
     """Documents, scores, bounds and the certified top of one model beside the definitions."""
-    model = StaticLateInteraction(*tables(device), threshold=threshold, neighbours=neighbours)
+    model = StaticLateInteraction(*tables(device, positive), threshold=threshold, neighbours=neighbours)
     queries, documents = texts(12, 9, seed=1), texts(60, 25, seed=2)
     thresholds = model.thresholds.cpu()
     maxima = reference.static_maxima(
