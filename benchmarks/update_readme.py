@@ -20,6 +20,7 @@ from benchmarks.operators.pooling_table import docs_table as pooling_tables
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
+from benchmarks.quality.first_stage_cranfield_table import markdown as first_stage_markdown
 from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
@@ -304,6 +305,7 @@ def tables() -> dict[str, dict[str, str]]:
             "sparse-search-table": measured("sparse_search", sparse_search_tables),
             "sparse-two-gpus-table": measured("sparse_two_gpus", sparse_two_gpus_table),
         },
+        "docs/recipes.md": {"first-stage-table": first_stage_markdown(results("first_stage_cranfield")["cells"])},
         "docs/static.md": {
             "static-cranfield-table": measured("static_cranfield", lambda content: ""),
             "static-documents-table": measured("static_documents", static_documents_table),
