@@ -131,6 +131,7 @@ def test_a_saved_model_is_the_same(weights, tmp_path):
     model.save(tmp_path)
     model.save(tmp_path)
     loaded = StaticLateInteraction.load(tmp_path)
+    assert vars(loaded)["thresholds"].equal(model.thresholds)  # they take a product of the tables
     for ours, other in ((model, loaded), (model.to("cpu"), loaded.to("cpu"))):
         for found, again in zip(
             ours.search(sentences, sentences, 3), other.search(sentences, sentences, 3), strict=True
