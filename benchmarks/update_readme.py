@@ -22,6 +22,7 @@ from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.quality.first_stage_cranfield_table import markdown as first_stage_markdown
 from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranfield_markdown
+from benchmarks.quality.static_cranfield_table import markdown as static_cranfield_markdown
 from benchmarks.retrieval.corpus_search import markdown as corpus_markdown
 from benchmarks.retrieval.sparse_table import docs_table as sparse_search_tables
 from benchmarks.retrieval.sparse_table import two_gpus_table as sparse_two_gpus_table
@@ -307,7 +308,9 @@ def tables() -> dict[str, dict[str, str]]:
         },
         "docs/recipes.md": {"first-stage-table": first_stage_markdown(results("first_stage_cranfield")["cells"])},
         "docs/static.md": {
-            "static-cranfield-table": measured("static_cranfield", lambda content: ""),
+            "static-cranfield-table": measured(
+                "static_cranfield", lambda content: static_cranfield_markdown(content["cells"])
+            ),
             "static-documents-table": measured("static_documents", static_documents_table),
         },
         "docs/pooling_study.md": {

@@ -55,6 +55,10 @@ def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_p
         ("data={source: docstrings, packages: [no_such]}", "data.packages: No package named 'no_such' is installed."),
         ("data={source: distillation, name: a}", "loss.name must be distillation with data.source distillation"),
         ("model.name_or_path=a/b", "model must have exactly one of name_or_path, build and token_table."),
+        (
+            "model={token_table: ./nowhere}",
+            "model.token_table must be a model on the Hub or a directory, but ./nowhere is not there.",
+        ),
         ("model.build.num_attention_heads=3", "model.build.hidden_size must be a multiple of 2 * num_attention_heads"),
         ("loss.mini_batch_size=8", "loss.mini_batch_size does not apply to the contrastive loss, which takes "),
         ("loss.temperature=0", "loss.temperature must be greater than 0, got 0.0."),

@@ -1,0 +1,251 @@
+"""Static late interaction on the Cranfield collection: quality, sparsity and time against the threshold.
+
+    python -m benchmarks.quality.static_cranfield --data FOLDER    # measure what is missing, print the table, draw the plot
+    python -m benchmarks.quality.static_cranfield --render-only    # only table and plot of the results
+
+The table of token vectors is made of all-MiniLM-L6-v2 as model2vec does it, without training: each token of the vocabulary
+alone through the encoder, the mean of its outputs, PCA to 256 dimensions, and a weight by the rank of the token (SIF over
+Zipf's law), which the norm holds. Beside it: BM25 over the same tokens, and MaxSim of the encoder's own outputs.
+
+A cell is a threshold and weights, or one of the others. Metrics are of the judged queries over the whole collection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.quality.cranfield import encoder_folder
+from benchmarks.quality.static_cranfield_plots import plot
+from benchmarks.quality.static_cranfield_table import (
+    BM25_CELL,
+    BM25_THRESHOLDS,
+    ENCODER_CELL,
+    FLOOR,
+    MAXSIM_CELL,
+    QUERY_WEIGHTS,
+    THRESHOLDS,
+    cell_name,
+    markdown,
+)
+from pylate_fastmaxsim import BM25, SparseBatch, SparseIndex, StaticLateInteraction, TokenBatch
+from pylate_fastmaxsim.retrieval.search import search
+from pylate_fastmaxsim.retrieval.static.documents import from_neighbours
+from pylate_fastmaxsim.retrieval.static.neighbours import Neighbours, neighbours_above
+
+DIMENSIONS = 256
+SIF = 1e-4  # of model2vec
+LENGTHS = {"query_length": 64, "document_length": 256}  # tokens; the encoder was trained on up to 256
+FEW = 64  # documents of which the time is taken where nothing is cut
+CERTIFIED = 5  # queries of which the time is taken of a certified search
+DEPTH = 101  # of rankings; the metrics look at 100, and a document may be the query itself
+
+
+class Task:
+    """The collection, and the encoder's table of token vectors."""
+
+    def __init__(self, data: Path, encoder: Path | None = None) -> None:
+        from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+        from pylate_fastmaxsim.recipes.evaluation.beir import document_texts, load_collection
+
+        self.folder = encoder or encoder_folder()
+        self.collection = load_collection(EvaluationSection(beir=str(data)))
+        self.documents = document_texts(self.collection.corpus[:])
+        self.queries = list(self.collection.queries.values())
+
+    @cached_property
+    def encoder(self) -> Any:
+        """The encoder as a ColBERT whose projection changes nothing."""
+        from pylate.models import ColBERT, Dense
+        from sentence_transformers.models import Transformer
+
+        transformer = Transformer(str(self.folder))
+        size = transformer.get_word_embedding_dimension()
+        projection = Dense(size, size, bias=False, init_weight=torch.eye(size))
+        names = {"query_prefix": "", "document_prefix": "", "skiplist_words": [], "do_query_expansion": False}
+        return ColBERT(modules=[transformer, projection], device="cpu", **names, **LENGTHS)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.encoder.tokenizer.backend_tokenizer
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Vectors ``[V, 256]`` whose norms hold the weights."""
+        vectors = mean_outputs(self.encoder)
+        centred = vectors - vectors.mean(dim=0)
+        _, _, axes = torch.linalg.svd(centred, full_matrices=False)
+        # Tokens of a vocabulary stand in the order of their frequency, nearly.
+        share = 1 / torch.arange(2, len(vectors) + 2, dtype=torch.float64)
+        weights = SIF / (SIF + share / share.sum())
+        reduced = centred @ axes[:DIMENSIONS].T
+        return (reduced * weights[:, None]).float()
+
+    def metrics(self, scores: Tensor, positions: Tensor) -> dict[str, float]:
+        from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_of, ranking
+
+        return metrics_of(ranking(self.collection, scores, positions, DEPTH - 1), self.collection)
+
+
+@torch.no_grad()
+def mean_outputs(model: Any, batch_size: int = 1024) -> Tensor:
+    """The mean of the encoder's outputs for each token of the vocabulary alone, ``[V, d]``, float64."""
+    tokenizer = model.tokenizer
+    model.eval()
+    parts = []
+    for tokens in torch.arange(len(tokenizer)).split(batch_size):
+        begin, end = (torch.full_like(tokens, each) for each in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+        rows = torch.stack([begin, tokens, end], dim=1)
+        outputs = model[0].auto_model(input_ids=rows, attention_mask=torch.ones_like(rows)).last_hidden_state
+        parts.append(outputs.double().mean(dim=1))
+    return torch.cat(parts)
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - began
+
+
+class Measured:
+    """Static models of a task, measured; a cell's times are of one call."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.tokens = self.static(FLOOR).token_ids(task.documents)
+
+    def static(self, threshold: float | str, **options: Any) -> StaticLateInteraction:
+        return StaticLateInteraction(self.task.table, tokenizer=self.task.tokenizer, threshold=threshold, **options)
+
+    @cached_property
+    def queries(self) -> dict[str, SparseBatch]:
+        """Queries by the weights of their tokens, which documents do not depend on."""
+        return {
+            name: self.static(1.0, query_weights=weights).fit(self.tokens).queries(self.task.queries)
+            for name, weights in QUERY_WEIGHTS.items()
+        }
+
+    @cached_property
+    def above_floor(self) -> tuple[Neighbours, float]:
+        """Pairs of tokens whose similarity exceeds the lowest number among the thresholds, and the seconds it took.
+
+        Those of a higher threshold are among them, so that the product of the tables is made once.
+        """
+        model = self.static(FLOOR)
+        return timed(lambda: neighbours_above(model.query_vectors, model.document_vectors, model.thresholds))
+
+    def shifted(self, threshold: float) -> dict[str, Any]:
+        """Documents that bound MaxSim, ranked by the bound and by MaxSim."""
+        table, seconds = self.above_floor
+        table = picked(table, table.weights > threshold - FLOOR, threshold - FLOOR)
+        cell, index = self.cell(lambda: from_neighbours(self.tokens, table, None, None), QUERY_WEIGHTS)
+        model, queries = self.static(threshold), self.queries["none"].select(torch.arange(CERTIFIED))
+        _, exact = timed(lambda: model.search(queries, index, 10, exact=True, tokens=self.tokens))
+        return {**cell, "table_seconds": seconds, "exact_ms": exact * 1e3 / len(queries)}
+
+    def bm25(self, threshold: float) -> dict[str, Any]:
+        """Documents whose weights are similarities, with BM25's saturation."""
+        table, seconds = self.above_floor
+        # The cosine of a vector with itself is 1.
+        similarities = ((table.weights.double() + FLOOR) * 2**20).round() * 2.0**-20
+        table = picked(replace(table, weights=similarities.float()), similarities >= threshold, 0.0)
+        bm25 = BM25()
+        mean = len(self.tokens.ids) / len(self.tokens)
+        make = partial(bm25.of_counts, mean_length=mean)
+        cell, _ = self.cell(lambda: from_neighbours(self.tokens, table, None, make), ["IDF"])
+        return {**cell, "table_seconds": seconds}
+
+    def plain_bm25(self) -> dict[str, Any]:
+        model = StaticLateInteraction.bm25(self.task.tokenizer, len(self.task.table)).fit(self.tokens)
+        return self.cell(lambda: model.documents(self.tokens), ["IDF"])[0]
+
+    def maxsim(self) -> dict[str, Any]:
+        """MaxSim of the table over all documents, by weights of query tokens; and documents that nothing is cut of."""
+        model = self.static("lowest")
+        documents = TokenBatch.from_packed(model.document_vectors[self.tokens.ids.long()], self.tokens.offsets)
+        metrics = {}
+        for name, queries in self.queries.items():
+            vectors = model.query_vectors[queries.terms.long()] * queries.weights[:, None]
+            found = search(TokenBatch.from_packed(vectors, queries.offsets), [documents], DEPTH)
+            metrics[name] = self.task.metrics(*found)
+        few = self.tokens.part(0, FEW)
+        made, seconds = timed(lambda: model.documents(few))
+        return {"metrics": metrics, "nonzeros": len(made.terms) / FEW, "documents_ms": seconds * 1e3 / FEW}
+
+    def cell(self, make: Callable[[], SparseBatch], weights: Iterable[str]) -> tuple[dict[str, Any], SparseIndex]:
+        """Quality by weights of query tokens, and times, of documents as ``make`` makes them; and their index."""
+        documents, seconds = timed(make)
+        index = SparseIndex.build([documents])
+        cell: dict[str, Any] = {
+            "metrics": {},
+            "nonzeros": len(documents.terms) / len(documents),
+            "documents_ms": seconds * 1e3 / len(documents),
+        }
+        for name in weights:
+            found, searching = timed(lambda q=self.queries[name]: index.search(q, DEPTH))
+            cell["metrics"][name] = self.task.metrics(*found)
+            cell.setdefault("search_ms", searching * 1e3 / len(self.queries[name]))
+        return cell, index
+
+    def encoder(self) -> dict[str, Any]:
+        """The encoder's own late interaction: its outputs for whole texts."""
+        from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
+
+        encoder = self.task.encoder
+        documents, seconds = timed(lambda: encode(encoder, self.task.documents, 32, is_query=False))
+        queries = encode(encoder, self.task.queries, 32, is_query=True)
+        found, searching = timed(lambda: exact_search(queries, [documents], DEPTH))
+        return {
+            "metrics": {"none": self.task.metrics(*found)},
+            "documents_ms": seconds * 1e3 / len(documents),
+            "search_ms": searching * 1e3 / len(queries),
+        }
+
+
+def picked(table: Neighbours, kept: Tensor, less: float) -> Neighbours:
+    """Some of the pairs, with weights that are so much lower."""
+    ends = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+    return Neighbours(ends[table.offsets], table.terms[kept], (table.weights[kept].double() - less).float())
+
+
+def measure(kept: Results, task: Task) -> None:
+    """Measure the missing cells."""
+    measured = Measured(task)
+    cells = {BM25_CELL: measured.plain_bm25, ENCODER_CELL: measured.encoder}
+    cells |= {cell_name(threshold): partial(measured.shifted, threshold) for threshold in THRESHOLDS}
+    cells |= {cell_name(threshold, "BM25"): partial(measured.bm25, threshold) for threshold in BM25_THRESHOLDS}
+    cells[MAXSIM_CELL] = measured.maxsim
+    for name, run in cells.items():
+        if kept.wants(name):
+            cell = run()
+            shown = {weights: round(metrics["ndcg@10"], 4) for weights, metrics in cell["metrics"].items()}
+            kept.add(name, {**cell, "environment": environment()}, shown)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, RESULTS / "static_cranfield.json", timeout=0.0)
+    parser.add_argument("--data", type=Path, help="folder of the collection, in BEIR's layout")
+    parser.add_argument("--encoder", type=Path, help="folder of all-MiniLM-L6-v2; by default that of its package")
+    options = parser.parse_args()
+    kept = Results(options)
+    if not options.render_only:
+        if options.data is None:
+            parser.error("--data is needed, unless with --render-only")
+        measure(kept, Task(options.data, options.encoder))
+    print("\n" + markdown(kept.cells))
+    plot(kept.cells, kept.target)
+
+
+if __name__ == "__main__":
+    main()
