@@ -24,6 +24,7 @@ from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.quality.first_stage_cranfield_table import KS, QUERIES, markdown
 from benchmarks.quality.pooling_cranfield import read_collection
+from benchmarks.quality.static_cranfield import Task
 from pylate_fastmaxsim import BM25, StaticLateInteraction
 from pylate_fastmaxsim.recipes.models.encode import encode
 from pylate_fastmaxsim.retrieval.search import search
@@ -34,7 +35,7 @@ THRESHOLDS = (0.8, 0.7, 0.6, 0.5, 0.4)
 EVERY = 7  # of the titles
 
 
-def encoded_texts(task: Any, texts: dict[str, list[str]], folder: Path) -> dict[str, Any]:
+def encoded_texts(task: Task, texts: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     """Token vectors of all texts in context, and the table; those of an earlier run if there are any."""
     file = folder / "encoded.pt"
     if not file.exists():
@@ -68,8 +69,6 @@ def share(wanted: list[set[int]], found: Tensor) -> float:
 
 
 def measure(data: Path, work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    from benchmarks.quality.static_cranfield import Task
-
     documents, pairs, questions, grades = read_collection(data)
     place = {text: number for number, text in enumerate(documents)}
     titles, bodies = (column[::EVERY] for column in pairs.values())
