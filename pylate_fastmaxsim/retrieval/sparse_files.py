@@ -80,7 +80,7 @@ def write_block(folder: Path, number: int, block: SparseBatch) -> None:
     tensors = {name: getattr(block, name).cpu() for name in ("offsets", "terms", "weights")}
     metadata = {"format": FORMAT, "vocabulary": str(block.vocabulary)}
     # Not save_file, whose files nobody else can read.
-    _write_atomically(file, save(tensors, metadata))
+    write_atomically(file, save(tensors, metadata))
 
 
 def has_block(folder: Path, number: int, block: SparseBatch) -> bool:
@@ -141,7 +141,7 @@ def write_description(folder: Path, description: Description) -> None:
         "removed": description.removed,
     }
     text = json.dumps(values) + "\n"
-    _write_atomically(folder / DESCRIPTION_FILE, text.encode())
+    write_atomically(folder / DESCRIPTION_FILE, text.encode())
     named = {_block_file(folder, number, size) for number, size in enumerate(description.documents)}
     for file in folder.glob("block-*"):
         if file not in named and _BLOCK_FILE.fullmatch(file.name.removesuffix(f".{_SCRATCH}")):
@@ -183,7 +183,7 @@ def _block_file(folder: Path, number: int, documents: int) -> Path:
     return folder / f"block-{number:08}-{documents}.safetensors"
 
 
-def _write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes) -> None:
     scratch = file.with_name(f"{file.name}.{_SCRATCH}")
     with open(scratch, "wb") as written:
         written.write(content)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
+
+from pylate_fastmaxsim.retrieval.sparse_files import write_atomically
 
 DESCRIPTION_FILE = "static_late_interaction.json"
 FORMAT = "pylate-fastmaxsim static late interaction 1"
@@ -26,10 +28,15 @@ def write(where: str, folder: Path, values: dict, tensors: dict[str, Tensor], to
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / DESCRIPTION_FILE).unlink(missing_ok=True)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / _TABLES)
-    (folder / _TOKENIZER).write_text(tokenizer.to_str(), encoding="utf-8")
+    # Not save_file, whose files nobody else can read.
+    tables = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
     text = json.dumps({"format": FORMAT, **values}, indent=2) + "\n"
-    (folder / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
+    for name, content in (
+        (_TABLES, tables),
+        (_TOKENIZER, tokenizer.to_str().encode()),
+        (DESCRIPTION_FILE, text.encode()),
+    ):
+        write_atomically(folder / name, content)
 
 
 def read(where: str, folder: Path, device: torch.device) -> tuple[dict, dict[str, Tensor], Callable]:
