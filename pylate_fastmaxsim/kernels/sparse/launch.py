@@ -30,7 +30,7 @@ STATE_BYTES = 384 << 20
 # Blocks that give the first threshold, and how a wave grows beside all that was scanned before it.
 SAMPLE_BLOCKS = 2
 GROWTH = 4
-# Candidates that a query has room for, times k. A wave brings 4 to 15 times k.
+# Candidates that a query has room for, times k. A wave brings some multiple of GROWTH times k.
 ROOM = 32
 
 
@@ -258,7 +258,7 @@ def _engine(device: torch.device, name: str | None) -> CudaEngine:
             if name == "cuda":
                 raise
             logger.warning(
-                "sparse search: %s; Triton kernels run instead, which take several times as long. PyTorch 2.10 and newer "
+                "sparse search: %s; Triton kernels run instead, which take about 20 times as long. PyTorch 2.10 and newer "
                 "bring cuda-bindings, which compiles the CUDA ones.",
                 str(error).partition("\n")[0].rstrip("."),
             )

@@ -401,7 +401,7 @@ class StaticLateInteraction:
         if not isinstance(documents, (SparseIndex, SparseBatch)):
             tokens = documents = self._document_tokens(where, documents)
         if tokens is None:
-            raise ValueError(f"{where}: exact=True needs tokens, the token ids of all documents.")
+            raise ValueError(f"{where}: exact=True needs tokens of all documents; pass tokens=model.token_ids(texts).")
         tokens = self._document_tokens(where, tokens)
         index = documents
         if not isinstance(index, SparseIndex):
@@ -539,7 +539,10 @@ class StaticLateInteraction:
 
     def _require_bounds(self, where: str) -> None:
         if self.bm25_weights is not None:
-            raise ValueError(f"{where}: scores with BM25 weights are no bounds of MaxSim.")
+            raise ValueError(
+                f"{where}: scores with BM25 weights are no bounds of MaxSim; search without exact, or make the model "
+                "without BM25."
+            )
 
     def _tokens(self, where: str, texts: Texts) -> TokenIds:
         if isinstance(texts, TokenIds):
