@@ -74,8 +74,8 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
     first = 0
     batches = require_fitting("sparse_search", "documents", documents, queries.device, queries.vocabulary)
     for stretch in _stretches(in_blocks(batches)):
-        # What does not reach the worst so far need not be found.
-        found = _search(queries, stretch, k, first, at_least=scores[:, -1])
+        # What does not reach the worst so far need not be found. At first nothing is known, and a GPU looks at a sample.
+        found = _search(queries, stretch, k, first, at_least=scores[:, -1] if first else None)
         scores, positions = merge_results([(scores, positions), found])
         first += len(stretch) * postings.DOCUMENTS_PER_BLOCK
         stretch.clear()
@@ -83,7 +83,7 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
 
 
 def _search(
-    queries: SparseBatch, stretch: list[SparseBatch], k: int, first: int, at_least: Tensor
+    queries: SparseBatch, stretch: list[SparseBatch], k: int, first: int, at_least: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     blocks = searchable(queries.vocabulary, queries.device)
     for number, block in enumerate(stretch):
