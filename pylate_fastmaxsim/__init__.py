@@ -7,13 +7,16 @@ from pylate_fastmaxsim.tokens import TokenBatch
 __version__ = "0.1.0"
 
 __all__ = [
-    "TokenBatch", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
+    "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
     "Max", "TopK", "Softmax", "LogSumExp", "enable", "disable", "enabled", "__version__",
 ]  # fmt: skip
 
 
 # Loaded on first use: `enable` imports PyLate, and `import pylate_fastmaxsim` should not.
 _MODULES = {
+    "CompressedBatch": "pylate_fastmaxsim.compressed",
+    "ResidualCodec": "pylate_fastmaxsim.codec",
+    "compress": "pylate_fastmaxsim.compressed",
     "SparseBatch": "pylate_fastmaxsim.sparse",
     "SparseIndex": "pylate_fastmaxsim.retrieval.sparse_index",
     "sparse_search": "pylate_fastmaxsim.retrieval.sparse_search",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.compressed import CompressedBatch, Residual, rounded_queries
 from pylate_fastmaxsim.sparse import SparseBatch
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -99,6 +100,49 @@ def maxsim(
     """
     maxima, _, query_mask = _token_maxima(queries, documents, candidates, zero_floor)
     return maxima.masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
+
+
+def compressed_maxsim(queries: TokenBatch, documents: CompressedBatch, candidates: Tensor | None = None) -> Tensor:
+    """Score queries against compressed documents, in float64.
+
+    Documents are what ``decompress`` gives. Queries are rounded to the documents' format first, int8 and fp8 with a scale
+    for each token; with residual codes they stay as they are, and documents are decompressed to their dtype. The
+    gradient of a query is that of MaxSim with the decompressed documents, as if it were not rounded; documents have none.
+
+    Returns
+    -------
+    Tensor
+        Scores ``[Nq, Nd]``, or ``[Nq, K]`` with candidates ``[Nq, K]``, float64.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, compress, reference
+    >>> queries = TokenBatch.from_list([torch.tensor([[127.0, 0.4]])])
+    >>> documents = compress(TokenBatch.from_list([torch.tensor([[254.0, 127.0], [2.0, 200.0]])]), "int8")
+    >>> reference.compressed_maxsim(queries, documents)
+    tensor([[32258.]], dtype=torch.float64)
+    """
+    if isinstance(documents.tokens, Residual):
+        rounded, scales = queries.values.detach(), queries.values.new_ones(len(queries.values))
+        vectors = documents.decompress(queries.values.dtype)
+        vectors = vectors.with_values(vectors.values.double())
+    else:
+        rounded, scales = rounded_queries(queries.values, documents.format)
+        vectors = documents.decompress(torch.float64)
+    # Scales of queries come after the maximum, so that products of whole numbers are exact, and equal ones are equal.
+    maxima, position, query_mask = _token_maxima(queries.with_values(rounded.double()), vectors, candidates, None)
+    padded_scales = queries.with_values(scales.double()[:, None]).to_padded()[0].transpose(1, 2)
+    # A document without a live token scores 0, also for a query with NaN.
+    maxima = (maxima * padded_scales).masked_fill(position < 0, 0)
+    padded, _ = vectors.to_padded()
+    of_slot = padded[None].expand(len(queries), -1, -1, -1) if candidates is None else padded[candidates]
+    index = position.clamp(min=0)[..., None].expand(-1, -1, -1, documents.dim)
+    winners = of_slot.gather(2, index).masked_fill(position[..., None] < 0, 0)
+    values, _ = queries.to_padded()
+    # Nothing but the gradient.
+    passed = (values - values.detach()).double()[:, None].mul(winners).sum(dim=-1)
+    return (maxima + passed.masked_fill(passed.isnan(), 0)).masked_fill(~query_mask[:, None, :], 0).sum(dim=-1)
 
 
 def static_maxima(query_vectors: Tensor, document_vectors: Tensor, documents: Sequence[Tensor]) -> Tensor:

@@ -63,69 +63,12 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         require_tensor("TokenBatch", "values", self.values, "[T, d]")
-        require_tensor("TokenBatch", "starts", self.starts, "int64 [N]")
-        require_tensor("TokenBatch", "lengths", self.lengths, "int64 [N]")
-        object.__setattr__(self, "max_length", require_integer("TokenBatch: max_length", self.max_length))
-        if isinstance(self.max_length, int) and self.max_length < 0:
-            raise ValueError(f"TokenBatch: max_length must be at least 0, got {self.max_length}.")
         if self.values.dim() != 2:
             raise ValueError(f"TokenBatch: values must be [T, d], got shape {tuple(self.values.shape)}.")
         if not self.values.is_floating_point():
             raise ValueError(f"TokenBatch: values must be floating point, got {self.values.dtype}.")
-        if self.starts.dim() != 1 or self.starts.shape != self.lengths.shape:
-            raise ValueError(
-                "TokenBatch: starts and lengths must both be [N], "
-                f"got shapes {tuple(self.starts.shape)} and {tuple(self.lengths.shape)}."
-            )
-        if self.starts.dtype != torch.int64 or self.lengths.dtype != torch.int64:
-            raise ValueError(
-                f"TokenBatch: starts and lengths must be int64, got {self.starts.dtype} and {self.lengths.dtype}."
-            )
-        device = self.values.device
-        if self.starts.device != device or self.lengths.device != device:
-            raise ValueError(
-                f"TokenBatch: starts and lengths must be on {device}, as values, "
-                f"got {self.starts.device} and {self.lengths.device}."
-            )
-        if self.keep is not None:
-            require_tensor("TokenBatch", "keep", self.keep, "bool [T]")
-            if self.keep.dtype != torch.bool or self.keep.shape != self.values.shape[:1]:
-                raise ValueError(
-                    f"TokenBatch: keep must be bool [T] with T = {self.values.shape[0]}, "
-                    f"got {self.keep.dtype} of shape {tuple(self.keep.shape)}."
-                )
-            if self.keep.device != device:
-                raise ValueError(f"TokenBatch: keep must be on {device}, as values, got {self.keep.device}.")
-        if has_numbers(self.starts, self.lengths):
-            self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        if len(self):
-            self._check_bounds()
-        if self.gapless and not self._fills_all_rows():
-            raise ValueError(
-                f"TokenBatch: with gapless every one of the T = {self.values.shape[0]} rows of values must belong to one "
-                "sequence, but some belong to several or to none."
-            )
-
-    def _check_bounds(self) -> None:
-        shortest, longest = map(int, torch.aminmax(self.lengths))
-        if shortest < 0 or longest > self.max_length:
-            raise ValueError(
-                f"TokenBatch: lengths must be from 0 to max_length = {self.max_length}, got {shortest} to {longest}."
-            )
-        first, end = map(int, torch.aminmax(self.starts))
-        if end <= self.values.shape[0]:  # or the sum could overflow
-            end = int((self.starts + self.lengths).max())
-        if first < 0 or end > self.values.shape[0]:
-            raise ValueError(
-                f"TokenBatch: sequences must lie in the rows 0 to T = {self.values.shape[0]} of values, "
-                f"got {first} to {end}."
-            )
-
-    def _fills_all_rows(self) -> bool:
-        starts, ends = _spans(self.starts, self.lengths)
-        return [0, *ends.tolist()] == [*starts.tolist(), self.values.shape[0]]
+        object.__setattr__(self, "max_length", require_integer("TokenBatch: max_length", self.max_length))
+        check_sequences("TokenBatch", "values", self, self.values.shape[0])
 
     def __len__(self) -> int:
         return self.starts.shape[0]
@@ -354,6 +297,63 @@ class TokenBatch:
         if self.keep is not None:
             mask = mask & self.keep[rows]
         return self.values[rows].masked_fill(~mask[..., None], 0), mask
+
+
+def check_sequences(where: str, name: str, batch: TokenBatch, rows: int) -> None:
+    """Raise ValueError or TypeError unless the sequences of a batch fit the T ``rows`` of its ``name``.
+
+    For every class with the fields ``starts``, ``lengths``, ``max_length``, ``keep``, ``gapless`` and ``device``.
+    """
+    starts, lengths, keep, device = batch.starts, batch.lengths, batch.keep, batch.device
+    require_tensor(where, "starts", starts, "int64 [N]")
+    require_tensor(where, "lengths", lengths, "int64 [N]")
+    if isinstance(batch.max_length, int) and batch.max_length < 0:
+        raise ValueError(f"{where}: max_length must be at least 0, got {batch.max_length}.")
+    if starts.dim() != 1 or starts.shape != lengths.shape:
+        raise ValueError(
+            f"{where}: starts and lengths must both be [N], "
+            f"got shapes {tuple(starts.shape)} and {tuple(lengths.shape)}."
+        )
+    if starts.dtype != torch.int64 or lengths.dtype != torch.int64:
+        raise ValueError(f"{where}: starts and lengths must be int64, got {starts.dtype} and {lengths.dtype}.")
+    if starts.device != device or lengths.device != device:
+        raise ValueError(
+            f"{where}: starts and lengths must be on {device}, as {name}, got {starts.device} and {lengths.device}."
+        )
+    if keep is not None:
+        require_tensor(where, "keep", keep, "bool [T]")
+        if keep.dtype != torch.bool or keep.shape != (rows,):
+            raise ValueError(
+                f"{where}: keep must be bool [T] with T = {rows}, got {keep.dtype} of shape {tuple(keep.shape)}."
+            )
+        if keep.device != device:
+            raise ValueError(f"{where}: keep must be on {device}, as {name}, got {keep.device}.")
+    if has_numbers(starts, lengths):
+        if len(starts):
+            _check_bounds(where, name, batch, rows)
+        if batch.gapless and not _fills_all_rows(starts, lengths, rows):
+            raise ValueError(
+                f"{where}: with gapless every one of the T = {rows} rows of {name} must belong to one sequence, but some "
+                "belong to several or to none."
+            )
+
+
+def _check_bounds(where: str, name: str, batch: TokenBatch, rows: int) -> None:
+    shortest, longest = map(int, torch.aminmax(batch.lengths))
+    if shortest < 0 or longest > batch.max_length:
+        raise ValueError(
+            f"{where}: lengths must be from 0 to max_length = {batch.max_length}, got {shortest} to {longest}."
+        )
+    first, end = map(int, torch.aminmax(batch.starts))
+    if end <= rows:  # or the sum could overflow
+        end = int((batch.starts + batch.lengths).max())
+    if first < 0 or end > rows:
+        raise ValueError(f"{where}: sequences must lie in the rows 0 to T = {rows} of {name}, got {first} to {end}.")
+
+
+def _fills_all_rows(starts: Tensor, lengths: Tensor, rows: int) -> bool:
+    starts, ends = _spans(starts, lengths)
+    return [0, *ends.tolist()] == [*starts.tolist(), rows]
 
 
 def share_rows(starts: Tensor, lengths: Tensor) -> bool:

@@ -36,7 +36,8 @@ ROOMS = {
         ("_dtypes", "_tracing", "_winners"),
         ("_checks",),
         ("_impacts",),
-        ("tokens", "sparse"),
+        ("tokens", "sparse", "codec"),
+        ("compressed",),
         ("_operands",),
         ("reference", "kernels", "cpu"),
         ("ops",),
@@ -87,8 +88,9 @@ ROOMS = {
 # Pairs of modules that do not keep to it yet. The list only shrinks.
 EXCEPTIONS: set[tuple[str, str]] = set()
 HOSTS = {"pylate", "colpali_engine", "sentence_transformers", "transformers"}
-# Used where it is there, with a line of log where not. PyTorch brings the release that fits its CUDA.
-OPTIONAL = {"cuda"}
+# Used where it is there; where not, a line of log or an error says what to install. PyTorch brings the release of `cuda`
+# that fits its own, and PyLate brings fastkmeans.
+OPTIONAL = {"cuda", "fastkmeans"}
 PACKAGE = Path(pylate_fastmaxsim.__file__).parent
 
 

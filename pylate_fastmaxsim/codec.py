@@ -1,0 +1,395 @@
+"""Residual codes of token vectors, as ColBERTv2 and PLAID store them: a centroid, and 1, 2 or 4 bits for each number."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import require_count, require_tensor
+
+FORMAT = "pylate-fastmaxsim residual codec 1"
+BITS = (1, 2, 4)
+
+# Numbers that are handled at once, 64 MiB of float32: similarities to centroids, or decompressed vectors.
+AT_ONCE = 1 << 24
+
+# Vectors whose length is 1 within this are encoded as they are. That covers unit vectors rounded to bfloat16.
+_UNIT = 2**-7
+
+# As PLAID: vectors that the buckets are made from are not among those that the centroids are made from.
+_HELD_OUT = 0.05
+_MOST_HELD_OUT = 50_000
+_MOST_OF_QUANTILE = 2**24 - 1  # numbers that torch.quantile takes
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualCodec:
+    """Centroids and buckets that residual codes of token vectors refer to.
+
+    A vector becomes the id of the nearest centroid (by inner product) and, for each of its d numbers, a bucket of the
+    difference to it. It is decompressed as centroid + bucket weights, scaled to its original length. Bytes and bits are
+    in the order of PLAID's files.
+
+    Parameters
+    ----------
+    centroids
+        ``[C, d]``, float16. d * bits must be a multiple of 8.
+    weights
+        Difference that a bucket stands for, ``[2**bits]``, float16, for 1, 2 or 4 bits.
+    cutoffs
+        Bounds between buckets, ``[2**bits - 1]``, float32, ascending. A number on a bound belongs to the lower bucket.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device is not the one above, or they hold NaN or infinity. The numbers are checked on a CPU
+        only.
+    TypeError
+        An argument is not a tensor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import ResidualCodec
+    >>> weights, cutoffs = torch.tensor([-0.5, -0.2, 0.2, 0.5]).half(), torch.tensor([-0.35, 0.0, 0.35])
+    >>> codec = ResidualCodec(torch.eye(4).half(), weights, cutoffs)
+    >>> codec.bits, codec.dim
+    (2, 4)
+    >>> codes, packed, scales = codec.encode(torch.tensor([[0.8, 0.0, 0.6, 0.0]]))
+    >>> codes, packed
+    (tensor([0], dtype=torch.int32), tensor([[174]], dtype=torch.uint8))
+    """
+
+    centroids: Tensor
+    weights: Tensor
+    cutoffs: Tensor
+
+    def __post_init__(self) -> None:
+        for name, shape, dtype in (
+            ("centroids", "[C, d]", torch.float16),
+            ("weights", "[2**bits]", torch.float16),
+            ("cutoffs", "[2**bits - 1]", torch.float32),
+        ):
+            tensor = getattr(self, name)
+            require_tensor("ResidualCodec", name, tensor, f"{str(dtype).removeprefix('torch.')} {shape}")
+            if tensor.dim() != (2 if name == "centroids" else 1) or tensor.dtype != dtype:
+                raise ValueError(
+                    f"ResidualCodec: {name} must be {str(dtype).removeprefix('torch.')} {shape}, "
+                    f"got {tensor.dtype} of shape {tuple(tensor.shape)}."
+                )
+            if tensor.device != self.device:
+                raise ValueError(f"ResidualCodec: {name} must be on {self.device}, as centroids, got {tensor.device}.")
+            if tensor.is_cpu and not bool(tensor.isfinite().all()):
+                raise ValueError(f"ResidualCodec: {name} must be finite, got NaN or infinity.")
+        if len(self.weights) not in [2**bits for bits in BITS] or len(self.cutoffs) != len(self.weights) - 1:
+            raise ValueError(
+                "ResidualCodec: bits must be 1, 2 or 4, with 2**bits weights and 2**bits - 1 cutoffs, "
+                f"got {len(self.weights)} weights and {len(self.cutoffs)} cutoffs."
+            )
+        if len(self.centroids) == 0:
+            raise ValueError("ResidualCodec: there must be at least one centroid.")
+        if self.dim * self.bits % 8:
+            raise ValueError(
+                f"ResidualCodec: d * bits must be a multiple of 8, got d = {self.dim} and {self.bits} bits."
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of each number: 1, 2 or 4."""
+        return len(self.weights).bit_length() - 1
+
+    @property
+    def dim(self) -> int:
+        """Size d of a token vector."""
+        return self.centroids.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.centroids.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of centroids and buckets."""
+        return self.centroids.nbytes + self.weights.nbytes + self.cutoffs.nbytes
+
+    @functools.cached_property
+    def byte_values(self) -> Tensor:
+        """Bucket weights of the numbers that each byte holds, in their order, ``[256, 8 // bits]``, float16."""
+        return self.weights[_buckets_of_bytes(self.bits).to(self.device)]
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[torch.device, ResidualCodec]:
+        return {self.device: self}
+
+    def to(self, device: str | torch.device) -> ResidualCodec:
+        """The codec on a device. A copy is made once for each."""
+        device = torch.device(device)
+        if device not in self._elsewhere:
+            self._elsewhere[device] = ResidualCodec(
+                self.centroids.to(device), self.weights.to(device), self.cutoffs.to(device)
+            )
+        return self._elsewhere[device]
+
+    @classmethod
+    def train(
+        cls, sample: Tensor, bits: int = 2, centroids: int | None = None, seed: int = 0, iterations: int = 10
+    ) -> ResidualCodec:
+        """Make a codec for vectors like those of a sample: k-means by fastkmeans, and quantiles of what is left.
+
+        Differs from run to run on a GPU, whose sums have no fixed order.
+
+        Parameters
+        ----------
+        sample
+            Token vectors, ``[n, d]``, floating point, at least 2. k-means runs on the device where they are. A twentieth
+            of them, at most 50,000, is left out of k-means; the buckets are made from these.
+        bits
+            1, 2 or 4 for each number.
+        centroids
+            How many. None: the largest power of two up to 16 * sqrt(n), as PLAID takes for n tokens. If the sample is
+            much smaller than the corpus, pass the number for the corpus.
+        seed
+            Of the choice of vectors that k-means begins with.
+        iterations
+            Of k-means.
+
+        Raises
+        ------
+        ValueError
+            ``bits`` is another, d * bits is no multiple of 8, or the sample has not one finite vector for each centroid
+            and one more.
+        TypeError
+            ``sample`` is not a tensor, or a number is no integer.
+        ImportError
+            fastkmeans is not installed.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import ResidualCodec
+        >>> sample = torch.nn.functional.normalize(torch.randn(500, 16), dim=-1)
+        >>> codec = ResidualCodec.train(sample, bits=4, centroids=32)
+        >>> codec.centroids.shape, codec.bits
+        (torch.Size([32, 16]), 4)
+        """
+        where = "ResidualCodec.train"
+        if bits not in BITS:
+            raise ValueError(f"{where}: bits must be 1, 2 or 4, got {bits!r}.")
+        require_tensor(where, "sample", sample, "[n, d]")
+        if sample.dim() != 2 or not sample.is_floating_point():
+            raise ValueError(
+                f"{where}: sample must be floating point [n, d], got {sample.dtype} of shape {tuple(sample.shape)}."
+            )
+        if not bool(sample.isfinite().all()):
+            raise ValueError(f"{where}: sample must be finite, got NaN or infinity.")
+        count, dim = sample.shape
+        if dim * bits % 8:
+            raise ValueError(f"{where}: d * bits must be a multiple of 8, got d = {dim} and {bits} bits.")
+        held_out = min(max(1, int(_HELD_OUT * count)), _MOST_HELD_OUT, _MOST_OF_QUANTILE // max(1, dim))
+        if centroids is None:
+            centroids = min(2 ** int(math.log2(16 * math.sqrt(max(1, count)))), count - held_out)
+        else:
+            centroids = require_count(where, "centroids", centroids)
+        if count < max(1, centroids) + 1:
+            raise ValueError(
+                f"{where}: sample must have at least one vector more than centroids, got {count} for {centroids}."
+            )
+        try:
+            from fastkmeans import FastKMeans
+        except ImportError as error:
+            raise ImportError(
+                f"{where} needs fastkmeans, which PyLate brings: pip install fastkmeans ({error})."
+            ) from None
+
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(count, generator=generator).to(sample.device)
+        held_out = min(held_out, count - centroids)
+        vectors = _directions(sample.detach())[0]
+        with _seeds_kept():
+            means = FastKMeans(
+                dim, centroids, niter=iterations, seed=seed, max_points_per_centroid=256, device=sample.device
+            )
+            means.train(vectors[order[held_out:]].float().cpu().numpy())
+        means = F.normalize(torch.from_numpy(means.centroids).to(sample.device), dim=-1).half()
+        vectors = vectors[order[:held_out]]
+        residuals = (vectors - means[_nearest(vectors, means)]).float().flatten()
+        options = 2**bits
+        quantiles = torch.arange(options, device=sample.device) / options
+        cutoffs = torch.quantile(residuals, quantiles[1:])
+        weights = torch.quantile(residuals, quantiles + 0.5 / options)
+        return cls(means, weights.half(), cutoffs)
+
+    def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes of vectors ``[T, d]``, floating point, on the codec's device.
+
+        Directions are rounded to float16, as in PLAID; lengths go into the scales.
+
+        Returns
+        -------
+        codes
+            Centroid of each vector, ``[T]``, int32.
+        packed
+            Buckets, ``[T, d * bits / 8]``, uint8.
+        scales
+            Length of the vector over the length of centroid + weights, ``[T]``, float32.
+
+        Raises
+        ------
+        ValueError
+            The vectors have another d or device, or are no floating point matrix.
+        TypeError
+            ``vectors`` is not a tensor.
+        """
+        require_tensor("ResidualCodec.encode", "vectors", vectors, "[T, d]")
+        if vectors.dim() != 2 or not vectors.is_floating_point():
+            raise ValueError(
+                "ResidualCodec.encode: vectors must be floating point [T, d], "
+                f"got {vectors.dtype} of shape {tuple(vectors.shape)}."
+            )
+        self.require_fitting("ResidualCodec.encode", vectors)
+        codes = torch.empty(len(vectors), dtype=torch.int32, device=self.device)
+        packed = torch.empty(len(vectors), self.dim * self.bits // 8, dtype=torch.uint8, device=self.device)
+        scales = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
+        for rows in _chunks(len(vectors), self.dim):
+            unit, norms = _directions(vectors[rows].detach())
+            nearest = _nearest(unit, self.centroids)
+            buckets = torch.bucketize((unit - self.centroids[nearest]).float(), self.cutoffs, out_int32=True)
+            codes[rows], packed[rows] = nearest, _packed(buckets, self.bits)
+            scales[rows] = norms * _inverse(self._sums(codes[rows], packed[rows]))
+        return codes, packed, scales
+
+    def decode(
+        self, codes: Tensor, packed: Tensor, scales: Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Vectors ``[T, d]`` of what :meth:`encode` returned, computed in float32 and rounded to ``dtype``.
+
+        Without scales each has length 1, as in PLAID.
+        """
+        vectors = torch.empty(len(codes), self.dim, dtype=dtype, device=self.device)
+        for rows in _chunks(len(codes), self.dim):
+            sums = self._sums(codes[rows], packed[rows])
+            scale = _inverse(sums) if scales is None else scales[rows]
+            vectors[rows] = sums * scale[:, None]
+        return vectors
+
+    def inverse_norms(self, codes: Tensor, packed: Tensor) -> Tensor:
+        """The scales ``[T]``, float32, that give vectors of length 1."""
+        norms = torch.empty(len(codes), dtype=torch.float32, device=self.device)
+        for rows in _chunks(len(codes), self.dim):
+            norms[rows] = _inverse(self._sums(codes[rows], packed[rows]))
+        return norms
+
+    def require_fitting(self, where: str, vectors: Tensor) -> None:
+        """Raise ValueError unless vectors have the codec's d and device."""
+        if vectors.shape[1] != self.dim:
+            raise ValueError(f"{where}: the codec is for d = {self.dim}, but the vectors have d = {vectors.shape[1]}.")
+        if vectors.device != self.device:
+            raise ValueError(
+                f"{where}: the codec is on {self.device} and the vectors on {vectors.device}; use codec.to."
+            )
+
+    def save(self, file: str | os.PathLike) -> None:
+        """Write a safetensors file, which :meth:`load` reads."""
+        tensors = {name: getattr(self, name).cpu().contiguous() for name in ("centroids", "weights", "cutoffs")}
+        # Not save_file, whose files nobody else can read.
+        Path(file).write_bytes(save(tensors, {"format": FORMAT}))
+
+    @classmethod
+    def load(cls, file: str | os.PathLike) -> ResidualCodec:
+        """Read what :meth:`save` wrote, on the CPU.
+
+        Raises
+        ------
+        ValueError
+            The file is no codec, or is truncated.
+        FileNotFoundError
+            There is none.
+        """
+        try:
+            with safe_open(file, framework="pt") as opened:
+                if (opened.metadata() or {}).get("format") != FORMAT:
+                    raise ValueError(f"ResidualCodec.load: {file} is no codec; it must be of the format {FORMAT!r}.")
+                return cls(*(opened.get_tensor(name) for name in ("centroids", "weights", "cutoffs")))
+        except SafetensorError as error:
+            raise ValueError(f"ResidualCodec.load: {file} is no codec, or is truncated ({error}).") from None
+
+    def _sums(self, codes: Tensor, packed: Tensor) -> Tensor:
+        """Centroids + bucket weights, ``[n, d]``, float32."""
+        weights = self.byte_values.float()[packed.long()].flatten(1)
+        return weights.add_(self.centroids[codes.long()])
+
+
+@functools.cache
+def _bytes_of_buckets(bits: int) -> Tensor:
+    """The byte that each bucket alone makes at each place of a byte, ``[8 // bits, 2**bits]``, uint8.
+
+    The order of PLAID: the first number is in the high bits, and of each number the lowest bit comes first.
+    """
+    place = torch.arange(8 // bits, device="cpu")[:, None, None]
+    bucket = torch.arange(2**bits, device="cpu")[:, None]
+    bit = torch.arange(bits, device="cpu")
+    return ((bucket >> bit & 1) << (7 - place * bits - bit)).sum(dim=-1).to(torch.uint8)
+
+
+@functools.cache
+def _buckets_of_bytes(bits: int) -> Tensor:
+    """Buckets of the numbers that each byte holds, ``[256, 8 // bits]``, int64."""
+    alone = _bytes_of_buckets(bits)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")[:, None, None]
+    return (byte & alone[:, -1:] == alone).int().argmax(dim=-1)
+
+
+def _packed(buckets: Tensor, bits: int) -> Tensor:
+    """Bytes ``[n, d * bits / 8]`` of buckets ``[n, d]``."""
+    alone = _bytes_of_buckets(bits).to(buckets.device)
+    places = buckets.unflatten(1, (-1, 8 // bits)).unbind(dim=-1)
+    return sum(byte[bucket] for byte, bucket in zip(alone, places, strict=True))
+
+
+def _chunks(rows: int, width: int) -> list[slice]:
+    step = max(1, AT_ONCE // max(1, width))
+    return [slice(begin, begin + step) for begin in range(0, rows, step)]
+
+
+def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors of length 1, float16, and their lengths, float32. Unit vectors stay as they are; zeros have length 0."""
+    vectors = vectors.float()
+    norms = torch.linalg.vector_norm(vectors, dim=-1)
+    divisor = norms.where(((norms - 1).abs() > _UNIT) & (norms > 0), 1)
+    return (vectors / divisor[:, None]).half(), norms
+
+
+def _nearest(vectors: Tensor, centroids: Tensor) -> Tensor:
+    """Centroid with the largest inner product, ``[n]``, int64; the first of equal ones."""
+    nearest = torch.empty(len(vectors), dtype=torch.int64, device=vectors.device)
+    transposed = centroids.float().T
+    with torch.autocast(vectors.device.type, enabled=False):
+        for rows in _chunks(len(vectors), len(centroids)):
+            torch.argmax(vectors[rows].float() @ transposed, dim=1, out=nearest[rows])
+    return nearest
+
+
+def _inverse(sums: Tensor) -> Tensor:
+    norms = torch.linalg.vector_norm(sums, dim=-1)
+    return torch.where(norms > 0, 1 / norms, 0)
+
+
+@contextmanager
+def _seeds_kept() -> Iterator[None]:
+    """Leave the generators of PyTorch and NumPy, which fastkmeans seeds, as they were."""
+    state = np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield
+    np.random.set_state(state)  # noqa: NPY002

@@ -1,0 +1,501 @@
+"""Documents in a quarter to an eighth of their memory, for scoring as they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import has_numbers, require_integer, require_tensor
+from pylate_fastmaxsim.codec import AT_ONCE, ResidualCodec
+from pylate_fastmaxsim.tokens import TokenBatch, check_sequences
+
+FORMATS = ("int8", "fp8")
+
+# Largest numbers of the formats. -128 is not used, so that a vector and its negative are rounded alike.
+_INT8_MAX = 127.0
+_FP8_MAX = 448.0
+
+# Fits numbers up to 1.75, so those of unit vectors: batches of one corpus then have one scale.
+_FP8_SCALE = 2.0**-8
+
+
+@dataclass(frozen=True, eq=False)
+class Int8:
+    """Token vectors as whole numbers and scales: a number is value * scale.
+
+    ``values`` int8 ``[T, d]``; ``scales`` float32 ``[T]`` where ``per_token``, else ``[N]``, one for each document.
+    """
+
+    values: Tensor
+    scales: Tensor
+    per_token: bool
+
+    def __post_init__(self) -> None:
+        _require("Int8", "values", self.values, 2, torch.int8, "int8 [T, d]")
+        _require("Int8", "scales", self.scales, 1, torch.float32, "float32 [T] or [N]", self.values.device)
+        if self.per_token and len(self.scales) != len(self.values):
+            raise ValueError(
+                f"Int8: scales must be [T] with T = {len(self.values)} where per_token, got [{len(self.scales)}]."
+            )
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.values, self.scales
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Int8:
+        values, scales = (tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
+        return Int8(values, scales, self.per_token)
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8:
+    """Token vectors as float8_e4m3fn ``[T, d]``: a number is value * ``scale``, a power of two."""
+
+    values: Tensor
+    scale: float
+
+    def __post_init__(self) -> None:
+        _require("Fp8", "values", self.values, 2, torch.float8_e4m3fn, "float8_e4m3fn [T, d]")
+        if not _is_power_of_two(self.scale):
+            raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {self.scale!r}.")
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Fp8:
+        return Fp8(self.values.to(device, non_blocking=non_blocking), self.scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """Token vectors as residual codes: (centroid + bucket weights) * scale, in float32.
+
+    ``codes`` int32 or int64 ``[T]``, ``packed`` uint8 ``[T, d * bits / 8]``, ``scales`` float32 ``[T]``. Scales are None
+    where every vector has length 1, as in PLAID's files.
+    """
+
+    codes: Tensor
+    packed: Tensor
+    scales: Tensor | None
+    codec: ResidualCodec
+
+    def __post_init__(self) -> None:
+        dtype = torch.int64 if isinstance(self.codes, Tensor) and self.codes.dtype == torch.int64 else torch.int32
+        _require("Residual", "codes", self.codes, 1, dtype, "int32 or int64 [T]")
+        _require("Residual", "packed", self.packed, 2, torch.uint8, "uint8 [T, d * bits / 8]", self.device)
+        if self.scales is not None:
+            _require("Residual", "scales", self.scales, 1, torch.float32, "float32 [T]", self.device)
+        lengths = {len(tensor) for tensor in self.tensors}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"Residual: codes, packed and scales must have one length T, got {', '.join(map(str, sorted(lengths)))}."
+            )
+        codec = self.codec
+        if self.packed.shape[1] * 8 != codec.dim * codec.bits:
+            raise ValueError(
+                f"Residual: the codec has d = {codec.dim} and {codec.bits} bits, so packed must have "
+                f"{codec.dim * codec.bits // 8} bytes a token, got {self.packed.shape[1]}; they belong to another codec."
+            )
+        if codec.device != self.device:
+            raise ValueError(f"Residual: the codec is on {codec.device} and the codes on {self.device}; use codec.to.")
+        if len(self) and has_numbers(self.codes):
+            low, high = map(int, torch.aminmax(self.codes))
+            if low < 0 or high >= len(codec.centroids):
+                raise ValueError(
+                    f"Residual: codes must be from 0 to C - 1 = {len(codec.centroids) - 1}, got {low} to {high}; they "
+                    "belong to another codec."
+                )
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.codec.dim
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.packed) if self.scales is None else (self.codes, self.packed, self.scales)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Residual:
+        codes, packed, *scales = (tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
+        return Residual(codes, packed, scales[0] if scales else None, self.codec.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedBatch:
+    """N documents of token vectors in a compressed format: the sequences of a ``TokenBatch`` over other tokens.
+
+    Made by :func:`compress`. :func:`pylate_fastmaxsim.maxsim` takes it as documents and scores it as it is stored. It
+    has no gradient.
+
+    Parameters
+    ----------
+    tokens
+        ``Int8``, ``Fp8`` or ``Residual``, of T tokens.
+    starts, lengths, max_length, keep, gapless
+        As in :class:`pylate_fastmaxsim.TokenBatch`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device is not the one above, or a sequence is longer than ``max_length`` or lies outside of the
+        tokens. The numbers in ``starts`` and ``lengths`` are checked on a CPU only.
+    TypeError
+        An argument is of the wrong type.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, compress
+    >>> batch = compress(TokenBatch.from_list([torch.ones(2, 4), torch.ones(3, 4)]), "int8")
+    >>> len(batch), batch.dim, batch.format, batch.tokens.values.dtype
+    (2, 4, 'int8', torch.int8)
+    """
+
+    tokens: Int8 | Fp8 | Residual
+    starts: Tensor
+    lengths: Tensor
+    max_length: int
+    keep: Tensor | None = None
+    gapless: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, (Int8, Fp8, Residual)):
+            raise TypeError(
+                f"CompressedBatch: tokens must be Int8, Fp8 or Residual, got {type(self.tokens).__name__}; "
+                "pylate_fastmaxsim.compress makes them of a TokenBatch."
+            )
+        object.__setattr__(self, "max_length", require_integer("CompressedBatch: max_length", self.max_length))
+        check_sequences("CompressedBatch", "tokens", self, len(self.tokens))
+        if isinstance(self.tokens, Int8) and not self.tokens.per_token and len(self.tokens.scales) != len(self):
+            raise ValueError(
+                f"CompressedBatch: scales must be [N] with N = {len(self)}, got [{len(self.tokens.scales)}]."
+            )
+
+    def __len__(self) -> int:
+        return self.starts.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Size d of a token vector."""
+        return self.tokens.dim
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @property
+    def format(self) -> str:
+        """``"int8"``, ``"fp8"`` or ``"residual"``."""
+        return type(self.tokens).__name__.lower()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tensors, in bytes, without the codec, which batches share."""
+        sequences = [self.starts, self.lengths] + [self.keep] * (self.keep is not None)
+        return sum(tensor.nbytes for tensor in (*self.tokens.tensors, *sequences))
+
+    def select(self, index: Tensor) -> CompressedBatch:
+        """The sequences ``index`` (int64, any length), in that order. No token is copied.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import TokenBatch, compress
+        >>> batch = compress(TokenBatch.from_list([torch.ones(2, 4), 3 * torch.ones(1, 4)]), "int8")
+        >>> batch.select(torch.tensor([1, 1])).lengths.tolist()
+        [1, 1]
+        """
+        tokens = self.tokens
+        if isinstance(tokens, Int8) and not tokens.per_token:
+            tokens = replace(tokens, scales=tokens.scales[index])
+        return replace(self, tokens=tokens, starts=self.starts[index], lengths=self.lengths[index], gapless=False)
+
+    def to(self, device: str | torch.device, non_blocking: bool = False) -> CompressedBatch:
+        """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
+        starts, lengths, keep = (
+            tensor if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for tensor in (self.starts, self.lengths, self.keep)
+        )
+        tokens = self.tokens.to(device, non_blocking)
+        return replace(self, tokens=tokens, starts=starts, lengths=lengths, keep=keep)
+
+    def decompress(self, dtype: torch.dtype = torch.float32) -> TokenBatch:
+        """The same sequences over the vectors that are scored, a copy of dtype ``dtype``.
+
+        Rows of ``values`` are those of ``tokens``. A row of no document holds zeros where scales are those of documents.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from pylate_fastmaxsim import TokenBatch, compress
+        >>> compress(TokenBatch.from_list([torch.tensor([[127.0, -3.0]])]), "int8").decompress().values
+        tensor([[127.,  -3.]])
+        """
+        tokens = self.tokens
+        if isinstance(tokens, Residual):
+            values = tokens.codec.decode(tokens.codes, tokens.packed, tokens.scales, dtype)
+        else:
+            exact = torch.float64 if dtype == torch.float64 else torch.float32
+            scales = row_scales(self)
+            values = torch.empty(len(tokens), tokens.dim, dtype=dtype, device=self.device)
+            for rows in _chunks(values):
+                scale = scales if isinstance(scales, float) else scales[rows, None].to(exact)
+                values[rows] = tokens.values[rows].to(exact) * scale
+        return TokenBatch(values, self.starts, self.lengths, self.max_length, self.keep, self.gapless)
+
+
+def row_scales(batch: CompressedBatch) -> Tensor | float:
+    """What values of int8 or fp8 are multiplied with: a scale for each of the T rows, float32 ``[T]``, or one number.
+
+    0 for a row of no document where scales are those of documents. Does not wait for the device.
+    """
+    tokens = batch.tokens
+    if isinstance(tokens, Fp8):
+        return tokens.scale
+    if tokens.per_token:
+        return tokens.scales
+    document, inside = _documents_of_rows(batch, len(tokens))
+    return torch.where(inside, tokens.scales[document], 0.0) if len(batch) else tokens.scales.new_zeros(len(tokens))
+
+
+def compress(
+    batch: TokenBatch,
+    format: str | ResidualCodec,
+    *,
+    per_token: bool = False,
+    _scale: float | None = None,
+) -> CompressedBatch:
+    """Compress documents, to be scored by :func:`pylate_fastmaxsim.maxsim` as they are stored.
+
+    Parameters
+    ----------
+    batch
+        Documents. Rows that belong to none and rows that ``keep`` leaves out may hold anything.
+    format
+        ``"int8"``: whole numbers from -127 to 127 and scales. ``"fp8"``: float8_e4m3fn and one power of two as a scale,
+        2**-8 for numbers up to 1.75. A :class:`pylate_fastmaxsim.ResidualCodec`: its codes.
+    per_token
+        With ``"int8"``, a scale for each token rather than for each document: for documents whose tokens differ in
+        length.
+
+    Raises
+    ------
+    ValueError
+        The format is another, ``per_token`` is asked for with another than ``"int8"``, the codec is for another d or on
+        another device, or a token that counts holds NaN or infinity. Looking for these waits for the device.
+    TypeError
+        ``batch`` is not a ``TokenBatch``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, compress
+    >>> documents = compress(TokenBatch.from_list([torch.tensor([[1.0, 0.3]])]), "int8")
+    >>> documents.tokens.values, documents.tokens.scales
+    (tensor([[127,  38]], dtype=torch.int8), tensor([0.0079]))
+    """
+    # `_scale` is that of fp8 where other batches of a corpus have set it.
+    if not isinstance(batch, TokenBatch):
+        raise TypeError(f"compress: batch must be a TokenBatch, got {type(batch).__name__}.")
+    if not isinstance(format, ResidualCodec) and format not in FORMATS:
+        raise ValueError(f'compress: format must be "int8", "fp8" or a ResidualCodec, got {format!r}.')
+    if per_token and format != "int8":
+        raise ValueError('compress: per_token goes with the format "int8" alone.')
+    if isinstance(format, ResidualCodec):
+        format.require_fitting("compress", batch.values)
+    values = batch.values.detach()
+    document, live = _documents_of_rows(batch, len(values))
+    if batch.keep is not None:
+        live = live & batch.keep
+    largest = _largest(values, live)
+    if not bool(largest.isfinite().all()):
+        raise ValueError(
+            "compress: token vectors must be finite in float32, got NaN or infinity in a token that counts."
+        )
+    if isinstance(format, ResidualCodec):
+        tokens = _encoded(values, live, format)
+    elif format == "fp8":
+        tokens = _to_fp8(values, live, largest, _scale)
+    else:
+        if not per_token:
+            largest = _largest_of_documents(largest, document, live, batch)
+        scales = largest / torch.full_like(largest, _INT8_MAX)
+        tokens = Int8(torch.empty(values.shape, dtype=torch.int8, device=batch.device), scales, per_token)
+        for rows in _chunks(values):
+            scale = scales[rows] if per_token else scales[document[rows]] if len(batch) else scales.new_zeros(1)
+            tokens.values[rows] = _whole(_live(values, live, rows), scale)
+    return CompressedBatch(tokens, batch.starts, batch.lengths, batch.max_length, batch.keep, batch.gapless)
+
+
+@torch.no_grad()
+def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Query vectors ``[T, d]`` rounded to a format, and a scale for each token, float32 ``[T]``.
+
+    ``"int8"``: whole numbers; the largest of a token is 127. ``"fp8"``: float8_e4m3fn; the scale is a power of two, and
+    the largest number lies in (224, 448]. A token of zeros has scale 0; one with NaN or infinity has scale NaN and
+    zeros. The same on every device, and does not wait for it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim.compressed import rounded_queries
+    >>> rounded_queries(torch.tensor([[254.0, 5.0], [0.0, 0.0]]), "int8")
+    (tensor([[127,   2],
+            [  0,   0]], dtype=torch.int8), tensor([2., 0.]))
+    """
+    dtype = torch.int8 if format == "int8" else torch.float8_e4m3fn
+    rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
+    scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    for rows in _chunks(values):
+        numbers = values[rows].float()
+        largest = _amax(numbers.abs())
+        finite = largest.isfinite()
+        largest = largest.where(finite, 0)
+        numbers = numbers.where(finite[:, None], 0)
+        if format == "int8":
+            # By a tensor, because a GPU multiplies with the inverse of a number.
+            scale = largest / torch.full_like(largest, _INT8_MAX)
+            rounded[rows] = _whole(numbers, scale)
+        else:
+            scale = _fitting_powers(largest)
+            # The inverse is a power of two as well.
+            rounded[rows] = (numbers * scale.reciprocal().where(scale > 0, 0)[:, None]).to(dtype)
+        scales[rows] = scale.where(finite, torch.nan)
+    return rounded, scales
+
+
+def _require(
+    where: str,
+    name: str,
+    tensor: Tensor,
+    dims: int,
+    dtype: torch.dtype,
+    allowed: str,
+    device: torch.device | None = None,
+) -> None:
+    require_tensor(where, name, tensor, allowed)
+    if tensor.dim() != dims or tensor.dtype != dtype:
+        raise ValueError(f"{where}: {name} must be {allowed}, got {tensor.dtype} of shape {tuple(tensor.shape)}.")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{where}: {name} must be on {device}, as the rest, got {tensor.device}.")
+
+
+def _is_power_of_two(scale: object) -> bool:
+    return isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and scale.hex().startswith("0x1.0000000000000p")
+
+
+def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[Tensor, Tensor]:
+    """Document of each row, int64 ``[T]`` (any where it has none), and which rows have one. Does not wait for the device.
+
+    Of documents that share all of their rows it is the last.
+    """
+    row = torch.arange(rows, device=batch.device)
+    if len(batch) == 0:
+        return torch.zeros_like(row), torch.zeros_like(row, dtype=torch.bool)
+    # An empty document takes no row from another that starts there.
+    starts, order = torch.where(batch.lengths > 0, batch.starts, -1).sort(stable=True)
+    document = order[(torch.searchsorted(starts, row, right=True) - 1).clamp_(min=0)]
+    first = batch.starts[document]
+    return document, (row >= first) & (row < first + batch.lengths[document])
+
+
+def _chunks(values: Tensor) -> list[slice]:
+    step = max(1, AT_ONCE // max(1, values.shape[1]))
+    return [slice(begin, begin + step) for begin in range(0, len(values), step)]
+
+
+def _amax(numbers: Tensor) -> Tensor:
+    """The largest of each row, 0 where it has none."""
+    return numbers.amax(dim=1) if numbers.shape[1] else numbers.new_zeros(len(numbers))
+
+
+def _live(values: Tensor, live: Tensor, rows: slice) -> Tensor:
+    """Rows in float32, zeros where they do not count."""
+    return values[rows].float().where(live[rows, None], 0)
+
+
+def _largest(values: Tensor, live: Tensor) -> Tensor:
+    """Largest magnitude of each row that counts, float32 ``[T]``."""
+    largest = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    for rows in _chunks(values):
+        largest[rows] = _amax(_live(values, live, rows).abs_())
+    return largest
+
+
+def _largest_of_documents(largest: Tensor, document: Tensor, live: Tensor, batch: TokenBatch) -> Tensor:
+    """Largest magnitude in each document, ``[N]``, from those of rows; documents with the same rows have the same."""
+    if len(batch) == 0 or len(largest) == 0:
+        return largest.new_zeros(len(batch))
+    found = largest.new_zeros(len(batch)).scatter_reduce_(0, document, largest.where(live, 0), "amax")
+    # The one that the rows were counted for.
+    counted = document[batch.starts.clamp(max=len(document) - 1)]
+    return torch.where(batch.lengths > 0, found[counted], 0)
+
+
+def _whole(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Numbers over the scale of their row, rounded half to even, as int8."""
+    # Only where scales are subnormal is a quotient above 127, and only where they are 0 is it not finite.
+    whole = (numbers / scales[:, None]).round_().clamp_(-_INT8_MAX, _INT8_MAX)
+    return whole.where((scales > 0)[:, None], 0).to(torch.int8)
+
+
+def _fitting_powers(largest: Tensor) -> Tensor:
+    """For each number, float32, the least power of two that it is at most 448 times of; 0 for 0.
+
+    Made from the bits of the number, which is exact on every device. 448 is 1.75 * 2**8, so that a fraction above 1.75
+    needs the next power. None is below 2**-126, the least number that is not subnormal.
+    """
+    exponent = (largest.view(torch.int32) + 0x1FFFFF >> 23) - 8
+    return (exponent.clamp(min=1) << 23).view(torch.float32).where(largest > 0, 0)
+
+
+def _to_fp8(values: Tensor, live: Tensor, largest: Tensor, scale: float | None) -> Fp8:
+    most = float(largest.max()) if len(largest) else 0.0
+    if scale is None:
+        scale = max(_FP8_SCALE, float(_fitting_powers(torch.tensor(most, device="cpu"))))
+    if most > _FP8_MAX * scale:
+        raise ValueError(
+            f"compress: numbers must be at most {_FP8_MAX * scale:g} in magnitude for the fp8 scale {scale:g}, got {most:g}."
+        )
+    tokens = Fp8(torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device), scale)
+    for rows in _chunks(values):
+        tokens.values[rows] = (_live(values, live, rows) / scale).to(torch.float8_e4m3fn)
+    return tokens
+
+
+def _encoded(values: Tensor, live: Tensor, codec: ResidualCodec) -> Residual:
+    parts = [codec.encode(_live(values, live, rows)) for rows in _chunks(values)]
+    if not parts:
+        parts = [codec.encode(values)]
+    return Residual(*map(torch.cat, zip(*parts, strict=True)), codec)

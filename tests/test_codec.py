@@ -1,0 +1,145 @@
+"""Residual codes: the order of PLAID's bits, codecs trained and on disk, and what is refused."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from residual_codecs import random_codec, unit_vectors
+
+from pylate_fastmaxsim import ResidualCodec
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_codes_are_those_of_an_index_of_fast_plaid(bits, tmp_path):
+    search = pytest.importorskip("fast_plaid.search")
+    vectors = unit_vectors(40, 16)
+    index = search.FastPlaid(str(tmp_path), device="cpu")
+    index.create(documents_embeddings=list(vectors.split(4)), nbits=bits, kmeans_niters=1)
+
+    def written(name):
+        return torch.from_numpy(np.load(tmp_path / f"{name}.npy"))
+
+    codec = ResidualCodec(written("centroids"), written("bucket_weights").half(), written("bucket_cutoffs"))
+    codes, packed, scales = codec.encode(vectors)
+    assert torch.equal(codes.long(), written("0.codes"))
+    assert torch.equal(packed, written("0.residuals"))
+    torch.testing.assert_close(
+        codec.decode(codes, packed, scales), codec.decode(codes, packed, None), rtol=3e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_bits_lie_where_pylate_packs_them(bits):
+    codec = ResidualCodec(torch.zeros(1, 8).half(), random_codec(8, bits).weights, random_codec(8, bits).cutoffs)
+    vectors = unit_vectors(500, 8)
+    buckets = torch.bucketize(vectors.half().float(), codec.cutoffs)
+    # Of each number the lowest bit first.
+    expected = np.packbits((buckets[..., None] >> torch.arange(bits) & 1).flatten(1).numpy(), axis=1)
+    codes, packed, _ = codec.encode(vectors)
+    assert not codes.any() and torch.equal(packed, torch.from_numpy(expected))
+    assert torch.equal(codec.byte_values[packed.long()].flatten(1), codec.weights[buckets])
+    assert len(buckets.unique()) == 2**bits
+
+
+def test_a_vector_keeps_its_length():
+    vectors = 7 * unit_vectors(20, 16)
+    vectors[3] = 0
+    codec = random_codec(16, 4)
+    decoded = codec.decode(*codec.encode(vectors))
+    torch.testing.assert_close(decoded.norm(dim=1), vectors.norm(dim=1))
+    assert F.cosine_similarity(decoded, vectors)[vectors.any(dim=1)].min() > 0.7
+    # By its direction: the same codes for every length.
+    codes, packed, scales = codec.encode(vectors)
+    shorter = codec.encode(vectors / 7)
+    assert torch.equal(codes, shorter[0]) and (packed != shorter[1]).float().mean() < 0.01
+    torch.testing.assert_close(scales[:3], 7 * shorter[2][:3], rtol=1e-2, atol=0)
+    torch.testing.assert_close(codec.inverse_norms(codes, packed)[4:] * 7, scales[4:])
+
+
+def test_training_finds_centroids_and_quantiles():
+    centres = unit_vectors(8, 16)
+    noise = 0.02 * torch.randn(4000, 16, generator=torch.Generator().manual_seed(1))
+    sample = F.normalize(centres.repeat(500, 1) + noise, dim=-1)
+    state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    codecs = [ResidualCodec.train(scale * sample, bits=4, centroids=32, seed=3) for scale in (1, 1, 5)]
+    assert torch.equal(torch.get_rng_state(), state[0]) and np.random.get_state()[1].tolist() == state[1]  # noqa: NPY002
+    codec = codecs[0]
+    assert (codec.centroids.float() @ centres.T).amax(dim=0).min() > 0.99
+    share = torch.bincount(codec.byte_values[codec.encode(sample)[1].long()].flatten().mul(2**14).int() + 2**14)
+    share = share[share > 0] / share.sum()
+    assert len(share) == 16 and share.min() > 0.04 and share.max() < 0.09
+    assert torch.equal(codecs[1].centroids, codec.centroids) and torch.equal(codecs[1].cutoffs, codec.cutoffs)
+    torch.testing.assert_close(codecs[2].cutoffs, codec.cutoffs, rtol=0, atol=2e-3)
+    assert len(ResidualCodec.train(sample[:100], bits=1).centroids) == 95
+
+
+def test_a_codec_is_read_as_it_was_written(tmp_path):
+    codec = random_codec(12, 2)
+    codec.save(tmp_path / "codec.safetensors")
+    again = ResidualCodec.load(tmp_path / "codec.safetensors")
+    for name in ("centroids", "weights", "cutoffs", "byte_values"):
+        assert torch.equal(getattr(again, name), getattr(codec, name))
+
+
+def test_a_file_that_is_no_codec_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    file = tmp_path / "codec.safetensors"
+    codec = random_codec(12, 2)
+    codec.save(file)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="codec.safetensors is no codec, or is truncated"):
+        ResidualCodec.load(file)
+    file.write_text("centroids")
+    with pytest.raises(ValueError, match="codec.safetensors is no codec, or is truncated"):
+        ResidualCodec.load(file)
+    save_file({"centroids": codec.centroids}, file)
+    with pytest.raises(ValueError, match="codec.safetensors is no codec; it must be of the format 'pylate-fastmaxsim"):
+        ResidualCodec.load(file)
+    with pytest.raises(FileNotFoundError):
+        ResidualCodec.load(tmp_path / "another")
+
+
+def changed(**tensors):
+    codec = random_codec(8, 2)
+    return ResidualCodec(**{name: getattr(codec, name) for name in ("centroids", "weights", "cutoffs")} | tensors)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: changed(centroids=torch.zeros(2, 8)), r"centroids must be float16 \[C, d\], got torch.float32"),
+        (lambda: changed(weights=torch.zeros(8).half()), "bits must be 1, 2 or 4, .* got 8 weights and 3 cutoffs"),
+        (lambda: changed(cutoffs=torch.zeros(4)), "got 4 weights and 4 cutoffs"),
+        (lambda: changed(cutoffs=torch.full((3,), torch.nan)), "cutoffs must be finite"),
+        (lambda: changed(centroids=torch.zeros(0, 8).half()), "at least one centroid"),
+        (
+            lambda: changed(centroids=torch.zeros(1, 6).half()),
+            "d \\* bits must be a multiple of 8, got d = 6 and 2 bits",
+        ),
+        (
+            lambda: changed(weights=torch.zeros(4, device="meta").half()),
+            "weights must be on cpu, as centroids, got meta",
+        ),
+        (lambda: random_codec(8, 2).encode(torch.zeros(3, 16)), "the codec is for d = 8, but the vectors have d = 16"),
+        (lambda: random_codec(8, 2).encode(torch.zeros(3, 8).int()), r"floating point \[T, d\], got torch.int32"),
+        (lambda: random_codec(8, 2).encode(torch.zeros(3, 8, device="meta")), "on cpu and the vectors on meta"),
+        (lambda: ResidualCodec.train(torch.zeros(9, 8), bits=3), "train: bits must be 1, 2 or 4, got 3"),
+        (lambda: ResidualCodec.train(torch.zeros(9, 6)), "multiple of 8, got d = 6 and 2 bits"),
+        (lambda: ResidualCodec.train(torch.zeros(9)), r"sample must be floating point \[n, d\]"),
+        (lambda: ResidualCodec.train(torch.full((9, 8), torch.inf)), "sample must be finite"),
+        (lambda: ResidualCodec.train(torch.zeros(9, 8), centroids=9), "one vector more than centroids, got 9 for 9"),
+        (lambda: ResidualCodec.train(torch.zeros(1, 8)), "one vector more than centroids"),
+    ],
+)
+def test_errors_say_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_without_fastkmeans_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastkmeans", None)
+    with pytest.raises(ImportError, match="train needs fastkmeans, which PyLate brings: pip install fastkmeans"):
+        ResidualCodec.train(unit_vectors(50, 8))

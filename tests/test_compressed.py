@@ -1,0 +1,229 @@
+"""Compressed documents: what numbers become and come back as, their sequences, and what is refused."""
+
+import pytest
+import torch
+from ragged_batches import ragged
+from residual_codecs import random_codec
+
+from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, compressed
+from pylate_fastmaxsim.compressed import Fp8, Int8, Residual, rounded_queries
+
+FORMATS = ("int8", "int8 by token", "fp8", "residual")
+
+
+def compressed_as(batch: TokenBatch, format: str) -> CompressedBatch:
+    if format == "residual":
+        return compress(batch, random_codec(batch.dim, 4))
+    return compress(batch, format.split()[0], per_token="token" in format)
+
+
+def documents(dtype=torch.float32, masked=True, lengths=(7, 0, 20, 3, 9, 1), dim=16, seed=0) -> TokenBatch:
+    """Rows that do not count are NaN."""
+    return ragged(torch.Generator().manual_seed(seed), list(lengths), dim, dtype, integers=False, masked=masked)
+
+
+def live(batch: TokenBatch) -> torch.Tensor:
+    return batch.values.isfinite().all(dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_come_back_within_half_a_step(format, dtype):
+    batch = documents(dtype)
+    rows = live(batch)
+    decompressed = compressed_as(batch, format).decompress(torch.float64)
+    assert decompressed.values.isfinite().all()
+    errors = (decompressed.values - batch.values.double())[rows]
+    numbers = batch.values.double()[rows].abs()
+    if format == "int8 by token":
+        assert (errors.abs() <= numbers.amax(dim=1, keepdim=True) / 254 * 1.0001).all()
+    elif format == "int8":
+        assert (errors.abs() <= numbers.amax() / 254 * 1.0001).all()
+        first = slice(batch.starts[0], batch.starts[0] + batch.lengths[0])
+        largest = batch.values[first].nan_to_num().abs().max().double()
+        assert ((decompressed.values - batch.values.double())[first].nan_to_num().abs() <= largest / 254 * 1.0001).all()
+    elif format == "fp8":  # 3 bits behind the first, and steps of 2**-9 * 2**-7 below
+        assert (errors.abs() <= (numbers / 16).clamp(min=2**-17)).all()
+    else:
+        norms = decompressed.values.norm(dim=1), batch.values.double().norm(dim=1)
+        torch.testing.assert_close(norms[0][rows], norms[1][rows], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_small_chunks_give_the_same(format, monkeypatch):
+    batch = documents()
+    whole = compressed_as(batch, format)
+    monkeypatch.setattr(compressed, "AT_ONCE", 48)
+    monkeypatch.setattr("pylate_fastmaxsim.codec.AT_ONCE", 48)
+    parts = compressed_as(batch, format)
+    for one, other in zip(whole.tokens.tensors, parts.tokens.tensors, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(whole.decompress().values, parts.decompress().values)
+    for name in ("int8", "fp8"):
+        queries = torch.randn(9, 16)
+        pieces = [rounded_queries(part, name) for part in queries.split(1)]
+        for one, other in zip(rounded_queries(queries, name), zip(*pieces, strict=True), strict=True):
+            assert torch.equal(one.float(), torch.cat(other).float())
+
+
+def test_an_int8_scale_is_that_of_the_document():
+    batch = documents(lengths=(4, 0, 5), masked=False)
+    batch.values[batch.starts[0]] *= 100
+    by_document = compress(batch, "int8")
+    for i in (0, 2):
+        rows = slice(batch.starts[i], batch.starts[i] + batch.lengths[i])
+        assert by_document.tokens.scales[i] == batch.values[rows].abs().max() / 127
+        assert by_document.tokens.values[rows].abs().max() == 127
+    assert by_document.tokens.scales[1] == 0
+    by_token = compress(batch, "int8", per_token=True)
+    assert (by_token.tokens.values[live(batch)].abs().amax(dim=1) == 127).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_selected_documents_are_those_documents(format):
+    batch = documents()
+    index = torch.tensor([3, 0, 3, 1, 5])
+    whole, few = compressed_as(batch, format), compressed_as(batch, format).select(index)
+    expected = whole.decompress().select(index).to_padded()
+    for one, other in zip(few.decompress().to_padded(), expected, strict=True):
+        assert torch.equal(one, other)
+    assert few.tokens.tensors[0] is not None and few.format == format.split()[0]
+    # Also where documents share rows before they are compressed.
+    again = compressed_as(batch.select(index), format).decompress().to_padded()
+    if format != "fp8":  # whose scale may differ
+        assert torch.equal(again[0], expected[0])
+
+
+def test_the_scale_of_fp8_fits_the_numbers():
+    def scale_of(*numbers, **options):
+        return compress(TokenBatch.from_list([torch.tensor([numbers])]), "fp8", **options).tokens.scale
+
+    assert scale_of(1.75, -0.1) == scale_of(0.01, 0.0) == 2**-8
+    assert scale_of(1.7500002, 0.0) == 2**-7
+    assert scale_of(-448.0, 3.0) == 1
+    assert scale_of(448.5, 3.0) == 2
+    assert scale_of(0.5, 0.5, _scale=2.0**-3) == 2**-3
+    with pytest.raises(ValueError, match="at most 1.75 in magnitude for the fp8 scale 0.00390625, got 2"):
+        scale_of(2.0, _scale=2.0**-8)
+
+
+def test_rounded_queries():
+    numbers = torch.tensor(
+        [
+            [448.0, 1.0],
+            [448.1, 1.0],
+            [224.0, 1.0],
+            [0.0, 0.0],
+            [1e-40, 0.0],
+            [3e38, 1.0],
+            [torch.nan, 1.0],
+            [1.0, torch.inf],
+        ]
+    )
+    values, scales = rounded_queries(numbers, "fp8")
+    assert scales[:6].tolist() == [1, 2, 0.5, 0, 2.0**-126, 2.0**120]
+    assert values.float()[:3].tolist() == [[448, 1], [224, 0.5], [448, 2]]
+    assert scales[6:].isnan().all() and not values.float()[6:].any()
+    large = torch.randn(500, 8) * torch.exp(60 * torch.linspace(-1, 1, 500))[:, None]
+    values, scales = rounded_queries(large, "fp8")
+    largest = large.double().abs().amax(dim=1) / scales.double()
+    assert ((largest > 224) & (largest <= 448)).all()
+    assert torch.equal(torch.frexp(scales).mantissa, torch.full((500,), 0.5))
+    torch.testing.assert_close(
+        values.double() * scales.double()[:, None], large.double(), rtol=1 / 16, atol=2**-10 * 1e38
+    )
+
+    values, scales = rounded_queries(numbers, "int8")
+    assert values[0].tolist() == [127, 0] and scales[0] == 448 / 127
+    assert scales[3] == 0 and scales[6:].isnan().all() and not values[[3, 6, 7]].any()
+    half = torch.tensor([[127.0, 0.5, 1.5, -2.5]], dtype=torch.bfloat16, requires_grad=True)
+    assert rounded_queries(half, "int8")[0].tolist() == [[127, 0, 2, -2]]
+    assert rounded_queries(torch.zeros(0, 4), "int8")[1].shape == (0,)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_empty_batches(format):
+    for batch in (documents(lengths=()), documents(lengths=(0, 0)), TokenBatch.from_padded(torch.zeros(0, 3, 8))):
+        few = compressed_as(batch, format)
+        assert len(few) == len(batch) and few.decompress().to_padded()[0].shape == batch.to_padded()[0].shape
+
+
+def test_memory():
+    batch = TokenBatch.from_list([torch.randn(100, 128)])
+    sequences = 16
+    assert compress(batch, "int8").nbytes == 100 * 128 + 4 + sequences
+    assert compress(batch, "int8", per_token=True).nbytes == 100 * 132 + sequences
+    assert compress(batch, "fp8").nbytes == 100 * 128 + sequences
+    assert compress(batch, random_codec(128, 2)).nbytes == 100 * (4 + 32 + 4) + sequences
+
+
+def test_plaid_codes_have_unit_vectors():
+    whole = compressed_as(documents(), "residual")
+    plaid = Residual(whole.tokens.codes.long(), whole.tokens.packed, None, whole.tokens.codec)
+    batch = CompressedBatch(plaid, whole.starts, whole.lengths, whole.max_length, whole.keep)
+    vectors = batch.to("cpu").select(torch.arange(6)).decompress(torch.float64).values
+    expected = torch.nn.functional.normalize(whole.decompress(torch.float64).values)
+    rows = expected.any(dim=1)
+    torch.testing.assert_close(vectors[rows], expected[rows], rtol=0, atol=1e-6)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)).double(), rtol=0, atol=1e-6)
+
+
+VALUES, SCALES = torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)
+CODES, PACKED = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.uint8)
+ONE = torch.ones(1, dtype=torch.int64)
+
+
+def batch_of(tokens, **changes) -> CompressedBatch:
+    return CompressedBatch(**{"tokens": tokens, "starts": ONE, "lengths": ONE, "max_length": 2} | changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: compress(documents(), "int4"), 'format must be "int8", "fp8" or a ResidualCodec, got \'int4\''),
+        (lambda: compress(documents(), "fp8", per_token=True), 'per_token goes with the format "int8" alone'),
+        (lambda: compress(documents(), random_codec(8, 4)), "compress: the codec is for d = 8, but .* have d = 16"),
+        (lambda: batch_of(Int8(VALUES, SCALES, True), lengths=3 * ONE), "CompressedBatch: lengths must be from 0 to"),
+        (lambda: batch_of(Int8(VALUES, SCALES, True), starts=3 * ONE), "rows 0 to T = 3 of tokens, got 3 to 4"),
+        (lambda: batch_of(Int8(VALUES, SCALES, False)), r"scales must be \[N\] with N = 1, got \[3\]"),
+        (
+            lambda: batch_of(Int8(VALUES, SCALES, True), keep=torch.ones(2).bool()),
+            r"keep must be bool \[T\] with T = 3",
+        ),
+        (lambda: Int8(VALUES, SCALES[:2], True), r"scales must be \[T\] with T = 3 where per_token, got \[2\]"),
+        (lambda: Int8(VALUES.float(), SCALES, True), r"Int8: values must be int8 \[T, d\], got torch.float32"),
+        (lambda: Int8(VALUES, SCALES.to("meta"), True), "Int8: scales must be on cpu, as the rest, got meta"),
+        (lambda: Fp8(VALUES, 1.0), r"Fp8: values must be float8_e4m3fn \[T, d\], got torch.int8"),
+        (lambda: Fp8(VALUES.to(torch.float8_e4m3fn), 0.3), "scale must be a power of two .*, got 0.3"),
+        (
+            lambda: Residual(CODES, PACKED, None, random_codec(16, 2)),
+            "must have 4 bytes a token, got 2; they belong to",
+        ),
+        (
+            lambda: Residual(CODES + 9, PACKED, None, random_codec(8, 2)),
+            "codes must be from 0 to C - 1 = 8, got 9 to 9",
+        ),
+        (lambda: Residual(CODES - 1, PACKED, None, random_codec(8, 2)), "got -1 to -1; they belong to another codec"),
+        (lambda: Residual(CODES[:2], PACKED, None, random_codec(8, 2)), "must have one length T, got 2, 3"),
+        (lambda: Residual(CODES.float(), PACKED, None, random_codec(8, 2)), r"codes must be int32 or int64 \[T\]"),
+    ],
+)
+def test_errors_say_what_is_allowed(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e39])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_live_token_that_is_not_finite_is_refused(format, number):
+    batch = documents(torch.float64)
+    batch.values[live(batch).nonzero()[3], 5] = number
+    with pytest.raises(ValueError, match="compress: token vectors must be finite in float32, got NaN or infinity"):
+        compressed_as(batch, format)
+
+
+def test_what_is_of_another_type_is_named():
+    with pytest.raises(TypeError, match="compress: batch must be a TokenBatch, got Tensor"):
+        compress(torch.zeros(2, 3, 4), "int8")
+    with pytest.raises(TypeError, match="tokens must be Int8, Fp8 or Residual, got Tensor"):
+        batch_of(VALUES)
