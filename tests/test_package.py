@@ -54,9 +54,10 @@ ROOMS = {
         ("xtr", "pooled"),
     ),
     "retrieval": (
-        ("checks", "topk", "impacts"),
-        ("search", "corpus", "sparse_blocks"),
-        ("sparse_files", "sparse_search"),
+        ("checks", "topk", "impacts", "folders"),
+        ("formats",),
+        ("corpus", "sparse_blocks"),
+        ("search", "sparse_files", "sparse_search"),
         ("sparse_index",),
         ("static",),
     ),

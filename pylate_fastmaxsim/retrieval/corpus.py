@@ -1,66 +1,100 @@
-"""Token embeddings of a corpus on disk, read through a memory map in batches for search."""
+"""Token embeddings of a corpus on disk, plain or compressed, read through memory maps in batches for search."""
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
 import os
-import warnings
-from collections import deque
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count, require_integer
+from pylate_fastmaxsim.codec import ResidualCodec
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.retrieval.checks import require_batches
+from pylate_fastmaxsim.retrieval.folders import SCRATCH, holds_something, writing
+from pylate_fastmaxsim.retrieval.formats import description
+from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
+from pylate_fastmaxsim.retrieval.formats.format import (
+    CODEC_FILE,
+    DTYPES,
+    Batch,
+    Format,
+    Plain,
+    ResidualDocuments,
+    digest,
+    format_of,
+)
+from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
+from pylate_fastmaxsim.retrieval.formats.reading import Piece, batch_on, moved, streamed
+from pylate_fastmaxsim.retrieval.formats.writer import Writer, remove
 from pylate_fastmaxsim.tokens import TokenBatch
-
-# Written last, so that a folder with this file is complete.
-DESCRIPTION_FILE = "corpus.json"
-VALUES_FILE = "values.bin"  # [T, d], token after token
-BOUNDS_FILE = "bounds.bin"  # [N + 1], int64, where documents begin and end, as cu_seqlens
-FORMAT = "pylate-fastmaxsim corpus 1"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 TOKENS_PER_BATCH = 1 << 20
 
-# Batches in flight for a GPU: one is read while one is copied and one is scored.
-IN_FLIGHT = 3
+Batches = Iterable[TokenBatch] | Callable[[int], Iterable[TokenBatch]]
+
+_RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})")
+# What a call that is killed at its very beginning may leave.
+_LEFT_OVER = (CODEC_FILE, f"{JOURNAL_FILE}.{SCRATCH}")
 
 
 def write_corpus(
-    folder: str | os.PathLike, batches: Iterable[TokenBatch], dtype: torch.dtype = torch.bfloat16
+    folder: str | os.PathLike,
+    batches: Batches,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    format: str | ResidualCodec | None = None,
+    rank: tuple[int, int] | None = None,
 ) -> Corpus:
     """Write token embeddings to a folder, batch after batch, and open it.
 
     Only tokens that count are written: no padding, and none that ``keep`` leaves out. A document without tokens stays a
-    document. The folder is a corpus once everything is written; one that an interrupted call leaves is refused.
+    document. The folder is a corpus once everything is written. A call that is interrupted by an error keeps the batches
+    before it, one that is killed those of up to 30 seconds before. The same call goes on behind them if ``batches`` is a
+    function. So does a later call that has more documents; until it ends, the folder opens as it was.
 
     Parameters
     ----------
     folder
-        Where to write, empty or yet to be made.
+        Where to write: empty, yet to be made, or with ``batches`` a function, the folder of an earlier call.
     batches
-        Batches of documents, all of one d, on any device; they may come from a generator.
+        Batches of documents, all of one d, on any device; they may come from a generator. Or a function that returns
+        them, called with the number of documents that the folder holds already: it begins with the document of this
+        number.
     dtype
-        What vectors are rounded to on disk: torch.bfloat16, torch.float16 or torch.float32.
+        What vectors are rounded to on disk: torch.bfloat16, torch.float16 or torch.float32. Not with a ``format``.
+    format
+        How to compress them, as :func:`pylate_fastmaxsim.compress` does: ``"int8"``, ``"fp8"`` or a
+        :class:`pylate_fastmaxsim.ResidualCodec`. The first batch sets the scale of fp8.
+    rank
+        ``(r, n)``: this is process r of n that write one corpus, each its own documents, in a folder inside of
+        ``folder``. ``Corpus(folder)`` opens when all are finished, with the documents of rank 0 first.
+
+    Returns
+    -------
+    Corpus
+        What the folder holds; with a ``rank``, the documents of this rank.
 
     Raises
     ------
     ValueError
-        The folder is not empty, there is no batch, batches differ in d, ``dtype`` is another, or a number is too large
-        for it.
+        The folder is not empty and ``batches`` no function, or it holds something else than documents of this format
+        and d; there is no batch, batches differ in d, ``dtype``, ``format`` or ``rank`` is another, a number is too large
+        for the format (or, compressed, not finite), a file of an earlier call is truncated, or another process writes the
+        folder.
     TypeError
         Documents are one batch and not several, or something in them is no ``TokenBatch``.
     OSError
         Writing fails, as on a full disk.
+
+    Notes
+    -----
+    After a ValueError or TypeError in its first batch, and in any batch that is not from a function, the folder is left
+    empty.
 
     Examples
     --------
@@ -68,74 +102,152 @@ def write_corpus(
     >>> from pylate_fastmaxsim import TokenBatch
     >>> from pylate_fastmaxsim.retrieval.corpus import write_corpus
     >>> from pylate_fastmaxsim.retrieval.search import search
-    >>> batches = (TokenBatch.from_list([size * torch.eye(2), torch.ones(1, 2)]) for size in (2.0, 3.0))
+    >>> documents = [size * torch.eye(2) for size in (2.0, 1.0, 3.0)]
+    >>> def batches(held):
+    ...     return (TokenBatch.from_list([document]) for document in documents[held:])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     corpus = write_corpus(folder, batches, torch.float32)
+    ...     corpus = write_corpus(folder, batches)
     ...     len(corpus), corpus.tokens, corpus.dim
-    ...     search(TokenBatch.from_list([torch.eye(2)]), corpus.batches(), k=2)
-    (4, 6, 2)
+    ...     search(TokenBatch.from_list([torch.eye(2)]), corpus, k=2)
+    (3, 6, 2)
     (tensor([[6., 4.]]), tensor([[2, 0]]))
     """
-    if dtype not in DTYPES.values():
-        raise ValueError(f"write_corpus: dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}.")
-    require_batches("write_corpus", "batches", batches)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds.")
-    try:
-        sizes = _write(folder, batches, dtype)
-    except (TypeError, ValueError):
-        # So that the folder is empty for the corrected call.
-        for name in (VALUES_FILE, BOUNDS_FILE):
-            (folder / name).unlink()
-        raise
-    name = next(name for name, known in DTYPES.items() if known == dtype)
-    description = {"format": FORMAT, **sizes, "dtype": name}
-    scratch = folder / f"{DESCRIPTION_FILE}.unfinished"
-    scratch.write_text(json.dumps(description) + "\n")
-    os.replace(scratch, folder / DESCRIPTION_FILE)
+    _require_format(dtype, format)
+    folder = Path(folder) if rank is None else _rank_folder(Path(folder), rank)
+    goes_on = callable(batches)
+    if not goes_on:
+        require_batches("write_corpus", "batches", batches)
+    with writing("write_corpus", folder), ExitStack() as files:
+        held = description.read(folder / JOURNAL_FILE) or description.read(folder / DESCRIPTION_FILE)
+        if goes_on and held is not None:
+            # Without documents it may become of another format.
+            held = held if held.documents else None
+        else:
+            _require_empty(folder, held)
+        if held is not None:
+            _require_same(folder, held, dtype, format)
+        if goes_on:
+            batches = batches(held.documents if held else 0)
+            require_batches("write_corpus", "batches", batches)
+        _write(folder, batches, held, dtype, format, files, goes_on)
     return Corpus(folder)
 
 
-def _write(folder: Path, batches: Iterable[TokenBatch], dtype: torch.dtype) -> dict[str, int]:
-    """Write vectors and bounds; return the number of documents and tokens, and d."""
-    dim, documents, tokens = None, 0, 0
-    with open(folder / VALUES_FILE, "xb") as values_file, open(folder / BOUNDS_FILE, "xb") as bounds_file:
-        _append(bounds_file, torch.zeros(1, dtype=torch.int64, device="cpu"))
+def _write(
+    folder: Path,
+    batches: Iterable[TokenBatch],
+    held: Held | None,
+    dtype: torch.dtype,
+    format: str | ResidualCodec | None,
+    files: ExitStack,
+    goes_on: bool,
+) -> None:
+    writer = None
+    try:
         for batch in batches:
             if not isinstance(batch, TokenBatch):
                 raise TypeError(f"write_corpus: each of batches must be a TokenBatch, got {type(batch).__name__}.")
-            dim = batch.dim if dim is None else dim
-            if batch.dim != dim:
-                raise ValueError(f"write_corpus: all batches must have the same d, got {dim} and {batch.dim}.")
             live = live_tokens(batch.starts, batch.lengths, batch.keep)
-            vectors = batch.values.detach()[live.row]
-            rounded = vectors.to(dtype)
-            if bool((rounded.isinf() & vectors.isfinite()).any()):
-                raise ValueError(f"write_corpus: vectors hold numbers that are too large for {dtype}.")
-            _append(values_file, rounded.cpu())
-            _append(bounds_file, tokens + live.count.cumsum(0).cpu())
-            documents += len(batch)
-            tokens += len(live.row)
-        for file in (values_file, bounds_file):
-            # A power cut must not leave a description of data that was never written.
-            file.flush()
-            os.fsync(file.fileno())
-    if dim is None:
-        raise ValueError("write_corpus: there must be at least one batch, which says what d is.")
-    return {"documents": documents, "tokens": tokens, "dim": dim}
+            values = batch.values.detach()[live.row]
+            batch = TokenBatch(values, live.first, live.count, batch.max_length, gapless=True)
+            stored = writer or held or Held(format_of(format, dtype, batch), 0, 0)
+            if batch.dim != stored.format.dim:
+                raise ValueError(
+                    "write_corpus: all batches must have the same d, also that of a codec and of documents in the folder, "
+                    f"got {stored.format.dim} and {batch.dim}."
+                )
+            writer = writer or Writer(folder, stored, files)
+            writer.append(batch)
+        if writer is None and held is None:
+            raise ValueError("write_corpus: there must be at least one batch, which says what d is.")
+        if writer is None and (folder / JOURNAL_FILE).exists():
+            writer = Writer(folder, held, files)
+        if writer is not None:
+            writer.finish()
+    except BaseException as error:
+        if writer is not None:
+            if isinstance(error, (TypeError, ValueError)) and not (goes_on and writer.documents):
+                # So that the folder is empty for the corrected call.
+                remove(folder)
+            else:
+                with suppress(OSError):  # as on a full disk; then the journal of before holds
+                    writer.note()
+        raise
 
 
-def _append(file, tensor: Tensor) -> None:
-    # The error of numpy's tofile does not say that the disk is full.
-    file.write(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
+def _require_format(dtype: torch.dtype, format: object) -> None:
+    if dtype not in DTYPES.values():
+        raise ValueError(f"write_corpus: dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}.")
+    if format not in (None, "int8", "fp8") and not isinstance(format, ResidualCodec):
+        raise ValueError(f"write_corpus: format must be None, 'int8', 'fp8' or a ResidualCodec, got {format!r}.")
+    if format is not None and dtype != torch.bfloat16:
+        raise ValueError(f"write_corpus: dtype is of documents that are not compressed; leave it out with {format!r}.")
+
+
+def _require_empty(folder: Path, held: Held | None) -> None:
+    if held is None and not holds_something(folder, _LEFT_OVER):
+        return
+    on = ""
+    if held is not None:
+        on = (
+            f", or pass a function as batches, which goes on with the {held.documents} documents that an earlier call has "
+            "written"
+        )
+    raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds{on}.")
+
+
+def _require_same(folder: Path, held: Held, dtype: torch.dtype, format: str | ResidualCodec | None) -> None:
+    """Refuse to go on with documents of another format."""
+    if isinstance(format, ResidualCodec):
+        if isinstance(held.format, ResidualDocuments) and digest(held.format.codec) == digest(format):
+            return
+        other = f"a codec of {format.bits} bits and d = {format.dim}"
+        if held.format.name == "residual":
+            other += " that is not the one that it was begun with (codec.safetensors)"
+    else:
+        other = format or next(name for name, known in DTYPES.items() if known == dtype)
+        if other == held.format.name:
+            return
+    raise ValueError(
+        f"write_corpus: {folder} holds {held.documents} documents of the format {held.format.name!r}, which cannot go on "
+        f"with {other}; choose another folder."
+    )
+
+
+def _rank_folder(folder: Path, rank: object) -> Path:
+    """The folder of one of several processes."""
+    try:
+        number, ranks = (require_integer("rank", value) for value in rank)
+    except (TypeError, ValueError):
+        raise TypeError(f"write_corpus: rank must be a pair of integers (r, n), got {rank!r}.") from None
+    if not 0 <= number < ranks:
+        raise ValueError(f"write_corpus: rank (r, n) must have r from 0 to n - 1, got {(number, ranks)}.")
+    found = _ranks(folder)
+    if (folder / DESCRIPTION_FILE).exists() or (folder / JOURNAL_FILE).exists() or found not in (0, ranks):
+        what = f"a corpus of {found} ranks" if found else "a corpus of one process"
+        raise ValueError(
+            f"write_corpus: {folder} holds {what}, to which rank {(number, ranks)} cannot add; choose another."
+        )
+    return _rank_folder_of(folder, number, ranks)
+
+
+def _ranks(folder: Path) -> int:
+    """How many ranks write a folder; 0 if it is not of ranks. ValueError if folders differ in that."""
+    names = [_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("rank-*-of-*")]
+    found = {int(name[2]) for name in names if name}
+    if len(found) > 1:
+        raise ValueError(
+            f"Corpus: {folder} holds folders of ranks of {sorted(found)} processes; remove those that are old."
+        )
+    return max(found, default=0)
 
 
 class Corpus:
-    """Token embeddings that :func:`write_corpus` has written.
+    """Token embeddings on disk that :func:`write_corpus` has written.
 
-    ``len`` is the number of documents, ``tokens`` that of their vectors; ``dim`` and ``dtype`` are those of the vectors.
+    ``len`` is the number of documents, ``tokens`` that of their vectors, and ``nbytes`` what they take on disk. ``dim`` is
+    that of the vectors; ``format`` is ``"bfloat16"``, ``"float16"``, ``"float32"``, ``"int8"``, ``"fp8"`` or
+    ``"residual"``, and ``dtype`` that of the first three, else None.
 
     Opening reads only the sizes. The files are mapped into memory, and the operating system reads and caches what is
     used. If a file is truncated while it is mapped, or the disk fails, reading ends the process (SIGBUS) without a
@@ -149,29 +261,44 @@ class Corpus:
     Raises
     ------
     ValueError
-        The folder holds no complete corpus, or its files do not fit together.
+        The folder holds no complete corpus, a rank is missing, or its files do not fit together.
     OSError
         A file cannot be opened or mapped.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        self.folder = Path(folder)
-        description = self._description()
-        self.dim: int = description["dim"]
-        self.dtype: torch.dtype = DTYPES[description["dtype"]]
-        self.tokens: int = description["tokens"]
-        self._documents: int = description["documents"]
-        self._values = self._mapped(VALUES_FILE, (self.tokens, self.dim), self.dtype)
-        self._bounds = self._mapped(BOUNDS_FILE, (self._documents + 1,), torch.int64)
-        first, last = self._bounds[0].item(), self._bounds[-1].item()
-        if (first, last) != (0, self.tokens):
-            raise ValueError(
-                f"Corpus: {self.folder / BOUNDS_FILE} must go from 0 to {self.tokens}, as {DESCRIPTION_FILE} has it, "
-                f"but goes from {first} to {last}; write the corpus anew with write_corpus."
-            )
+        self._set(Path(folder), _open_parts(Path(folder)))
+
+    @classmethod
+    def of_parts(cls, folder: str | os.PathLike, parts: Sequence[Part]) -> Corpus:
+        """A corpus of parts, at least one, all of one kind of format and one d."""
+        corpus = cls.__new__(cls)
+        corpus._set(Path(folder), list(parts))
+        return corpus
+
+    def _set(self, folder: Path, parts: list[Part]) -> None:
+        self.folder, self.parts = folder, parts
+        stored = parts[0].format
+        self.dim: int = stored.dim
+        self.format: str = stored.name
+        self.dtype: torch.dtype | None = stored.dtype if isinstance(stored, Plain) else None
+        for part in parts:
+            if (part.format.name, part.format.dim) != (self.format, self.dim):
+                raise ValueError(
+                    f"Corpus: {folder} must be of one format and d, but {part.file.parent} is {part.format.name} of d = "
+                    f"{part.format.dim}, and {parts[0].file.parent} {self.format} of d = {self.dim}."
+                )
+        self.tokens: int = sum(part.tokens for part in parts)
+        # Documents before each part, and all.
+        self._firsts = torch.tensor([0, *map(len, parts)], device="cpu").cumsum(0)
 
     def __len__(self) -> int:
-        return self._documents
+        return self._firsts[-1].item()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays on disk."""
+        return sum(tensor.nbytes for part in self.parts for tensor in (*part.arrays.values(), part.bounds))
 
     def batches(
         self,
@@ -179,13 +306,13 @@ class Corpus:
         tokens_per_batch: int = TOKENS_PER_BATCH,
         begin: int = 0,
         end: int | None = None,
-    ) -> Iterator[TokenBatch]:
+    ) -> Iterator[Batch]:
         """The documents in order, in batches for :func:`pylate_fastmaxsim.retrieval.search.search`.
 
-        On a CPU a batch is a view of the memory map. For a GPU a thread reads ahead into pinned memory and copies on its
-        own stream while earlier batches are scored. It holds three batches. Before it loads another, it waits until the
-        GPU has finished what the caller queued for the oldest. The thread ends with the iteration, also if that is
-        abandoned.
+        A batch is a ``TokenBatch``, or of a compressed corpus a ``CompressedBatch``. On a CPU it is a view of the memory
+        map. For a GPU a thread reads ahead into pinned memory and copies on its own stream while earlier batches are
+        scored. It holds three batches. Before it loads another, it waits until the GPU has finished what the caller queued
+        for the oldest. The thread ends with the iteration, also if that is abandoned.
 
         Parameters
         ----------
@@ -193,7 +320,8 @@ class Corpus:
             Where the batches are to be.
         tokens_per_batch
             Most tokens of a batch, at least 1. A document that has more is a batch by itself. On a GPU three times as
-            many are held in pinned memory; the default takes 256 MiB for each at 128 numbers of 16 bits.
+            many are held in pinned memory, and as many in that of the GPU, in the format of the corpus: the default takes
+            256 MiB for each at 128 numbers of 16 bits, 128 MiB as int8 or fp8, and 40 MiB as residual codes of 2 bits.
         begin, end
             Documents from ``begin`` to before ``end``; all by default.
 
@@ -218,135 +346,117 @@ class Corpus:
             raise ValueError(
                 f"Corpus.batches: begin and end must be in order and from 0 to {len(self)}, got {begin} and {end}."
             )
-        parts = self._parts(tokens_per_batch, begin, end)
+        pieces = self._pieces(tokens_per_batch, begin, end)
         if device.type == "cuda":
             # Here, because each thread has its own current device.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            return self._streamed(device, list(parts))
-        return (_batch(*self._views(part), device) for part in parts)
+            return streamed(device, list(pieces))
+        return (batch_on(device, part.format, *part.views(first, last))[0] for part, first, last in pieces)
 
-    def _description(self) -> dict:
-        file = self.folder / DESCRIPTION_FILE
+    def _pieces(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[Piece]:
+        for part, first in zip(self.parts, self._firsts.tolist(), strict=False):
+            inside = max(begin - first, 0), min(end - first, len(part))
+            yield from ((part, *cut) for cut in part.cuts(tokens_per_batch, *inside))
+
+    def select(self, positions: Tensor | Sequence[int], device: str | torch.device = "cpu") -> Batch:
+        """The documents at some positions, read into memory, in the order of ``positions``.
+
+        Parameters
+        ----------
+        positions
+            Numbers of documents, ``[n]``, int64, in any order, repeats allowed.
+        device
+            Where the batch is to be.
+
+        Raises
+        ------
+        ValueError
+            A position is not in the corpus, or documents are in parts of other codecs or fp8 scales (``parts``).
+        TypeError
+            Positions are no integers.
+        """
+        positions = self._positions(positions)
+        by_part = self._by_part(positions)
+        stored = (by_part[0][0] if by_part else self.parts[0]).format
+        if any(part.format != stored for part, _, _ in by_part):
+            raise ValueError(
+                "Corpus.select: these documents are in parts of other codecs or fp8 scales; select those of one part."
+            )
+        gathered = [part.gathered(documents) for part, _, documents in by_part] or [self.parts[0].gathered(positions)]
+        arrays = {name: torch.cat([arrays[name] for arrays, _ in gathered]) for name in gathered[0][0]}
+        lengths = torch.cat([lengths for _, lengths in gathered])
+        starts = lengths.cumsum(0) - lengths
+        if len(by_part) > 1:
+            back = torch.cat([places for _, places, _ in by_part]).argsort()
+            starts, lengths = starts[back], lengths[back]
+            arrays |= {name: arrays[name][back] for name, column in stored.columns.items() if column.per_document}
+        longest = int(lengths.max()) if len(lengths) else 0
+        return moved(stored.decode(arrays, starts, lengths, longest), torch.device(device))
+
+    def blocks(self, positions: Tensor, tokens_per_block: int) -> list[Tensor]:
+        """Ascending positions in blocks for :meth:`select`, with about that many tokens at most, each of one part."""
+        by_part = self._by_part(positions)
+        return [
+            block
+            for part, places, documents in by_part
+            for block in part.blocks(documents, positions[places], tokens_per_block)
+        ]
+
+    def _positions(self, positions: object) -> Tensor:
         try:
-            description = json.loads(file.read_text())
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(
-                f"Corpus: {self.folder} holds no complete corpus, since it has no {file.name}, which is written last; "
-                "write it anew with write_corpus."
-            ) from None
-        except ValueError:
-            description = None
-        if not isinstance(description, dict) or description.get("format") != FORMAT:
-            raise ValueError(f"Corpus: {file} must be of the format {FORMAT!r}, as write_corpus writes it.")
-        sizes = [description.get(key) for key in ("documents", "tokens", "dim")]
-        fitting = all(isinstance(size, int) and size >= 0 for size in sizes)
-        if not fitting or description.get("dtype") not in [*DTYPES]:
-            raise ValueError(
-                f"Corpus: {file} must hold documents, tokens and dim, integers from 0, and dtype, one of "
-                f"{', '.join(DTYPES)}, as write_corpus writes them."
+            positions = torch.as_tensor(positions, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"Corpus.select: positions must be integers [n], got {positions!r}.") from None
+        if positions.dim() != 1 or (len(positions) and positions.dtype != torch.int64):
+            raise TypeError(
+                f"Corpus.select: positions must be int64 [n], got {positions.dtype} of shape {tuple(positions.shape)}."
             )
-        return description
-
-    def _mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        file, count = self.folder / name, math.prod(shape)
-        size = file.stat().st_size if file.exists() else 0
-        if size != count * dtype.itemsize:
+        positions = positions.long()
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < len(self):
             raise ValueError(
-                f"Corpus: {file} must have {count * dtype.itemsize} bytes, as {DESCRIPTION_FILE} has it, but has {size}."
+                f"Corpus.select: positions must be from 0 to {len(self) - 1}, got {int(positions.min())} to "
+                f"{int(positions.max())}."
             )
-        if count == 0:  # which cannot be mapped
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        # The mapping of torch.from_file is writable, and refused where it is larger than the memory.
-        with open(file, "rb") as opened, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            return torch.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype).view(shape)
+        return positions
 
-    def _parts(self, tokens_per_batch: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """First document and the one after the last of each batch."""
-        while begin < end:
-            # At most all tokens, so that the sum fits 64 bits.
-            most = self._bounds[begin] + min(tokens_per_batch, self.tokens)
-            fitting = int(torch.searchsorted(self._bounds[: end + 1], most, right=True)) - 1
-            last = max(begin + 1, fitting)
-            bounds = self._bounds[begin : last + 1]
-            if bounds[0] < 0 or bounds[-1] > self.tokens or bool((bounds.diff() < 0).any()):
-                raise ValueError(
-                    f"Corpus: {self.folder / BOUNDS_FILE} must rise from 0 to {self.tokens}, but does not at the documents "
-                    f"{begin} to {last}; write the corpus anew with write_corpus."
-                )
-            yield begin, last
-            begin = last
-
-    def _views(self, part: tuple[int, int]) -> tuple[Tensor, Tensor, int]:
-        """Vectors of some documents on disk, their ``cu_seqlens``, and the length of the longest."""
-        begin, end = part
-        bounds = self._bounds[begin : end + 1]
-        first, last = bounds[0].item(), bounds[-1].item()
-        return self._values[first:last], bounds - first, int(bounds.diff().max())
-
-    def _streamed(self, device: torch.device, parts: list[tuple[int, int]]) -> Iterator[TokenBatch]:
-        if not parts:
-            return
-        most = max(int(self._bounds[end] - self._bounds[begin]) for begin, end in parts)
-        options = {"dtype": self.dtype, "device": "cpu", "pin_memory": True}
-        slots = [_Slot(torch.empty(most, self.dim, **options)) for _ in parts[:IN_FLIGHT]]
-        stream = torch.cuda.Stream(device)
-
-        def load(
-            part: tuple[int, int], slot: _Slot, scored: torch.cuda.Event | None
-        ) -> tuple[TokenBatch, torch.cuda.Event]:
-            if scored is not None:
-                slot.copied.synchronize()
-                scored.synchronize()
-            values, bounds, longest = self._views(part)
-            staged = slot.pinned[: len(values)].copy_(values)
-            with torch.cuda.device(device), torch.cuda.stream(stream):
-                batch = _batch(staged, bounds.pin_memory(), longest, device)
-                slot.copied = stream.record_event()
-            return batch, slot.copied
-
-        # Without waiting for what the caller queued, copies would run ahead of it and fill the device.
-        for batch, copied in read_ahead(parts, slots, load, lambda: torch.cuda.current_stream(device).record_event()):
-            current = torch.cuda.current_stream(device)
-            current.wait_event(copied)
-            for tensor in (batch.values, batch.starts, batch.lengths):
-                tensor.record_stream(current)
-            yield batch
-            del batch
+    def _by_part(self, positions: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
+        """Parts that hold some of the positions: each with their places in ``positions`` and numbers in the part."""
+        numbers = torch.searchsorted(self._firsts, positions, right=True) - 1
+        return [
+            (self.parts[number], places, positions[places] - self._firsts[number])
+            for number in numbers.unique().tolist()
+            for places in [(numbers == number).nonzero().flatten()]
+        ]
 
 
-@dataclass
-class _Slot:
-    """A buffer in pinned memory, and the event of the last copy from it."""
-
-    pinned: Tensor
-    copied: torch.cuda.Event | None = None
-
-
-def read_ahead(
-    parts: Sequence[Any], slots: Sequence[Any], load: Callable[[Any, Any, Any], Any], mark: Callable[[], Any]
-) -> Iterator[Any]:
-    """``load(part, slot, marked)`` of each part in order, by a thread that reads as many parts ahead as there are slots.
-
-    A slot is used again when the caller asks for the next part. ``marked`` is what ``mark`` returned then, in the
-    caller's thread; None for a new slot. An error of ``load`` is raised in its turn. The thread ends with the iteration.
-    """
-    reader = ThreadPoolExecutor(1, thread_name_prefix="corpus-reader")
-    try:
-        loading = deque((reader.submit(load, part, slot, None), slot) for part, slot in zip(parts, slots, strict=False))
-        for number in range(len(parts)):
-            future, slot = loading.popleft()
-            loaded = future.result()
-            yield loaded
-            # Freed before more is loaded.
-            del future, loaded
-            if number + len(slots) < len(parts):
-                loading.append((reader.submit(load, parts[number + len(slots)], slot, mark()), slot))
-    finally:
-        reader.shutdown(cancel_futures=True)
+def _open_parts(folder: Path) -> list[Part]:
+    """The documents of a folder, of all ranks if it is of several."""
+    if (held := description.read(folder / DESCRIPTION_FILE)) is not None:
+        return [mapped_part(folder, held)]
+    ranks = _ranks(folder)
+    if not ranks:
+        raise ValueError(
+            f"Corpus: {folder} holds no complete corpus, since it has no {DESCRIPTION_FILE}, which is written last; write it "
+            "anew with write_corpus, or go on with what an interrupted call has written, with a function as batches."
+        )
+    parts: list[Part] = []
+    for number in range(ranks):
+        inside = _rank_folder_of(folder, number, ranks)
+        if (held := description.read(inside / DESCRIPTION_FILE)) is None:
+            raise ValueError(
+                f"Corpus: {folder} lacks the documents of rank {number} of {ranks}: {inside.name} has no {DESCRIPTION_FILE}, "
+                f"which is written last; call write_corpus with rank=({number}, {ranks})."
+            )
+        if parts and _one_codec(held.format, parts[0].format):
+            held = held._replace(format=parts[0].format)  # so that a device holds it once
+        parts.append(mapped_part(inside, held))
+    return parts
 
 
-def _batch(values: Tensor, bounds: Tensor, longest: int, device: torch.device) -> TokenBatch:
-    """A batch on the device, without a copy if it is there already."""
-    values, bounds = (tensor.to(device, non_blocking=True) for tensor in (values, bounds))
-    return TokenBatch(values, bounds[:-1], bounds.diff(), longest, gapless=True)
+def _one_codec(*formats: Format) -> bool:
+    residual = [format for format in formats if isinstance(format, ResidualDocuments)]
+    return len(residual) == len(formats) and len({digest(format.codec) for format in residual}) == 1
+
+
+def _rank_folder_of(folder: Path, number: int, ranks: int) -> Path:
+    return folder / f"rank-{number:05}-of-{ranks:05}"

@@ -2,58 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import sum_dtype
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling, pooled_scores
 from pylate_fastmaxsim.retrieval.checks import require_batches
-from pylate_fastmaxsim.retrieval.topk import merge
+from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus
+from pylate_fastmaxsim.retrieval.formats.reading import moved, read_ahead
+from pylate_fastmaxsim.retrieval.topk import largest, merge
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries are scored in turn. With
 # the copies, positions and keys of a merge that is 2.3 GiB.
 SCORES_AT_ONCE = 1 << 26
 
+# Pairs of a query and a candidate that are rescored at once.
+PAIRS_AT_ONCE = 1 << 18
+
+Rescore = Corpus | Callable[[Tensor], Tensor]
+
+
+class SearchResult(tuple):
+    """``(scores, positions)`` of :func:`search`, a pair, with what rescoring tells of its candidates.
+
+    ``from_last_tenth``, int64 ``[Nq]``: how many of a query's results were in the last tenth of its candidates, before
+    they were rescored. None without ``rescore``. If candidates were cut off where nothing is found any more, it is 0
+    for nearly all queries. A tenth of the results, as if the order of the candidates meant nothing, says that about as
+    many are missed behind them: raise ``candidates_per_result``. Where all documents were candidates, nothing is missed.
+    """
+
+    from_last_tenth: Tensor | None
+
+    def __new__(cls, scores: Tensor, positions: Tensor, from_last_tenth: Tensor | None = None) -> SearchResult:
+        result = super().__new__(cls, (scores, positions))
+        result.from_last_tenth = from_last_tenth
+        return result
+
+    @property
+    def scores(self) -> Tensor:
+        return self[0]
+
+    @property
+    def positions(self) -> Tensor:
+        return self[1]
+
 
 @torch.no_grad()
 def search(
-    queries: TokenBatch, documents: Iterable[TokenBatch], k: int, *, pooling: Pooling = Max()
-) -> tuple[Tensor, Tensor]:
+    queries: TokenBatch,
+    documents: Corpus | Iterable[TokenBatch | CompressedBatch],
+    k: int,
+    *,
+    pooling: Pooling = Max(),
+    rescore: Rescore | None = None,
+    candidates_per_result: int = 4,
+    progress: Callable[[int], object] | None = None,
+) -> SearchResult:
     """The ``k`` documents of each query with the highest MaxSim or pooled score, found without an index.
 
     Takes one batch of documents at a time and keeps only the best scores, so the corpus may have any size. The larger
     the batches, the better they fill a GPU. Of equal scores the earlier document comes first.
+
+    With ``rescore`` the ``candidates_per_result * k`` best of each query are scored again, and the best ``k`` of these
+    are returned: documents in a small format find the candidates, and a larger format or another model ranks them.
 
     Parameters
     ----------
     queries
         Nq queries, on the device that scores.
     documents
-        Batches of documents, each of the d, dtype and device of the queries; they may come from a generator.
+        A :class:`~pylate_fastmaxsim.retrieval.corpus.Corpus`, or batches of documents, each of the d and device of the
+        queries, and compressed or of their dtype; they may come from a generator. For a corpus that is not compressed,
+        queries are rounded to its dtype.
     k
         Number of documents to return for each query, at least 1.
     pooling
-        As in :func:`pylate_fastmaxsim.pooled_scores`.
+        As in :func:`pylate_fastmaxsim.pooled_scores`. Compressed documents are scored with ``Max()`` alone.
+    rescore
+        A corpus of the same documents in the same order. Of each document that is a candidate its tokens are read once,
+        for all queries, in blocks of about a million tokens. Or a function, as of a cross-encoder: called once with the
+        positions of all candidates, ``[Nq, C]``, int64, best first, on the device of the queries, it returns their scores
+        ``[Nq, C]``. C is ``candidates_per_result * k``, or Nd if that is less.
+    candidates_per_result
+        How many candidates to rescore for each of the ``k`` results, at least 1.
+    progress
+        Called after each batch with its number of documents, as ``update`` of a tqdm bar is.
 
     Returns
     -------
-    scores
-        Best first, ``[Nq, min(k, Nd)]`` for Nd documents in all, float32 (float64 for float64 input). A NaN comes
+    SearchResult
+        A pair of scores and positions:
+
+        scores: best first, ``[Nq, min(k, Nd)]`` for Nd documents in all, float32 (float64 for float64 input). A NaN comes
         before every number.
-    positions
-        Which document each score is of, counted through all batches, ``[Nq, min(k, Nd)]``, int64.
+
+        positions: which document each score is of, counted through all batches, ``[Nq, min(k, Nd)]``, int64.
+
+        With ``rescore`` its ``from_last_tenth`` tells whether candidates were too few (:class:`SearchResult`).
 
     Raises
     ------
     ValueError
-        ``k`` is below 1, or a batch does not fit the queries (see :func:`pylate_fastmaxsim.maxsim`).
+        ``k`` or ``candidates_per_result`` is below 1, a batch does not fit the queries (see
+        :func:`pylate_fastmaxsim.maxsim`), or ``rescore`` has another number of documents, or returns another shape.
     TypeError
-        ``k`` is no integer, ``pooling`` is not one, queries are no ``TokenBatch``, documents are one batch and not several, or something in
-        them is no ``TokenBatch``.
+        ``k`` is no integer, ``pooling`` is not one, queries are no ``TokenBatch``, documents are one batch and not
+        several, something in them is no batch, or ``rescore`` is something else.
 
     Examples
     --------
@@ -61,19 +120,53 @@ def search(
     >>> from pylate_fastmaxsim import TokenBatch
     >>> from pylate_fastmaxsim.retrieval.search import search
     >>> queries = TokenBatch.from_list([torch.eye(2)])
-    >>> batches = (TokenBatch.from_list([size * torch.eye(2), torch.eye(2)]) for size in (2.0, 3.0))
+    >>> batches = [TokenBatch.from_list([size * torch.eye(2), torch.eye(2)]) for size in (2.0, 3.0)]
     >>> search(queries, batches, k=2)
     (tensor([[6., 4.]]), tensor([[2, 0]]))
+    >>> relevance = torch.tensor([0.1, 0.9, 0.5, 0.4])  # of another model, for each document
+    >>> scores, positions = search(queries, batches, k=1, candidates_per_result=2, rescore=relevance.__getitem__)
+    >>> scores, positions
+    (tensor([[0.5000]]), tensor([[2]]))
     """
     k = require_count("search", "k", k)
+    candidates_per_result = require_count("search", "candidates_per_result", candidates_per_result)
     if not isinstance(queries, TokenBatch):
         raise TypeError(f"search: queries must be a TokenBatch, got {type(queries).__name__}.")
+    if not (rescore is None or isinstance(rescore, Corpus) or callable(rescore)):
+        raise TypeError(f"search: rescore must be None, a Corpus or a function, got {type(rescore).__name__}.")
+    rounded = queries
+    if isinstance(documents, Corpus):
+        rounded = _rounded(queries, documents)
+        documents = documents.batches(queries.device)
     require_batches("search", "documents", documents)
+    wanted = k if rescore is None else candidates_per_result * k
+    scores, positions, seen = _best(rounded, documents, wanted, pooling, progress)
+    if rescore is None:
+        return SearchResult(scores, positions)
+    if isinstance(rescore, Corpus):
+        if len(rescore) != seen:
+            raise ValueError(
+                f"search: rescore must hold the same documents, but has {len(rescore)} where {seen} were searched."
+            )
+        scores = _rescored(_rounded(queries, rescore), positions, rescore, pooling)
+    else:
+        scores = _scores_of(rescore, positions)
+    return _ordered(scores, positions, k)
+
+
+def _best(
+    queries: TokenBatch,
+    documents: Iterable[TokenBatch | CompressedBatch],
+    k: int,
+    pooling: Pooling,
+    progress: Callable[[int], object] | None,
+) -> tuple[Tensor, Tensor, int]:
+    """Scores and positions of the best documents of a stream, and how many documents there were."""
     scores = torch.empty(len(queries), 0, dtype=sum_dtype(queries.values.dtype), device=queries.device)
     positions = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
     seen = 0
     for batch in documents:
-        if not isinstance(batch, TokenBatch):
+        if not isinstance(batch, (TokenBatch, CompressedBatch)):
             raise TypeError(f"search: each of documents must be a TokenBatch, got {type(batch).__name__}.")
         if len(batch) == 0:
             continue
@@ -84,4 +177,49 @@ def search(
         ]
         scores, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         seen += len(batch)
-    return scores, positions
+        if progress is not None:
+            progress(len(batch))
+    return scores, positions, seen
+
+
+def _rounded(queries: TokenBatch, corpus: Corpus) -> TokenBatch:
+    """Queries as a corpus is scored with them."""
+    return queries if corpus.dtype is None else queries.with_values(queries.values.to(corpus.dtype))
+
+
+def _rescored(queries: TokenBatch, positions: Tensor, corpus: Corpus, pooling: Pooling) -> Tensor:
+    """Scores of the documents at ``positions [Nq, C]``."""
+    scores = torch.empty(positions.shape, dtype=sum_dtype(queries.values.dtype), device=queries.device)
+    ascending, pairs = positions.flatten().sort()
+    blocks = corpus.blocks(ascending.unique_consecutive().cpu(), TOKENS_PER_BATCH)
+    ends = torch.searchsorted(ascending, ascending.new_tensor([int(block[-1]) for block in blocks]), right=True)
+    begin = 0
+    # One block is read while another is scored.
+    reading = read_ahead(blocks, (None, None), lambda block, *_: corpus.select(block), lambda: None)
+    for block, batch, end in zip(blocks, reading, ends.tolist(), strict=True):
+        batch, block = moved(batch, queries.device), block.to(queries.device)
+        for inside in pairs[begin:end].split(PAIRS_AT_ONCE):
+            documents = torch.searchsorted(block, positions.flatten()[inside])
+            # A query for each pair, which has one candidate: queries may differ in how many they have in this block.
+            each = queries.select(inside // positions.shape[1])
+            scores.view(-1)[inside] = pooled_scores(each, batch, documents[:, None], pooling=pooling)[:, 0]
+        begin = end
+    return scores
+
+
+def _scores_of(rescore: Callable[[Tensor], Tensor], positions: Tensor) -> Tensor:
+    scores = rescore(positions)
+    if not isinstance(scores, Tensor) or scores.shape != positions.shape or not scores.is_floating_point():
+        got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"search: rescore must return scores, floating point {[*positions.shape]}, got {got}.")
+    return scores.to(positions.device, sum_dtype(scores.dtype))
+
+
+def _ordered(scores: Tensor, positions: Tensor, k: int) -> SearchResult:
+    """The best ``k`` of candidates, whose order before is that of the columns."""
+    # Of equal scores the lower position comes first.
+    positions, columns = positions.sort(dim=1)
+    scores = scores.gather(1, columns)
+    order = largest(scores, min(k, scores.shape[1]))
+    last_tenth = columns >= scores.shape[1] - -(-scores.shape[1] // 10)
+    return SearchResult(scores.gather(1, order), positions.gather(1, order), last_tenth.gather(1, order).sum(1))

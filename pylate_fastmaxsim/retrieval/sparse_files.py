@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from pylate_fastmaxsim.kernels.sparse import postings
+from pylate_fastmaxsim.retrieval.folders import SCRATCH, write_atomically
 from pylate_fastmaxsim.sparse import SparseBatch
 
 DESCRIPTION_FILE = "index.json"
@@ -25,8 +22,6 @@ DTYPES = {"float16": torch.float16, "float32": torch.float32}
 # Number of the block and of its documents. A block that is filled up is another file, so that the description of before
 # holds until the new one is there.
 _BLOCK_FILE = re.compile(r"block-(\d{8})-(\d+)\.safetensors")
-_SCRATCH = "unfinished"
-_LOCK_FILE = "lock"
 
 
 @dataclass(frozen=True)
@@ -37,32 +32,6 @@ class Description:
     dtype: torch.dtype  # of weights
     documents: list[int]  # of each block
     removed: list[int]  # positions, ascending
-
-
-@contextmanager
-def writing(where: str, folder: Path) -> Iterator[None]:
-    """Make a folder if need be, and keep other processes from writing it meanwhile; ValueError if one does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / _LOCK_FILE)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
-            f"{where}: {folder} is being written by another process; wait until it ends, or choose another folder."
-        ) from None
-    except (NotImplementedError, OSError):  # no locks on this file system, or a folder that no block can be written to
-        pass
-    try:
-        yield
-    finally:
-        if lock.is_locked:
-            # Before the release: afterwards it might be that of another process.
-            Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-
-
-def holds_something(folder: Path) -> bool:
-    return any(path.name != _LOCK_FILE for path in folder.iterdir())
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:
@@ -144,7 +113,7 @@ def write_description(folder: Path, description: Description) -> None:
     write_atomically(folder / DESCRIPTION_FILE, text.encode())
     named = {_block_file(folder, number, size) for number, size in enumerate(description.documents)}
     for file in folder.glob("block-*"):
-        if file not in named and _BLOCK_FILE.fullmatch(file.name.removesuffix(f".{_SCRATCH}")):
+        if file not in named and _BLOCK_FILE.fullmatch(file.name.removesuffix(f".{SCRATCH}")):
             file.unlink()
 
 
@@ -181,13 +150,3 @@ def read_description(where: str, folder: Path) -> Description:
 
 def _block_file(folder: Path, number: int, documents: int) -> Path:
     return folder / f"block-{number:08}-{documents}.safetensors"
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    scratch = file.with_name(f"{file.name}.{_SCRATCH}")
-    with open(scratch, "wb") as written:
-        written.write(content)
-        # A power cut must not leave a file under its name that was never written.
-        written.flush()
-        os.fsync(written.fileno())
-    os.replace(scratch, file)

@@ -16,6 +16,7 @@ from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.ops.distributed.layout import rank_and_ranks
 from pylate_fastmaxsim.retrieval import sparse_files as files
 from pylate_fastmaxsim.retrieval.checks import require_batches
+from pylate_fastmaxsim.retrieval.folders import holds_something, writing
 from pylate_fastmaxsim.retrieval.sparse_blocks import (
     in_blocks,
     require_device,
@@ -116,7 +117,7 @@ class SparseIndex:
         device = None if device is None else _device(where, device)
         if folder is None:
             return cls._built(where, batches, None, device)
-        with files.writing(where, Path(folder)):
+        with writing(where, Path(folder)):
             return cls._built(where, batches, Path(folder), device)
 
     @classmethod
@@ -126,7 +127,7 @@ class SparseIndex:
             device = device or torch.device("cpu")
             index = cls._of_folder(where, folder, device)
             held = 0 if index is None else len(index)
-            if not callable(batches) and files.holds_something(folder):
+            if not callable(batches) and holds_something(folder):
                 raise ValueError(
                     f"{where}: {folder} must be empty, unless batches is a function of the number of documents that it "
                     f"holds ({held}), which goes on with them."
@@ -385,9 +386,9 @@ class SparseIndex:
         """
         where, folder = "SparseIndex.save", Path(folder)
         self._require_whole(where)
-        with files.writing(where, folder):
+        with writing(where, folder):
             if self._folder is None or folder.resolve() != self._folder.resolve():
-                if files.holds_something(folder):
+                if holds_something(folder):
                     raise ValueError(
                         f"{where}: {folder} must be empty, or the folder that this index is from; choose another folder, or "
                         "remove what it holds."

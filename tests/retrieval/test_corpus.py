@@ -9,34 +9,16 @@ import weakref
 
 import pytest
 import torch
+from corpora import documents, grouped, lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim import TokenBatch, maxsim
-from pylate_fastmaxsim.retrieval import corpus as retrieval_corpus
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.formats import description, reading
 from pylate_fastmaxsim.retrieval.search import search
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-def documents(count: int, longest: int = 6, d: int = 3, seed: int = 0) -> list[torch.Tensor]:
-    """Some of them empty. Small integers, so that all scores are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, longest + 1, (count,), generator=generator).tolist()
-    return [torch.randint(-2, 3, (length, d), generator=generator).float() for length in lengths]
-
-
-def grouped(sequences: list[torch.Tensor], size: int) -> list[TokenBatch]:
-    return [TokenBatch.from_list(sequences[begin : begin + size]) for begin in range(0, len(sequences), size)]
-
-
-def lists(batches) -> list[list]:
-    return [
-        batch.values[start : start + length].float().tolist()
-        for batch in batches
-        for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True)
-    ]
 
 
 @settings(max_examples=30, deadline=None)
@@ -89,7 +71,7 @@ def test_search_equals_search_in_memory(dtype, tmp_path):
 
 def test_on_a_cpu_nothing_is_copied(tmp_path):
     read = write_corpus(tmp_path / "new", grouped(documents(20), 20))
-    whole = read._values.untyped_storage().data_ptr()
+    whole = read.parts[0].arrays["values"].untyped_storage().data_ptr()
     batches = list(read.batches(tokens_per_batch=9))
     assert len(batches) > 3 and {batch.values.untyped_storage().data_ptr() for batch in batches} == {whole}
 
@@ -100,11 +82,11 @@ def sparse(folder) -> Corpus:
     with open(folder / "values.bin", "wb") as file:
         file.truncate(tokens * d * 2)
         file.seek(-3 * d * 2, os.SEEK_END)
-        retrieval_corpus._append(file, torch.ones(3, d, dtype=torch.bfloat16))
+        file.write(torch.ones(3, d, dtype=torch.bfloat16).view(torch.uint8).numpy().data)
     with open(folder / "bounds.bin", "wb") as file:
-        retrieval_corpus._append(file, torch.arange(count + 1) * (tokens // count))
-    description = {"format": retrieval_corpus.FORMAT, "documents": count, "tokens": tokens, "dim": d}
-    (folder / "corpus.json").write_text(json.dumps(description | {"dtype": "bfloat16"}))
+        file.write((torch.arange(count + 1) * (tokens // count)).numpy().data)
+    sizes = {"format": description.PLAIN, "documents": count, "tokens": tokens, "dim": d}
+    (folder / "corpus.json").write_text(json.dumps(sizes | {"dtype": "bfloat16"}))
     return Corpus(folder)
 
 
@@ -168,12 +150,14 @@ def test_a_damaged_corpus_is_refused(changed, sentence, tmp_path):
         list(Corpus(tmp_path).batches("meta"))
 
 
-def test_the_description_is_written_once_the_rest_is_on_the_disk(tmp_path, monkeypatch):
-    sizes, replace = [], os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
-    monkeypatch.setattr(os, "replace", lambda *paths: sizes.append("described") or replace(*paths))
+def test_the_description_is_there_once_the_rest_is_on_the_disk(tmp_path, monkeypatch):
+    steps, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: steps.append(os.fstat(file).st_size))
+    monkeypatch.setattr(os, "replace", lambda *paths: steps.append(paths[1].name) or replace(*paths))
     write_corpus(tmp_path, [TokenBatch.from_list([torch.ones(n, 4) for n in (2, 3, 1)])])
-    assert sizes == [6 * 4 * 2, 4 * 8, "described"]
+    *_, values, bounds, journal, named, described = steps
+    assert (values, bounds, named, described) == (6 * 4 * 2, 4 * 8, "unfinished.json", "corpus.json")
+    assert journal == (tmp_path / "corpus.json").stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -213,7 +197,7 @@ def test_no_part_is_loaded_before_its_slot_is_free():
         return part
 
     seen = []
-    for part in retrieval_corpus.read_ahead(range(8), "abc", load, lambda: f"after {seen[-1]}"):
+    for part in reading.read_ahead(range(8), "abc", load, lambda: f"after {seen[-1]}"):
         assert started[min(part + 2, 7)].wait(10)  # that many are loaded ahead
         assert not any(event.is_set() for event in started[part + 3 :])
         seen.append(part)
@@ -229,13 +213,13 @@ def test_an_error_while_loading_comes_in_its_turn():
 
     seen = []
     with pytest.raises(RuntimeError, match="out of memory"):
-        seen.extend(retrieval_corpus.read_ahead(range(8), "abc", load, lambda: None))
+        seen.extend(reading.read_ahead(range(8), "abc", load, lambda: None))
     assert seen == [0, 1, 2, 3] and not readers()
 
 
 def test_nothing_is_loaded_any_more_once_the_caller_leaves():
     calls = []
-    parts = retrieval_corpus.read_ahead(range(100), "abc", lambda part, slot, marked: calls.append(part), lambda: None)
+    parts = reading.read_ahead(range(100), "abc", lambda part, slot, marked: calls.append(part), lambda: None)
     assert not readers()
     next(parts)
     assert readers()
@@ -254,7 +238,7 @@ def test_nothing_holds_on_to_what_was_loaded():
         alive.add(loaded := Loaded())
         return loaded
 
-    for loaded in retrieval_corpus.read_ahead(range(20), "ab", load, lambda: None):
+    for loaded in reading.read_ahead(range(20), "ab", load, lambda: None):
         del loaded
     assert max(before) <= 1  # with two slots
 
@@ -283,7 +267,7 @@ def test_kept_batches_stay_what_they_were(tmp_path):
     read, sequences = large(tmp_path)
     torch.cuda._sleep(10**8)  # everything below is queued while the stream is busy
     kept = list(read.batches("cuda", tokens_per_batch=10_000))
-    assert len(kept) > 2 * retrieval_corpus.IN_FLIGHT
+    assert len(kept) > 2 * reading.IN_FLIGHT
     assert torch.equal(torch.cat([batch.values for batch in kept]).cpu(), torch.cat(sequences))
     assert torch.cat([batch.lengths for batch in kept]).tolist() == [len(each) for each in sequences]
 
@@ -316,7 +300,7 @@ def test_memory_is_bounded_where_the_gpu_is_slower_than_the_disk(tmp_path):
         count += len(batch)
     assert count == len(read)
     # Those in flight and the one that the loop still holds, rounded up to 1 MiB, out of 12; 1 MiB for what is small.
-    assert torch.cuda.max_memory_allocated() - before <= (retrieval_corpus.IN_FLIGHT + 2) * (most + 2**20) + 2**20
+    assert torch.cuda.max_memory_allocated() - before <= (reading.IN_FLIGHT + 2) * (most + 2**20) + 2**20
 
 
 @pytest.mark.cuda

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from pylate_fastmaxsim.retrieval.sparse_files import write_atomically
+from pylate_fastmaxsim.retrieval.folders import write_atomically
 
 DESCRIPTION_FILE = "static_late_interaction.json"
 FORMAT = "pylate-fastmaxsim static late interaction 1"

@@ -1,0 +1,95 @@
+"""Append documents to the files of a corpus, with a journal of how much of them is good."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim.retrieval.formats import description
+from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
+from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, ResidualDocuments
+from pylate_fastmaxsim.tokens import TokenBatch
+
+BOUNDS_FILE = "bounds.bin"  # [N + 1], int64, where documents begin and end, as cu_seqlens
+
+# What a killed process loses at most.
+SECONDS_BETWEEN_NOTES = 30.0
+
+
+def file_of(column: str) -> str:
+    """Where a column is: its rows one after another, without a header."""
+    return f"{column}.bin"
+
+
+class Writer:
+    """The files of a folder, open for appending.
+
+    What the journal does not count is cut off. A finished corpus that is added to stays as it was until the end.
+    """
+
+    def __init__(self, folder: Path, held: Held, files: ExitStack) -> None:
+        self.folder = folder
+        self.format, self.documents, self.tokens = held
+        if not held.documents:
+            remove(folder)
+            if isinstance(self.format, ResidualDocuments):
+                self.format.codec.save(folder / CODEC_FILE)
+        # Before anything is written, so that whatever is there has a journal.
+        description.write(folder / JOURNAL_FILE, held)
+        self._files = {}
+        sizes = {
+            file_of(name): column.nbytes(held.documents, held.tokens) for name, column in self.format.columns.items()
+        }
+        for name, size in (sizes | {BOUNDS_FILE: 8 * (held.documents + 1)}).items():
+            self._files[name] = files.enter_context((folder / name).open("r+b" if held.documents else "xb"))
+            found = os.fstat(self._files[name].fileno()).st_size
+            if held.documents and found < size:
+                raise ValueError(
+                    f"write_corpus: {folder / name} must have at least {size} bytes, as {JOURNAL_FILE} has it, but has "
+                    f"{found}; remove {folder} and write the corpus anew."
+                )
+            self._files[name].truncate(size if held.documents else 0)
+            self._files[name].seek(0, os.SEEK_END)
+        if not held.documents:
+            self._write(BOUNDS_FILE, torch.zeros(1, dtype=torch.int64, device="cpu"))
+        self._noted = time.monotonic()
+
+    def append(self, batch: TokenBatch) -> None:
+        """Write a batch whose documents lie back to back, all of their tokens live."""
+        for name, array in self.format.encode(batch).items():
+            self._write(file_of(name), array.cpu())
+        self._write(BOUNDS_FILE, self.tokens + batch.lengths.cumsum(0).cpu())
+        # Together, as an interruption may come in between.
+        self.documents, self.tokens = self.documents + len(batch), self.tokens + len(batch.values)
+        if time.monotonic() - self._noted >= SECONDS_BETWEEN_NOTES:
+            self.note()
+
+    def note(self) -> None:
+        """Write the journal, once what it counts is on the disk."""
+        for file in self._files.values():
+            file.flush()
+            # A power cut must not leave a journal of data that was never written.
+            os.fsync(file.fileno())
+        description.write(self.folder / JOURNAL_FILE, Held(self.format, self.documents, self.tokens))
+        self._noted = time.monotonic()
+
+    def finish(self) -> None:
+        """Make it a corpus."""
+        self.note()
+        os.replace(self.folder / JOURNAL_FILE, self.folder / DESCRIPTION_FILE)
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        # The error of numpy's tofile does not say that the disk is full.
+        self._files[name].write(tensor.contiguous().view(torch.uint8).flatten().numpy().data)
+
+
+def remove(folder: Path) -> None:
+    """Remove what a :class:`Writer` writes."""
+    columns = ("values", "scales", "codes", "packed")
+    for name in (*map(file_of, columns), BOUNDS_FILE, CODEC_FILE, DESCRIPTION_FILE, JOURNAL_FILE):
+        (folder / name).unlink(missing_ok=True)
