@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -13,33 +11,18 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_count, require_integer
 from pylate_fastmaxsim.codec import ResidualCodec
-from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.retrieval.checks import require_batches
-from pylate_fastmaxsim.retrieval.folders import SCRATCH, holds_something, writing
-from pylate_fastmaxsim.retrieval.formats import description
-from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
-from pylate_fastmaxsim.retrieval.formats.format import (
-    CODEC_FILE,
-    DTYPES,
-    Batch,
-    Format,
-    Plain,
-    ResidualDocuments,
-    digest,
-    format_of,
-)
-from pylate_fastmaxsim.retrieval.formats.part import Part, mapped_part
+from pylate_fastmaxsim.retrieval.folders import writing
+from pylate_fastmaxsim.retrieval.formats.format import Batch, Plain, chosen_format
+from pylate_fastmaxsim.retrieval.formats.part import Part
+from pylate_fastmaxsim.retrieval.formats.ranks import open_parts, rank_folder
 from pylate_fastmaxsim.retrieval.formats.reading import Piece, batch_on, moved, streamed
-from pylate_fastmaxsim.retrieval.formats.writer import Writer, remove
+from pylate_fastmaxsim.retrieval.formats.writer import write
 from pylate_fastmaxsim.tokens import TokenBatch
 
 TOKENS_PER_BATCH = 1 << 20
 
 Batches = Iterable[TokenBatch] | Callable[[int], Iterable[TokenBatch]]
-
-_RANK_FOLDER = re.compile(r"rank-(\d{5})-of-(\d{5})")
-# What a call that is killed at its very beginning may leave.
-_LEFT_OVER = (CODEC_FILE, f"{JOURNAL_FILE}.{SCRATCH}")
 
 
 def write_corpus(
@@ -112,134 +95,13 @@ def write_corpus(
     (3, 6, 2)
     (tensor([[6., 4.]]), tensor([[2, 0]]))
     """
-    _require_format(dtype, format)
-    folder = Path(folder) if rank is None else _rank_folder(Path(folder), rank)
-    goes_on = callable(batches)
-    if not goes_on:
+    stored = chosen_format(dtype, format)
+    folder = Path(folder) if rank is None else rank_folder(Path(folder), rank)
+    if not callable(batches):
         require_batches("write_corpus", "batches", batches)
-    with writing("write_corpus", folder), ExitStack() as files:
-        held = description.read(folder / JOURNAL_FILE) or description.read(folder / DESCRIPTION_FILE)
-        if goes_on and held is not None:
-            # Without documents it may become of another format.
-            held = held if held.documents else None
-        else:
-            _require_empty(folder, held)
-        if held is not None:
-            _require_same(folder, held, dtype, format)
-        if goes_on:
-            batches = batches(held.documents if held else 0)
-            require_batches("write_corpus", "batches", batches)
-        _write(folder, batches, held, dtype, format, files, goes_on)
+    with writing("write_corpus", folder):
+        write(folder, batches, stored)
     return Corpus(folder)
-
-
-def _write(
-    folder: Path,
-    batches: Iterable[TokenBatch],
-    held: Held | None,
-    dtype: torch.dtype,
-    format: str | ResidualCodec | None,
-    files: ExitStack,
-    goes_on: bool,
-) -> None:
-    writer = None
-    try:
-        for batch in batches:
-            if not isinstance(batch, TokenBatch):
-                raise TypeError(f"write_corpus: each of batches must be a TokenBatch, got {type(batch).__name__}.")
-            live = live_tokens(batch.starts, batch.lengths, batch.keep)
-            values = batch.values.detach()[live.row]
-            batch = TokenBatch(values, live.first, live.count, batch.max_length, gapless=True)
-            stored = writer or held or Held(format_of(format, dtype, batch), 0, 0)
-            if batch.dim != stored.format.dim:
-                raise ValueError(
-                    "write_corpus: all batches must have the same d, also that of a codec and of documents in the folder, "
-                    f"got {stored.format.dim} and {batch.dim}."
-                )
-            writer = writer or Writer(folder, stored, files)
-            writer.append(batch)
-        if writer is None and held is None:
-            raise ValueError("write_corpus: there must be at least one batch, which says what d is.")
-        if writer is None and (folder / JOURNAL_FILE).exists():
-            writer = Writer(folder, held, files)
-        if writer is not None:
-            writer.finish()
-    except BaseException as error:
-        if writer is not None:
-            if isinstance(error, (TypeError, ValueError)) and not (goes_on and writer.documents):
-                # So that the folder is empty for the corrected call.
-                remove(folder)
-            else:
-                with suppress(OSError):  # as on a full disk; then the journal of before holds
-                    writer.note()
-        raise
-
-
-def _require_format(dtype: torch.dtype, format: object) -> None:
-    if dtype not in DTYPES.values():
-        raise ValueError(f"write_corpus: dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}.")
-    if format not in (None, "int8", "fp8") and not isinstance(format, ResidualCodec):
-        raise ValueError(f"write_corpus: format must be None, 'int8', 'fp8' or a ResidualCodec, got {format!r}.")
-    if format is not None and dtype != torch.bfloat16:
-        raise ValueError(f"write_corpus: dtype is of documents that are not compressed; leave it out with {format!r}.")
-
-
-def _require_empty(folder: Path, held: Held | None) -> None:
-    if held is None and not holds_something(folder, _LEFT_OVER):
-        return
-    on = ""
-    if held is not None:
-        on = (
-            f", or pass a function as batches, which goes on with the {held.documents} documents that an earlier call has "
-            "written"
-        )
-    raise ValueError(f"write_corpus: {folder} must be empty; choose another folder, or remove what it holds{on}.")
-
-
-def _require_same(folder: Path, held: Held, dtype: torch.dtype, format: str | ResidualCodec | None) -> None:
-    """Refuse to go on with documents of another format."""
-    if isinstance(format, ResidualCodec):
-        if isinstance(held.format, ResidualDocuments) and digest(held.format.codec) == digest(format):
-            return
-        other = f"a codec of {format.bits} bits and d = {format.dim}"
-        if held.format.name == "residual":
-            other += " that is not the one that it was begun with (codec.safetensors)"
-    else:
-        other = format or next(name for name, known in DTYPES.items() if known == dtype)
-        if other == held.format.name:
-            return
-    raise ValueError(
-        f"write_corpus: {folder} holds {held.documents} documents of the format {held.format.name!r}, which cannot go on "
-        f"with {other}; choose another folder."
-    )
-
-
-def _rank_folder(folder: Path, rank: object) -> Path:
-    """The folder of one of several processes."""
-    try:
-        number, ranks = (require_integer("rank", value) for value in rank)
-    except (TypeError, ValueError):
-        raise TypeError(f"write_corpus: rank must be a pair of integers (r, n), got {rank!r}.") from None
-    if not 0 <= number < ranks:
-        raise ValueError(f"write_corpus: rank (r, n) must have r from 0 to n - 1, got {(number, ranks)}.")
-    found = _ranks(folder)
-    if (folder / DESCRIPTION_FILE).exists() or (folder / JOURNAL_FILE).exists() or found not in (0, ranks):
-        what = f"a corpus of {found} ranks" if found else "a corpus of one process"
-        raise ValueError(
-            f"write_corpus: {folder} holds {what}, to which rank {(number, ranks)} cannot add; choose another."
-        )
-    return _rank_folder_of(folder, number, ranks)
-
-
-def _ranks(folder: Path) -> int:
-    """How many ranks write a folder; 0 if it is not of ranks. ValueError if folders differ in that."""
-    names = [_RANK_FOLDER.fullmatch(path.name) for path in folder.glob("rank-*-of-*")]
-    found = {int(name[2]) for name in names if name}
-    if len(found) > 1:
-        raise ValueError(
-            f"Corpus: {folder} holds folders of ranks of {sorted(found)} processes; remove those that are old."
-        )
-    return max(found, default=0)
 
 
 class Corpus:
@@ -267,7 +129,7 @@ class Corpus:
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        self._set(Path(folder), _open_parts(Path(folder)))
+        self._set(Path(folder), open_parts(Path(folder)))
 
     @classmethod
     def of_parts(cls, folder: str | os.PathLike, parts: Sequence[Part]) -> Corpus:
@@ -427,36 +289,3 @@ class Corpus:
             for number in numbers.unique().tolist()
             for places in [(numbers == number).nonzero().flatten()]
         ]
-
-
-def _open_parts(folder: Path) -> list[Part]:
-    """The documents of a folder, of all ranks if it is of several."""
-    if (held := description.read(folder / DESCRIPTION_FILE)) is not None:
-        return [mapped_part(folder, held)]
-    ranks = _ranks(folder)
-    if not ranks:
-        raise ValueError(
-            f"Corpus: {folder} holds no complete corpus, since it has no {DESCRIPTION_FILE}, which is written last; write it "
-            "anew with write_corpus, or go on with what an interrupted call has written, with a function as batches."
-        )
-    parts: list[Part] = []
-    for number in range(ranks):
-        inside = _rank_folder_of(folder, number, ranks)
-        if (held := description.read(inside / DESCRIPTION_FILE)) is None:
-            raise ValueError(
-                f"Corpus: {folder} lacks the documents of rank {number} of {ranks}: {inside.name} has no {DESCRIPTION_FILE}, "
-                f"which is written last; call write_corpus with rank=({number}, {ranks})."
-            )
-        if parts and _one_codec(held.format, parts[0].format):
-            held = held._replace(format=parts[0].format)  # so that a device holds it once
-        parts.append(mapped_part(inside, held))
-    return parts
-
-
-def _one_codec(*formats: Format) -> bool:
-    residual = [format for format in formats if isinstance(format, ResidualDocuments)]
-    return len(residual) == len(formats) and len({digest(format.codec) for format in residual}) == 1
-
-
-def _rank_folder_of(folder: Path, number: int, ranks: int) -> Path:
-    return folder / f"rank-{number:05}-of-{ranks:05}"

@@ -64,9 +64,7 @@ def test_an_interrupted_corpus_is_not_overwritten(tmp_path):
     with pytest.raises(RuntimeError):
         write_corpus(tmp_path, rest(sequences, held, fails_at=20))
     before = content(tmp_path)
-    with pytest.raises(
-        ValueError, match="must be empty; .* or pass a function as batches, which goes on with the 20 docu"
-    ):
+    with pytest.raises(ValueError, match="must be empty; .* or go on with its 20 documents, with a function as"):
         write_corpus(tmp_path, grouped(sequences, SIZE))
     for other, sentence in (
         (
@@ -92,7 +90,7 @@ def test_another_codec_is_refused(tmp_path):
     sequences = unit_documents(30)
     with pytest.raises(RuntimeError):
         write_corpus(tmp_path, rest(sequences, [], fails_at=20), format=codec())
-    with pytest.raises(ValueError, match=r"that is not the one that it was begun with \(codec.safetensors\)"):
+    with pytest.raises(ValueError, match=r"that is not the one that they were begun with \(codec.safetensors\)"):
         write_corpus(tmp_path, rest(sequences, []), format=codec(seed=1))
     assert len(write_corpus(tmp_path, rest(sequences, []), format=codec())) == 30
 

@@ -19,8 +19,8 @@ from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 from pylate_fastmaxsim.recipes.models.encode import Encoded, exact_search
 from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries
-from pylate_fastmaxsim.retrieval.corpus import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
+from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
 from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch

@@ -139,17 +139,51 @@ class ResidualDocuments:
 
 
 Format = Plain | Int8Documents | Fp8Documents | ResidualDocuments
+# What a caller of write_corpus asks for.
+Chosen = torch.dtype | str | ResidualCodec
 
 
-def format_of(chosen: str | ResidualCodec | None, dtype: torch.dtype, first: TokenBatch) -> Format:
-    """The format that a caller of write_corpus has chosen, for documents like those of the first batch."""
-    if chosen is None:
-        return Plain(first.dim, dtype)
+def chosen_format(dtype: torch.dtype, format: object) -> Chosen:
+    """What the arguments ``dtype`` and ``format`` of write_corpus say. ValueError if they are none."""
+    if dtype not in DTYPES.values():
+        raise ValueError(f"write_corpus: dtype must be one of {', '.join(map(str, DTYPES.values()))}, got {dtype}.")
+    if format is None:
+        return dtype
+    if format not in ("int8", "fp8") and not isinstance(format, ResidualCodec):
+        raise ValueError(f"write_corpus: format must be None, 'int8', 'fp8' or a ResidualCodec, got {format!r}.")
+    if dtype != torch.bfloat16:
+        raise ValueError(f"write_corpus: dtype is of documents that are not compressed; leave it out with {format!r}.")
+    return format
+
+
+def format_of(chosen: Chosen, first: TokenBatch) -> Format:
+    """The format of documents like those of the first batch."""
+    if isinstance(chosen, torch.dtype):
+        return Plain(first.dim, chosen)
     if chosen == "int8":
         return Int8Documents(first.dim)
     if chosen == "fp8":
         return Fp8Documents(first.dim, compress(first, "fp8").tokens.scale)
     return ResidualDocuments(chosen)
+
+
+def require_chosen(held: str, format: Format, chosen: Chosen) -> None:
+    """Raise ValueError unless documents go on in the format; ``held`` names those that it is of."""
+    other = chosen
+    if isinstance(chosen, torch.dtype):
+        if format.name == (other := str(chosen).removeprefix("torch.")):
+            return
+    elif isinstance(chosen, ResidualCodec):
+        other = f"a codec of {chosen.bits} bits and d = {chosen.dim}"
+        if isinstance(format, ResidualDocuments):
+            if digest(format.codec) == digest(chosen):
+                return
+            other += f" that is not the one that they were begun with ({CODEC_FILE})"
+    elif format.name == chosen:
+        return
+    raise ValueError(
+        f"write_corpus: {held} of the format {format.name!r}, which cannot go on with {other}; choose another folder."
+    )
 
 
 def described(format: Format) -> dict:
