@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -87,3 +88,66 @@ class PoolingNumbers(NamedTuple):
     k: int
     temperature: float
     log_sum_exp: bool
+
+
+class CompressedOperands(NamedTuple):
+    """Queries, compressed documents and which pairs of them are scored.
+
+    ``stored`` is int8 or e4m3 ``[T, d]``, or uint8 ``[T, d * bits / 8]`` of residual codes, to which ``codes`` (integers
+    ``[T]``), ``centroids`` (float16 ``[C, d]``) and ``byte_values`` (float16 ``[256, 8 / bits]``) belong. ``scales`` are
+    float32 ``[T]`` (``per_token``) or ``[Nd]``, and ``scale`` is that of e4m3.
+    """
+
+    q_values: Tensor
+    q_starts: Tensor
+    q_lengths: Tensor
+    q_keep: Tensor | None
+    stored: Tensor
+    scales: Tensor | None
+    codes: Tensor | None
+    centroids: Tensor | None
+    byte_values: Tensor | None
+    d_starts: Tensor
+    d_lengths: Tensor
+    d_keep: Tensor | None
+    candidates: Tensor | None
+    max_q_length: int
+    max_d_length: int
+    q_gapless: bool
+    per_token: bool
+    scale: float
+
+    @property
+    def format(self) -> str:
+        """``"int8"``, ``"fp8"`` or ``"residual"``."""
+        return {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "residual"}[self.stored.dtype]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number of a residual, 8 of other formats."""
+        return 8 if self.byte_values is None else 8 // self.byte_values.shape[1]
+
+    @property
+    def num_slots(self) -> int:
+        """Number P of scores of a query: of candidates, or of all documents."""
+        return self.d_starts.shape[0] if self.candidates is None else self.candidates.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that a backward saves as tensors."""
+        return self[:_NUM_COMPRESSED_TENSORS]
+
+    @property
+    def sizes(self) -> tuple[int | bool | float, ...]:
+        """The other fields."""
+        return self[_NUM_COMPRESSED_TENSORS:]
+
+
+NUM_COMPRESSED_FIELDS = len(CompressedOperands._fields)
+_NUM_COMPRESSED_TENSORS = CompressedOperands._fields.index("max_q_length")
+COMPRESSED_SCHEMA = (
+    "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "
+    "Tensor stored, Tensor? scales, Tensor? codes, Tensor? centroids, Tensor? byte_values, "
+    "Tensor d_starts, Tensor d_lengths, Tensor? d_keep, Tensor? candidates, "
+    "SymInt max_q_length, SymInt max_d_length, bool q_gapless, bool per_token, float scale"
+)

@@ -129,6 +129,11 @@ class ResidualCodec:
         """Bucket weights of the numbers that each byte holds, in their order, ``[256, 8 // bits]``, float16."""
         return self.weights[_buckets_of_bytes(self.bits).to(self.device)]
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """What :func:`decoded` looks codes and bytes up in."""
+        return self.centroids, self.byte_values
+
     @functools.cached_property
     def _elsewhere(self) -> dict[torch.device, ResidualCodec]:
         return {self.device: self}
@@ -267,7 +272,7 @@ class ResidualCodec:
             nearest = _nearest(unit, self.centroids)
             buckets = torch.bucketize((unit - self.centroids[nearest]).float(), self.cutoffs, out_int32=True)
             codes[rows], packed[rows] = nearest, _packed(buckets, self.bits)
-            scales[rows] = norms * _inverse(self._sums(codes[rows], packed[rows]))
+            scales[rows] = norms * _inverse(decoded_sums(codes[rows], packed[rows], *self.tables))
         return codes, packed, scales
 
     def decode(
@@ -279,16 +284,15 @@ class ResidualCodec:
         """
         vectors = torch.empty(len(codes), self.dim, dtype=dtype, device=self.device)
         for rows in _chunks(len(codes), self.dim):
-            sums = self._sums(codes[rows], packed[rows])
-            scale = _inverse(sums) if scales is None else scales[rows]
-            vectors[rows] = sums * scale[:, None]
+            scale = None if scales is None else scales[rows]
+            vectors[rows] = decoded(codes[rows], packed[rows], scale, *self.tables)
         return vectors
 
     def inverse_norms(self, codes: Tensor, packed: Tensor) -> Tensor:
         """The scales ``[T]``, float32, that give vectors of length 1."""
         norms = torch.empty(len(codes), dtype=torch.float32, device=self.device)
         for rows in _chunks(len(codes), self.dim):
-            norms[rows] = _inverse(self._sums(codes[rows], packed[rows]))
+            norms[rows] = _inverse(decoded_sums(codes[rows], packed[rows], *self.tables))
         return norms
 
     def require_fitting(self, where: str, vectors: Tensor) -> None:
@@ -325,10 +329,16 @@ class ResidualCodec:
         except SafetensorError as error:
             raise ValueError(f"ResidualCodec.load: {file} is no codec, or is truncated ({error}).") from None
 
-    def _sums(self, codes: Tensor, packed: Tensor) -> Tensor:
-        """Centroids + bucket weights, ``[n, d]``, float32."""
-        weights = self.byte_values.float()[packed.long()].flatten(1)
-        return weights.add_(self.centroids[codes.long()])
+
+def decoded(codes: Tensor, packed: Tensor, scales: Tensor | None, centroids: Tensor, byte_values: Tensor) -> Tensor:
+    """Vectors ``[n, d]`` of residual codes, float32, of length 1 without scales; all at once, so for few."""
+    sums = decoded_sums(codes, packed, centroids, byte_values)
+    return sums.mul_((_inverse(sums) if scales is None else scales)[:, None])
+
+
+def decoded_sums(codes: Tensor, packed: Tensor, centroids: Tensor, byte_values: Tensor) -> Tensor:
+    """Centroids + bucket weights, ``[n, d]``, float32."""
+    return byte_values.float()[packed.long()].flatten(1).add_(centroids[codes.long()])
 
 
 @functools.cache

@@ -12,15 +12,16 @@ Lengths and masks are read on the host, which waits for the device where that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import sum_dtype
-from pylate_fastmaxsim._operands import ScoringOperands
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._winners import no_winner, winner_dtype
 from pylate_fastmaxsim.cpu.live_tokens import Live, live_tokens, rows_of, split_prefixes
 
@@ -48,9 +49,16 @@ def require_candidates(operator: str, candidates: Tensor | None, num_documents: 
         )
 
 
+class Vectors(NamedTuple):
+    """How the vectors of document tokens are read."""
+
+    read: Callable[[Tensor], Tensor]  # of rows [n]: [n, d], in the dtype of sums
+    scales: Tensor | None = None  # [T] what similarities to each row are multiplied with
+
+
 def _block_maxima(
     query_rows: Tensor,
-    d_values: Tensor,
+    vectors: Vectors,
     live: Live,
     documents: Tensor,
     floor: Tensor,
@@ -91,9 +99,12 @@ def _block_maxima(
         token.clamp_(0, len(live.row) - 1)  # an empty document beside longer ones takes any token; see below
         first_rank += len(sizes)
 
-        block_values = d_values.index_select(0, live.row[token].view(-1)).to(dtype).view(*token.shape, dim)
+        token_rows = live.row[token].view(-1)
+        block_values = vectors.read(token_rows).view(*token.shape, dim)
         similarities = workspace[: token.numel() * rows].view(*token.shape, rows)
         torch.bmm(block_values, transposed, out=similarities)
+        if vectors.scales is not None:
+            similarities *= vectors.scales[token_rows].view(*token.shape, 1)
         if of_nan:
             torch.ne(similarities, similarities, out=similarities)
         # Positions that as many documents reach are one step where their maxima are few.
@@ -129,7 +140,7 @@ def _block_maxima(
     if want_winners and bool(maxima.isnan().any()):
         # No comparison finds NaN. It wins, so that the gradient of a NaN score reaches the encoder and is noticed. This is
         # rare, so the products may run again.
-        is_nan, first_nan = _block_maxima(query_rows, d_values, live, documents, floor, True, of_nan=True)
+        is_nan, first_nan = _block_maxima(query_rows, vectors, live, documents, floor, True, of_nan=True)
         winners = torch.where(is_nan > 0, first_nan, winners)
     return maxima, winners
 
@@ -172,10 +183,30 @@ def forward(
 
     ``precision`` is not used: float32 products follow PyTorch's settings by themselves.
     """
+    q_values, d_values = operands.q_values, operands.d_values
+    dtype = sum_dtype(q_values.dtype)
+    vectors = Vectors(lambda rows: d_values.index_select(0, rows).to(dtype))
+    return scored(operands, q_values, vectors, dtype, want_winners, zero_floor=operands.zero_floor)
+
+
+def scored(
+    operands: ScoringOperands | CompressedOperands,
+    q_values: Tensor,
+    vectors: Vectors,
+    dtype: torch.dtype,
+    want_winners: bool,
+    zero_floor: Tensor | None = None,
+    q_scales: Tensor | None = None,
+    d_scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores and winners of queries ``q_values`` and documents that are read as ``vectors`` says.
+
+    Maxima are multiplied with the scales of their query token ``[Tq]`` and of their document ``[Nd]``.
+    """
     # Here rather than in the operator, so that a graph checks as well.
-    q_values, d_values, candidates = operands.q_values, operands.d_values, operands.candidates
+    candidates = operands.candidates
     require_candidates("maxsim", candidates, len(operands.d_starts))
-    dtype, columns = sum_dtype(q_values.dtype), operands.num_slots
+    columns = operands.num_slots
     scores = q_values.new_zeros((len(operands.q_starts), columns), dtype=dtype)
     index_dtype = winner_dtype(operands.max_d_length)
     winners = None
@@ -192,9 +223,9 @@ def forward(
         raise ValueError(
             f"maxsim: for gradients on a CPU documents may have up to {most} tokens, got one of {longest}."
         )
-    floor_is_zero = documents.count == 0
-    if operands.zero_floor is not None:
-        floor_is_zero = floor_is_zero | operands.zero_floor
+    empty = floor_is_zero = documents.count == 0
+    if zero_floor is not None:
+        floor_is_zero = empty | zero_floor
     floor = torch.where(floor_is_zero, 0.0, -torch.inf)
 
     for block, block_documents, slots in _query_blocks(queries, documents, candidates):
@@ -211,7 +242,12 @@ def forward(
         query_rows = q_values[rows[:, 0]].to(dtype)
         group = max(1, SLAB_ELEMENTS // rows.numel())
         for group_documents, group_slots in zip(block_documents.split(group, 1), slots.split(group, 1), strict=True):
-            maxima, winner = _block_maxima(query_rows, d_values, documents, group_documents, floor, want_winners)
+            maxima, winner = _block_maxima(query_rows, vectors, documents, group_documents, floor, want_winners)
+            if d_scales is not None:
+                maxima *= d_scales[group_documents][..., None]
+            if q_scales is not None:
+                maxima *= q_scales[rows]
+                maxima.masked_fill_(empty[group_documents][..., None], 0)  # also of a query token with NaN
             if want_winners:
                 winners[group_slots[..., None], rows] = winner.to(index_dtype).sub_(1)
             if candidates is None:
@@ -226,9 +262,51 @@ def forward(
     return scores, winners
 
 
-def _weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
+def weighted_sums(table: Tensor, rows: Tensor, weights: Tensor, sizes: Tensor) -> Tensor:
     """Weighted sums of consecutive runs of ``table[rows]``, one for each of ``sizes``."""
     return F.embedding_bag(rows, table, sizes.cumsum(0) - sizes, mode="sum", per_sample_weights=weights)
+
+
+def won(
+    grad_scores: Tensor,
+    winners: Tensor,
+    operands: ScoringOperands | CompressedOperands,
+    dtype: torch.dtype,
+    at_once: int = WINNER_ELEMENTS,
+    d_scales: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """The document tokens that give query rows their gradients, ``at_once`` of them at a time.
+
+    Yields a block of query rows ``[B]``, and of each won token, row after row: its row in the documents, the query row
+    and the weight. Last, how many tokens each row of the block has ``[B]``. Weights are multiplied with ``d_scales``
+    ``[Nd]``.
+    """
+    d_starts, candidates = operands.d_starts, operands.candidates
+    live = live_tokens(operands.q_starts, operands.q_lengths, operands.q_keep)
+    if winners.numel() == 0 or grad_scores.numel() == 0 or len(live.row) == 0:
+        return
+    none = no_winner(winners.dtype)
+    row_block = min(len(live.row), at_once)
+    column_block = max(1, at_once // row_block)
+    # Live rows only: few queries of a large batch may have been selected.
+    for block, query in zip(live.row.split(row_block), live.sequence.split(row_block), strict=True):
+        for first_column in range(0, len(winners), column_block):
+            group = slice(first_column, first_column + column_block)
+            winner = winners[group, block].t()
+            weight = grad_scores[:, group].to(dtype)[query]
+            document = group if candidates is None else candidates[:, group][query]
+            if d_scales is not None:
+                weight = weight * d_scales[document]
+            token = winner + d_starts[document]
+            row = block[:, None].expand(token.shape)
+            # A pair of weight 0, as gradient filtering leaves it, gathers nothing, not even NaN.
+            wins = (winner != none) & (weight != 0)
+            bag_sizes = wins.sum(dim=1)
+            if bool(wins.all()):
+                token, row, weight = token.reshape(-1), row.reshape(-1), weight.reshape(-1)
+            else:
+                token, row, weight = token[wins], row[wins], weight[wins]
+            yield block, token, row, weight, bag_sizes
 
 
 def backward(
@@ -241,39 +319,16 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``q_values`` and ``d_values`` (empty if not needed) from the winners of :func:`forward`."""
     q_values, d_values = operands.q_values, operands.d_values
-    d_starts, candidates = operands.d_starts, operands.candidates
     dtype = sum_dtype(q_values.dtype)
     grad_q = q_values.new_zeros(q_values.shape if need_q else 0, dtype=dtype)
     grad_d = d_values.new_zeros(d_values.shape if need_d else 0, dtype=dtype)
-    q_table, d_table = q_values.to(dtype), d_values.to(dtype)
-    columns = len(winners)
-    live = live_tokens(operands.q_starts, operands.q_lengths, operands.q_keep)
-    if winners.numel() == 0 or grad_scores.numel() == 0 or len(live.row) == 0:
-        return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)
-
-    none = no_winner(winners.dtype)
-    row_block = min(len(live.row), WINNER_ELEMENTS)
-    column_block = max(1, WINNER_ELEMENTS // row_block)
-    # Live rows only: few queries of a large batch may have been selected.
-    for block, query in zip(live.row.split(row_block), live.sequence.split(row_block), strict=True):
-        for first_column in range(0, columns, column_block):
-            group = slice(first_column, first_column + column_block)
-            winner = winners[group, block].t()
-            weight = grad_scores[:, group].to(dtype)[query]
-            start = d_starts[group] if candidates is None else d_starts[candidates[:, group][query]]
-            token = winner + start
-            row = block[:, None].expand(token.shape)
-            # A pair of weight 0, as gradient filtering leaves it, gathers nothing, not even NaN.
-            won = (winner != none) & (weight != 0)
-            bag_sizes = won.sum(dim=1)
-            if bool(won.all()):
-                token, row, weight = token.reshape(-1), row.reshape(-1), weight.reshape(-1)
-            else:
-                token, row, weight = token[won], row[won], weight[won]
-            if need_q:
-                grad_q[block] += _weighted_sums(d_table, token, weight, bag_sizes)
-            if need_d:
-                token, order = token.sort(stable=True)
-                token, bag_sizes = token.unique_consecutive(return_counts=True)
-                grad_d[token] += _weighted_sums(q_table, row[order], weight[order], bag_sizes)
+    q_table = q_values.to(dtype)
+    d_table = d_values.to(dtype) if need_q else None  # else only the shape of the documents counts
+    for block, token, row, weight, bag_sizes in won(grad_scores, winners, operands, dtype):
+        if need_q:
+            grad_q[block] += weighted_sums(d_table, token, weight, bag_sizes)
+        if need_d:
+            token, order = token.sort(stable=True)
+            token, bag_sizes = token.unique_consecutive(return_counts=True)
+            grad_d[token] += weighted_sums(q_table, row[order], weight[order], bag_sizes)
     return grad_q.to(q_values.dtype), grad_d.to(d_values.dtype)

@@ -12,8 +12,10 @@ from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, ScoringOperands, gradients_of
 from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.cpu import maxsim as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
+from pylate_fastmaxsim.ops.compressed import SavedAsInt8, SavedDocuments, compressed_scores
 from pylate_fastmaxsim.ops.dispatch import runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import check_numbers, check_winners, fake_scores, prepared, recording
@@ -22,13 +24,14 @@ from pylate_fastmaxsim.tokens import TokenBatch
 
 def maxsim(
     queries: TokenBatch | Tensor,
-    documents: TokenBatch | Tensor,
+    documents: TokenBatch | CompressedBatch | Tensor,
     candidates: Tensor | None = None,
     *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
     zero_floor: Tensor | None = None,
     grad_filter: GradFilter = None,
+    save_documents: SavedDocuments = None,
 ) -> Tensor:
     """Score queries against documents: each live query token takes its best live document token; sum over query tokens.
 
@@ -43,7 +46,8 @@ def maxsim(
     queries
         Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
     documents
-        Nd documents, likewise, of the same d, dtype and device.
+        Nd documents, likewise, of the same d, dtype and device. Or a ``CompressedBatch`` of the same d and device, which is
+        scored as it is stored (see Notes) and has no gradient.
     candidates
         Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
         ``None``: all. The range is checked on a CPU only; on a GPU the check would have to wait for the device.
@@ -58,6 +62,10 @@ def maxsim(
         ``"auto"``: the backward skips pairs of a query and a document whose gradients are too small to matter. For each
         query they hold at most 2**-12 of the sum of its absolute gradients. ``None``: it skips only pairs of gradient
         0.
+    save_documents
+        How documents are kept for the gradient of the queries. ``None``: as they are. ``"int8"``: rounded to int8 with a
+        scale for each token, which takes half of bfloat16's memory where nothing else keeps the documents. Scores and the
+        gradient of the documents stay as they are.
 
     Returns
     -------
@@ -67,8 +75,9 @@ def maxsim(
     Raises
     ------
     ValueError
-        Shapes, dtypes or devices do not fit together, or ``grad_filter`` is neither ``"auto"`` nor ``None``. On a CPU
-        also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows where gradients are
+        Shapes, dtypes or devices do not fit together, ``grad_filter`` is neither ``"auto"`` nor ``None``, or
+        ``save_documents`` neither ``"int8"`` nor ``None``; or one of these, ``documents_mask`` or ``zero_floor`` comes with
+        a ``CompressedBatch``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows where gradients are
         wanted.
     TypeError
         An argument is of the wrong type.
@@ -94,9 +103,21 @@ def maxsim(
     tensor([[2., 2.]])
     """
     grad_filters.check(grad_filter, "maxsim")
+    if save_documents not in (None, "int8"):
+        raise ValueError(f'maxsim: save_documents must be "int8" or None, got {save_documents!r}.')
+    if isinstance(documents, CompressedBatch):
+        for name, value in (
+            ("documents_mask", documents_mask), ("zero_floor", zero_floor), ("grad_filter", grad_filter),
+            ("save_documents", save_documents),
+        ):  # fmt: skip
+            if value is not None:
+                raise ValueError(f"maxsim: {name} goes with documents that are not compressed.")
+        return compressed_scores(queries, documents, candidates, queries_mask)
     operands = prepared("maxsim", queries, documents, candidates, queries_mask, documents_mask, zero_floor)
     differentiate = recording("maxsim", operands)
-    if torch.compiler.is_compiling():
+    if differentiate and save_documents and operands.q_values.requires_grad:
+        scores = SavedAsInt8.apply(operands.q_values, operands.d_values, operands)
+    elif torch.compiler.is_compiling():
         scores, _ = torch.ops.pylate_fastmaxsim.maxsim_forward(*operands, differentiate)
     elif differentiate:
         scores, _ = _Eager.apply(operands.q_values, operands.d_values, operands)

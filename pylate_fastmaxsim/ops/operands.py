@@ -10,6 +10,7 @@ from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import ScoringOperands
 from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.autograd import refuse_transforms
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
 from pylate_fastmaxsim.tokens import TokenBatch, share_rows
@@ -38,7 +39,7 @@ def prepared(
     if torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES and d_values.dtype in KERNEL_DTYPES:
         dtype = torch.get_autocast_dtype(device)
         q_values, d_values = q_values.to(dtype), d_values.to(dtype)
-    _check_vectors(operator, q_values, d_values)
+    _check_vectors(operator, queries, documents, q_values, d_values)
     check_choice(operator, queries, documents, candidates, zero_floor)
     operands = ScoringOperands.of(queries, documents, candidates, zero_floor)
     if q_values is not queries.values or d_values is not documents.values:
@@ -62,12 +63,12 @@ def recording(operator: str, operands: ScoringOperands) -> bool:
 
 def _refuse_shared_rows(operator: str, operands: ScoringOperands, and_documents: bool) -> None:
     if not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
-        _raise_shared_rows(operator, "queries", "repeat the vectors")
+        raise_shared_rows(operator, "queries", "repeat the vectors")
     if and_documents and not operands.d_gapless and share_rows(operands.d_starts, operands.d_lengths):
-        _raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
+        raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
 
 
-def _raise_shared_rows(operator: str, name: str, instead: str) -> None:
+def raise_shared_rows(operator: str, name: str, instead: str) -> None:
     raise ValueError(
         f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
         f"TokenBatch.select with a repeated index; {instead}."
@@ -80,12 +81,18 @@ def as_batch(operator: str, name: str, tokens: TokenBatch | Tensor, mask: Tensor
         if mask is not None:
             raise ValueError(f"{operator}: {name}_mask goes with padded {name}; a TokenBatch carries its own `keep`.")
         return tokens
+    if isinstance(tokens, CompressedBatch):
+        raise TypeError(
+            f"{operator}: {name} are a CompressedBatch, which only maxsim takes, as documents; pass {name}.decompress()."
+        )
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{operator}: {name} must be a TokenBatch or a tensor [N, L, d], got {type(tokens).__name__}.")
     return TokenBatch._of_padded(operator, name, tokens, f"{name}_mask", mask)
 
 
-def _check_vectors(operator: str, q_values: Tensor, d_values: Tensor) -> None:
+def _check_vectors(
+    operator: str, queries: TokenBatch, documents: TokenBatch, q_values: Tensor, d_values: Tensor
+) -> None:
     if q_values.dtype != d_values.dtype:
         raise ValueError(
             f"{operator}: queries are {q_values.dtype} and documents {d_values.dtype}; both must have one dtype."
@@ -94,18 +101,27 @@ def _check_vectors(operator: str, q_values: Tensor, d_values: Tensor) -> None:
         raise ValueError(
             f"{operator}: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}."
         )
-    if q_values.device != d_values.device:
+    require_one_device_and_dim(operator, queries, documents)
+
+
+def require_one_device_and_dim(operator: str, queries: TokenBatch, documents: TokenBatch | CompressedBatch) -> None:
+    """Raise ValueError unless queries and documents are on one device and have one d."""
+    if queries.device != documents.device:
         raise ValueError(
-            f"{operator}: queries are on {q_values.device} and documents on {d_values.device}; both must be on one."
+            f"{operator}: queries are on {queries.device} and documents on {documents.device}; both must be on one."
         )
-    if q_values.shape[1] != d_values.shape[1]:
+    if queries.dim != documents.dim:
         raise ValueError(
-            f"{operator}: queries have d = {q_values.shape[1]} and documents d = {d_values.shape[1]}; both must have one d."
+            f"{operator}: queries have d = {queries.dim} and documents d = {documents.dim}; both must have one d."
         )
 
 
 def check_choice(
-    operator: str, queries: TokenBatch, documents: TokenBatch, candidates: Tensor | None, zero_floor: Tensor | None
+    operator: str,
+    queries: TokenBatch,
+    documents: TokenBatch | CompressedBatch,
+    candidates: Tensor | None,
+    zero_floor: Tensor | None,
 ) -> None:
     """Raise TypeError or ValueError unless ``candidates`` and ``zero_floor`` fit these batches."""
     # Not `len`, which makes a symbolic size of torch.export a number.

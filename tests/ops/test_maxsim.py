@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from on_gpu import no_waiting
 from ragged_batches import CANDIDATES, batches
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pylate_fastmaxsim import TokenBatch, maxsim, reference
 from pylate_fastmaxsim._operands import ScoringOperands
@@ -45,19 +44,6 @@ def test_block_sizes_do_not_matter(candidates, monkeypatch):
         for name in ("BLOCK_ELEMENTS", "SLAB_ELEMENTS", "FEW_ELEMENTS", "WINNER_ELEMENTS"):
             monkeypatch.setattr(blocked, name, size)
         torch.testing.assert_close(with_gradients(queries, documents, candidates), expected, rtol=1e-13, atol=1e-13)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the bytes of the largest tensor that any operation gives back."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
-        return result
 
 
 @pytest.mark.parametrize("candidates", [False, True], ids=["all", "candidates"])
@@ -137,9 +123,9 @@ def test_rows_of_queries_that_were_not_selected_cost_no_backward(monkeypatch):
     chosen = torch.tensor([90, 3, 7])
     mask = torch.arange(4) < torch.tensor([2, 4, 3])[:, None]
     whole = TokenBatch.from_padded(queries, torch.ones(100, 4).index_put((chosen,), mask.float()))
-    gathered, weighted_sums = [], blocked._weighted_sums
+    gathered, weighted_sums = [], blocked.weighted_sums
     monkeypatch.setattr(
-        blocked, "_weighted_sums", lambda *inputs: gathered.append(inputs[-1].numel()) or weighted_sums(*inputs)
+        blocked, "weighted_sums", lambda *inputs: gathered.append(inputs[-1].numel()) or weighted_sums(*inputs)
     )
     weights = torch.randn(3, 5)
     of_few = torch.autograd.grad((maxsim(whole.select(chosen), documents) * weights).sum(), (queries, documents))

@@ -22,9 +22,10 @@ from pylate_fastmaxsim.kernels.primitives import running_maximum
 
 
 def _values(operand) -> np.ndarray:
-    if operand.dtype.scalar != tl.bfloat16:
+    dtype = operand.dtype.scalar
+    if dtype not in (tl.bfloat16, tl.float8e4nv):
         return operand.data
-    return interpreter._convert_float(operand.data, tl.bfloat16, tl.float32, None).view(np.float32)
+    return interpreter._convert_float(operand.data, dtype, tl.float32, None).view(np.float32)
 
 
 def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -34,6 +35,8 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 
 
 def _one_nan(numbers: np.ndarray) -> np.ndarray:
+    if numbers.dtype.kind != "f":
+        return numbers
     return np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers)
 
 

@@ -5,41 +5,8 @@ import triton.language as tl
 
 from pylate_fastmaxsim.kernels.primitives.documents import document_of_slot, similarities_of_document, tiles_of_slots
 from pylate_fastmaxsim.kernels.primitives.query_tiles import rows_of_tile, store_scores
-from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan, running_maximum, same_bits
+from pylate_fastmaxsim.kernels.primitives.running_maximum import best_of_row, no_maximum, running_maximum
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
-
-# The group until a column exceeds the floor: the largest that 32 bits can hold.
-_NO_GROUP = tl.constexpr(2**31 - 8)
-
-
-@triton.jit
-def _start(floor, BLOCK_M: tl.constexpr):
-    """Maxima and groups before the first column of a document: without a floor even a similarity of -infinity can win."""
-    group = tl.where(floor == 0.0, _NO_GROUP, 0)
-    return tl.zeros([BLOCK_M, 8], tl.float32) + floor, tl.zeros([BLOCK_M, 8], tl.int32) + group
-
-
-@triton.jit
-def _best_of_row(
-    best,
-    group,
-    document_length,
-    live_tokens,
-    WANT_WINNERS: tl.constexpr,
-    SENTINEL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Maximum and first winner of each row, from the best of its columns that are equal modulo 8."""
-    row_best = tl.reduce(best, 1, maximum_or_nan)
-    winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
-    if WANT_WINNERS:
-        candidate = tl.where(same_bits(best, row_best[:, None]), group + tl.arange(0, 8)[None, :], 2147483647)
-        first = tl.min(candidate, axis=1)
-        no_winner = (first >= _NO_GROUP) | (document_length == 0)
-        winner = tl.where(no_winner, SENTINEL, tl.minimum(first, document_length - 1))
-        if live_tokens is not None:
-            winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
-    return row_best, winner
 
 
 @Launcher
@@ -120,7 +87,7 @@ def forward_kernel(
 
     totals = tl.zeros([BLOCK_M, 8], tl.float32)
     # First column of the group of 8 that holds the best; the column within the group is the place in `best`.
-    best, group = _start(floor, BLOCK_M)
+    best, group = no_maximum(floor, BLOCK_M)
     for _ in range(num_document_tiles):
         document_tokens = None
         if live_tokens is not None:
@@ -132,12 +99,12 @@ def forward_kernel(
         best, group = running_maximum(best, group, first, similarity, WANT_WINNERS, BLOCK_M, BLOCK_N)
         is_last = first + BLOCK_N >= length
         if is_last:
-            value, winner = _best_of_row(best, group, length, document_tokens, WANT_WINNERS, SENTINEL, BLOCK_M)
+            value, winner = best_of_row(best, group, length, document_tokens, WANT_WINNERS, SENTINEL, BLOCK_M)
             value = tl.where(length > 0, value, 0.0)
             totals = tl.where(first_slot + place[None, :] == slot, value[:, None], totals)
             if WANT_WINNERS:
                 tl.store(winners + tl.cast(slot, tl.int64) * num_rows + q_row, winner, mask=q_live)
-            best, group = _start(next_floor, BLOCK_M)
+            best, group = no_maximum(next_floor, BLOCK_M)
         first = tl.where(is_last, 0, first + BLOCK_N)
         slot = tl.where(is_last, slot + 1, slot)
         start = tl.where(is_last, next_start, start)

@@ -3,9 +3,15 @@
 import triton
 import triton.language as tl
 
+# The group until a column exceeds the floor: the largest that 32 bits can hold.
+_NO_GROUP = tl.constexpr(2**31 - 8)
+
 
 @triton.jit
 def maximum_or_nan(a, b):
+    # Of integers sm_90 takes the maximum of three in one instruction, which the assembler finds by itself.
+    if a.dtype == tl.int32:
+        return tl.maximum(a, b)
     # One instruction (max.NaN) from sm_80 on. A plain maximum would hide the NaN of a diverged run.
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -111,3 +117,33 @@ def running_maximum(
         best, group = _over_eight(best, group, first, low, WANT_WINNERS, BLOCK_M)
         best, group = _over_eight(best, group, first + 64, high, WANT_WINNERS, BLOCK_M)
     return best, group
+
+
+@triton.jit
+def no_maximum(floor, BLOCK_M: tl.constexpr):
+    """Maxima and groups before the first column of a document: without a floor even a similarity of -infinity can win."""
+    group = tl.where(floor == 0, _NO_GROUP, 0)
+    return tl.zeros([BLOCK_M, 8], floor.dtype) + floor, tl.zeros([BLOCK_M, 8], tl.int32) + group
+
+
+@triton.jit
+def best_of_row(
+    best,
+    group,
+    document_length,
+    live_tokens,
+    WANT_WINNERS: tl.constexpr,
+    SENTINEL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Maximum and first winner of each row, from the best of its columns that are equal modulo 8."""
+    row_best = tl.reduce(best, 1, maximum_or_nan)
+    winner = tl.full([BLOCK_M], SENTINEL, tl.int32)
+    if WANT_WINNERS:
+        candidate = tl.where(same_bits(best, row_best[:, None]), group + tl.arange(0, 8)[None, :], 2147483647)
+        first = tl.min(candidate, axis=1)
+        no_winner = (first >= _NO_GROUP) | (document_length == 0)
+        winner = tl.where(no_winner, SENTINEL, tl.minimum(first, document_length - 1))
+        if live_tokens is not None:
+            winner = tl.load(live_tokens + winner, mask=winner != SENTINEL, other=SENTINEL)
+    return row_best, winner

@@ -1,11 +1,14 @@
 """Tensors in the form in which kernels take them, and their device as the current one."""
 
 import contextlib
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._operands import ScoringOperands
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
+
+Operands = TypeVar("Operands", ScoringOperands, CompressedOperands)
 
 
 def on_device_of(tensor: Tensor):
@@ -15,11 +18,11 @@ def on_device_of(tensor: Tensor):
     return torch.cuda.device(tensor.device)
 
 
-def contiguous(operands: ScoringOperands) -> ScoringOperands:
+def contiguous(operands: Operands) -> Operands:
     """The operands with contiguous tensors."""
     if all(tensor.is_contiguous() for tensor in operands.tensors if tensor is not None):
         return operands
-    return ScoringOperands._make(value.contiguous() if isinstance(value, Tensor) else value for value in operands)
+    return type(operands)._make(value.contiguous() if isinstance(value, Tensor) else value for value in operands)
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -59,8 +59,12 @@ def backward(
     document, or ``no_winner`` of their dtype: ``[P, Tq]``, or contiguous ``[P, K, Tq]`` with K winners of each row, which
     are K different tokens. Masks and floor play no part: the rows that they exclude have no winner.
     """
+    d_values = operands.d_values
+    if not need_q:
+        # Only the shape of the documents counts then.
+        operands = operands._replace(d_values=d_values[:0])
     operands = contiguous(operands)
-    q_values, d_values = operands.q_values, operands.d_values
+    q_values = operands.q_values
     sizes = operands.max_q_length, operands.max_d_length, winners.numel(), q_values.shape[1]
     nothing_scored = 0 in (*grad_scores.shape, *sizes)
     grad_q = gradient_of(q_values, need_q, operands.q_gapless and not nothing_scored)

@@ -1,0 +1,231 @@
+"""MaxSim over compressed documents on CUDA: launches the Triton kernels. Never waits for the device."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
+from pylate_fastmaxsim.compressed import rounded_queries
+from pylate_fastmaxsim.kernels.compressed.decompress import decompress_kernel
+from pylate_fastmaxsim.kernels.compressed.forward import compressed_forward_kernel
+from pylate_fastmaxsim.kernels.compressed.query_gradient import compressed_query_gradient_kernel
+from pylate_fastmaxsim.kernels.compressed.round_rows import round_rows_kernel
+from pylate_fastmaxsim.kernels.compressed.tiles import forward_tiles, gradient_rows, is_fused
+from pylate_fastmaxsim.kernels.maxsim import launch as maxsim
+from pylate_fastmaxsim.kernels.maxsim.plan import ForwardPlan, plan_of_tiles, query_rows
+from pylate_fastmaxsim.kernels.maxsim.tiles import ForwardTiles
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
+from pylate_fastmaxsim.kernels.runtime.arch import architecture, cdiv, next_power_of_2
+from pylate_fastmaxsim.kernels.runtime.tensors import as_bytes, contiguous, on_device_of
+
+# Tokens that are decompressed at once, padding included: 256 MiB of 128 numbers of 16 bits.
+_TOKENS_AT_ONCE = 2**20
+
+
+def forward(
+    operands: CompressedOperands, want_winners: bool, precision: str, tiles: ForwardTiles | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores ``[Nq, P]`` (float32) and winners ``[P, Tq]``, which are ``None`` unless wanted."""
+    operands = contiguous(operands)
+    q_values, d_lengths = operands.q_values, operands.d_lengths
+    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
+    num_rows, dim = q_values.shape
+    index_dtype = winner_dtype(operands.max_d_length)
+    nothing_to_score = 0 in (
+        num_queries, num_slots, operands.max_q_length, operands.max_d_length, operands.stored.shape[0], dim
+    )  # fmt: skip
+    winners = None
+    if want_winners:
+        winners = torch.empty((num_slots, num_rows), dtype=index_dtype, device=q_values.device)
+        if nothing_to_score or not operands.q_gapless or operands.q_keep is not None:
+            winners.fill_(no_winner(index_dtype))
+    if nothing_to_score:
+        return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
+
+    with_candidates = operands.candidates is not None
+    rows_in_all = query_rows(num_queries, operands.max_q_length, with_candidates)
+    with on_device_of(q_values):
+        if not _in_tiles(operands, rows_in_all):
+            return _decompressed_forward(operands, want_winners, precision)
+        kind = "int8 by token" if operands.per_token else operands.format
+        plan = _plan(
+            architecture(q_values.device), kind, dim, num_queries, operands.max_q_length, num_slots,
+            with_candidates, tiles,
+        )  # fmt: skip
+        q_scales = None
+        if operands.format != "residual":
+            q_values, q_scales = round_rows(q_values, operands.stored.dtype, operands.scale)
+        live_tokens = None
+        if operands.d_keep is not None:
+            live_tokens, d_lengths = live_tokens_of(operands.d_starts, d_lengths, operands.d_keep)
+        size = (num_queries, num_slots) if plan.row_blocks == 1 else (plan.row_blocks, num_queries, num_slots)
+        scores = torch.empty(size, dtype=torch.float32, device=q_values.device)
+        compressed_forward_kernel[(plan.programs,)](
+            q_values,
+            q_scales,
+            operands.q_starts,
+            operands.q_lengths,
+            as_bytes(operands.q_keep),
+            operands.stored,
+            operands.scales,
+            operands.codes,
+            operands.centroids,
+            _words(operands),
+            operands.d_starts,
+            d_lengths,
+            live_tokens,
+            operands.candidates,
+            scores,
+            winners,
+            num_queries,
+            num_slots,
+            plan.num_tiles,
+            num_rows,
+            plan.row_blocks,
+            plan.documents_per_program,
+            FORMAT=operands.format,
+            PER_TOKEN=operands.per_token,
+            BITS=operands.bits,
+            WANT_WINNERS=want_winners,
+            SENTINEL=no_winner(index_dtype),
+            **plan.constants,
+        )
+    return (scores if plan.row_blocks == 1 else scores.sum(dim=0)), winners
+
+
+def _in_tiles(operands: CompressedOperands, rows_in_all: int) -> bool:
+    """Whether a kernel of this format scores documents as they are stored."""
+    q_values = operands.q_values
+    if operands.format == "residual":
+        of_16_bits = q_values.dtype != torch.float32
+        alone = operands.candidates is not None  # nothing is gained by decompressing a document once for one query
+        return is_fused(1 if alone else rows_in_all, q_values.shape[1], of_16_bits)
+    return operands.format == "int8" or has_fp8(q_values.device)
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Whether the GPU multiplies e4m3."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    arch: int,
+    kind: str,
+    dim: int,
+    num_queries: int,
+    max_q_length: int,
+    num_slots: int,
+    with_candidates: bool,
+    tiles: ForwardTiles | None,
+) -> ForwardPlan:
+    rows_in_all = query_rows(num_queries, max_q_length, with_candidates)
+    tile = tiles or forward_tiles(arch, kind, dim, rows_in_all)
+    plan = plan_of_tiles(tile, "highest", dim, num_queries, max_q_length, num_slots, with_candidates)
+    constants = dict(plan.constants)
+    del constants["PRECISION"]  # of float32 products
+    return plan._replace(constants=constants)
+
+
+def round_rows(values: Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Vectors rounded to int8 or e4m3, and the scale of each row (float32) times `factor`."""
+    num_rows, dim = values.shape
+    rounded = torch.empty_like(values, dtype=dtype)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=values.device)
+    block_k = min(next_power_of_2(dim), 1024)
+    block_rows = max(1, 4096 // block_k)
+    round_rows_kernel[(cdiv(num_rows, block_rows),)](
+        values, rounded, scales, num_rows, factor,
+        IS_INT8=dtype == torch.int8, DIM=dim, BLOCK_ROWS=block_rows, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+    return rounded, scales
+
+
+def _words(operands: CompressedOperands) -> Tensor | None:
+    """The weights of the numbers of each byte, two to a word, which the kernels take."""
+    return None if operands.byte_values is None else operands.byte_values.view(torch.int32)
+
+
+def _decompressed_forward(
+    operands: CompressedOperands, want_winners: bool, precision: str
+) -> tuple[Tensor, Tensor | None]:
+    """The same by documents that are decompressed, some at a time, and scored as MaxSim scores vectors."""
+    q_values = operands.q_values
+    if operands.format == "fp8":
+        rounded, scales = rounded_queries(q_values, "fp8")
+        # Exactly, since bfloat16 has more bits.
+        q_values = (rounded.float() * scales[:, None]).to(torch.bfloat16)
+    num_queries, num_slots = operands.q_starts.shape[0], operands.num_slots
+    device, max_length = q_values.device, operands.max_d_length
+    at_once = max(1, _TOKENS_AT_ONCE // max_length)
+    if operands.candidates is not None:
+        at_once = max(1, at_once // num_queries)
+    scores = torch.empty((num_queries, num_slots), dtype=torch.float32, device=device)
+    winners = []
+    for first in range(0, num_slots, at_once):
+        slots = chosen = slice(first, min(first + at_once, num_slots))
+        candidates = None
+        if operands.candidates is not None:
+            chosen = operands.candidates[:, slots].reshape(-1)
+            candidates = torch.arange(chosen.shape[0], device=device).view(num_queries, -1)
+        starts, lengths = operands.d_starts[chosen], operands.d_lengths[chosen]
+        vectors, keep = _decompress(operands, starts, lengths, q_values.dtype)
+        places = torch.arange(starts.shape[0], device=device) * max_length
+        part = ScoringOperands(
+            q_values, operands.q_starts, operands.q_lengths, operands.q_keep, vectors, places, lengths, keep,
+            candidates, None, operands.max_q_length, max_length, operands.q_gapless, False,
+        )  # fmt: skip
+        scores[:, slots], won = maxsim.forward(part, want_winners, precision)
+        winners.append(won)
+    return scores, torch.cat(winners) if want_winners else None
+
+
+def _decompress(
+    operands: CompressedOperands, starts: Tensor, lengths: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Vectors of some documents, each document at a multiple of the longest length, and which tokens count."""
+    dim, rows = operands.q_values.shape[1], starts.shape[0] * operands.max_d_length
+    vectors = torch.empty((rows, dim), dtype=dtype, device=starts.device)
+    kept = None if operands.d_keep is None else torch.empty(rows, dtype=torch.uint8, device=starts.device)
+    block_k = next_power_of_2(max(dim, 16))
+    block_n = max(1, min(32, 4096 // block_k))
+    blocks = cdiv(operands.max_d_length, block_n)
+    decompress_kernel[(starts.shape[0] * blocks,)](
+        _stored(operands), operands.scales, operands.codes, operands.centroids, _words(operands),
+        starts, lengths, as_bytes(operands.d_keep), vectors, kept, blocks, operands.max_d_length, operands.scale,
+        FORMAT=operands.format, BITS=operands.bits, DIM=dim, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+    return vectors, None if kept is None else kept.view(torch.bool)
+
+
+def _stored(operands: CompressedOperands) -> Tensor:
+    """Numbers as kernels of all GPUs take them: e4m3 as bytes."""
+    return operands.stored.view(torch.uint8) if operands.format == "fp8" else operands.stored
+
+
+def backward(grad_scores: Tensor, winners: Tensor, operands: CompressedOperands) -> Tensor:
+    """Gradient of ``q_values``, of the winners' vectors as they decompress. Rounding of queries passes it on unchanged."""
+    operands = contiguous(operands)
+    q_values = operands.q_values
+    dim = q_values.shape[1]
+    nothing_scored = 0 in (*grad_scores.shape, operands.max_q_length, operands.max_d_length, winners.numel(), dim)
+    make = torch.empty_like if operands.q_gapless and not nothing_scored else torch.zeros_like
+    grad_q = make(q_values)
+    if nothing_scored:
+        return grad_q
+    block_rows = gradient_rows(dim)
+    row_blocks = cdiv(operands.max_q_length, block_rows)
+    with on_device_of(q_values):
+        compressed_query_gradient_kernel[(operands.q_starts.shape[0] * row_blocks,)](
+            grad_scores.contiguous(), winners, operands.q_starts, operands.q_lengths,
+            _stored(operands), operands.scales, operands.codes, operands.centroids, _words(operands),
+            operands.d_starts, operands.candidates, grad_q,
+            grad_scores.shape[1], winners.shape[1], row_blocks, operands.scale,
+            FORMAT=operands.format, PER_TOKEN=operands.per_token, BITS=operands.bits, DIM=dim,
+            SENTINEL=no_winner(winners.dtype), BLOCK_ROWS=block_rows, BLOCK_K=max(16, next_power_of_2(dim)), UNROLL=4,
+            num_warps=4,
+        )  # fmt: skip
+    return grad_q

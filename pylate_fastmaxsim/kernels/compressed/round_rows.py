@@ -1,0 +1,56 @@
+"""Token vectors rounded to int8 or e4m3, each with a scale of its own."""
+
+import triton
+import triton.language as tl
+
+from pylate_fastmaxsim.kernels.primitives.running_maximum import maximum_or_nan
+from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
+
+# Added to a float32 of at most 2**22 and taken away again, it leaves a whole number, rounded half to even.
+_TO_WHOLE = tl.constexpr(12582912.0)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["num_rows", "factor"])
+def round_rows_kernel(
+    values,
+    rounded,
+    scales,
+    num_rows,
+    factor,
+    IS_INT8: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`rounded` is `values` over the scale of each row, and `scales` that scale times `factor`.
+
+    The largest number of a row becomes 127 (int8), or comes into (224, 448] by a power of two (e4m3). A row with a NaN has a
+    scale that is NaN.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    k = tl.arange(0, BLOCK_K)
+    live = row < num_rows
+    largest = tl.zeros([BLOCK_ROWS], tl.float32)
+    for first_k in range(0, DIM, BLOCK_K):
+        mask = live[:, None] & (first_k + k[None, :] < DIM)
+        x = tl.load(values + row[:, None] * DIM + first_k + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        largest = maximum_or_nan(largest, tl.reduce(tl.abs(x), 1, maximum_or_nan))
+    if IS_INT8:
+        scale = tl.div_rn(largest, 127.0)
+    else:
+        bits = largest.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 127 - 8 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
+        exponent = tl.minimum(tl.maximum(exponent, -120), 120)
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(largest == largest, scale, largest)
+        scale = tl.where(largest == 0.0, 0.0, scale)
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    tl.store(scales + row, scale * factor, mask=live)
+    for first_k in range(0, DIM, BLOCK_K):
+        mask = live[:, None] & (first_k + k[None, :] < DIM)
+        x = tl.load(values + row[:, None] * DIM + first_k + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [BLOCK_ROWS, BLOCK_K]))
+        if IS_INT8:
+            x = (x + _TO_WHOLE) - _TO_WHOLE
+        tl.store(rounded + row[:, None] * DIM + first_k + k[None, :], x.to(rounded.dtype.element_ty), mask=mask)

@@ -1,0 +1,209 @@
+"""MaxSim over compressed documents as an operator, registered with torch.library and differentiable in the queries.
+
+And MaxSim over documents that only its backward keeps compressed.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._operands import COMPRESSED_SCHEMA, CompressedOperands, ScoringOperands
+from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
+from pylate_fastmaxsim.cpu import compressed as blocked
+from pylate_fastmaxsim.ops.autograd import refuse_transforms
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
+from pylate_fastmaxsim.ops.operands import (
+    as_batch,
+    check_choice,
+    check_winners,
+    raise_shared_rows,
+    require_one_device_and_dim,
+)
+from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+
+SavedDocuments = Literal["int8"] | None
+
+
+def compressed_scores(
+    queries: TokenBatch | Tensor,
+    documents: CompressedBatch,
+    candidates: Tensor | None = None,
+    queries_mask: Tensor | None = None,
+) -> Tensor:
+    """:func:`pylate_fastmaxsim.maxsim` for documents that are compressed."""
+    operands = _prepared(as_batch("maxsim", "queries", queries, queries_mask), documents, candidates)
+    q_values = operands.q_values
+    want_winners = torch.is_grad_enabled() and q_values.requires_grad
+    if not want_winners and is_plain(q_values):
+        # The dispatcher costs the host more than a launch.
+        scores, _ = _path(q_values).forward(operands, False, float32_precision(q_values.dtype))
+        return scores
+    scores, _ = torch.ops.pylate_fastmaxsim.compressed_forward(*operands, want_winners)
+    return scores
+
+
+def _prepared(queries: TokenBatch, documents: CompressedBatch, candidates: Tensor | None) -> CompressedOperands:
+    """The arguments of a call after all checks."""
+    refuse_transforms("maxsim")
+    q_values, tokens = queries.values, documents.tokens
+    if q_values.is_meta:
+        raise ValueError("maxsim: queries are on the meta device, which holds no numbers to score.")
+    device = q_values.device.type
+    if isinstance(tokens, Residual) and torch.is_autocast_enabled(device) and q_values.dtype in KERNEL_DTYPES:
+        q_values = q_values.to(torch.get_autocast_dtype(device))
+    if q_values.dtype not in KERNEL_DTYPES and q_values.dtype != torch.float64:
+        raise ValueError(f"maxsim: token vectors must be bfloat16, float16, float32 or float64, got {q_values.dtype}.")
+    require_one_device_and_dim("maxsim", queries, documents)
+    check_choice("maxsim", queries, documents, candidates, None)
+    return CompressedOperands(
+        q_values, queries.starts, queries.lengths, queries.keep,
+        *_stored(tokens), documents.starts, documents.lengths, documents.keep, candidates,
+        queries.max_length, documents.max_length, queries.gapless,
+        isinstance(tokens, Int8) and tokens.per_token, tokens.scale if isinstance(tokens, Fp8) else 1.0,
+    )  # fmt: skip
+
+
+def _stored(tokens: Int8 | Fp8 | Residual) -> tuple[Tensor | None, ...]:
+    """What is stored, scales, codes, centroids and the numbers of each byte."""
+    if isinstance(tokens, Int8):
+        return tokens.values, tokens.scales, None, None, None
+    if isinstance(tokens, Fp8):
+        return tokens.values, None, None, None, None
+    return tokens.packed, tokens.scales, tokens.codes, tokens.codec.centroids, tokens.codec.byte_values
+
+
+def _path(values: Tensor) -> ModuleType:
+    """The module of forward and backward of such queries."""
+    return _kernels() if runs_kernels(values) else blocked
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from pylate_fastmaxsim.kernels.compressed import launch
+
+    return launch
+
+
+torch.library.define(
+    "pylate_fastmaxsim::compressed_forward",
+    f"({COMPRESSED_SCHEMA}, bool want_winners) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "pylate_fastmaxsim::compressed_backward",
+    f"(Tensor grad_scores, Tensor winners, {COMPRESSED_SCHEMA}) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl("pylate_fastmaxsim::compressed_forward", "CompositeExplicitAutograd")
+def _forward(*arguments):
+    *fields, want_winners = arguments
+    operands = CompressedOperands(*fields)
+    values = operands.q_values
+    if want_winners and values.is_cpu and not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
+        raise_shared_rows("maxsim", "queries", "repeat the vectors")
+    scores, winners = _path(values).forward(operands, want_winners, float32_precision(values.dtype))
+    if winners is None:
+        shape, dtype = winner_layout(0, 0, 0, want=False)
+        winners = scores.new_empty(shape, dtype=dtype)
+    return scores, winners
+
+
+@torch.library.impl("pylate_fastmaxsim::compressed_backward", "CompositeExplicitAutograd")
+def _backward(grad_scores, winners, *fields):
+    operands = CompressedOperands(*fields)
+    return _path(operands.q_values).backward(grad_scores, winners, operands)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::compressed_forward")
+def _forward_fake(*arguments):
+    *fields, want_winners = arguments
+    operands = CompressedOperands(*fields)
+    values = operands.q_values
+    scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
+    shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, want_winners)
+    return scores, values.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::compressed_backward")
+def _backward_fake(grad_scores, winners, *fields):
+    return torch.empty_like(CompressedOperands(*fields).q_values, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output):
+    *fields, want_winners = inputs
+    operands = CompressedOperands(*fields)
+    ctx.save_for_backward(output[1], *operands.tensors)
+    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_scores, _):
+    grad_q = None
+    if grad_scores is not None:
+        check_winners("maxsim", ctx.has_winners)
+        winners, *tensors = ctx.saved_tensors
+        grad_q = torch.ops.pylate_fastmaxsim.compressed_backward(grad_scores, winners, *tensors, *ctx.sizes)
+    return grad_q, *[None] * len(CompressedOperands._fields)
+
+
+def _differentiate_twice(ctx, *_):
+    raise NotImplementedError("maxsim: second derivatives are not supported; its backward cannot be differentiated.")
+
+
+torch.library.register_autograd("pylate_fastmaxsim::compressed_forward", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd("pylate_fastmaxsim::compressed_backward", _differentiate_twice)
+
+
+class SavedAsInt8(torch.autograd.Function):
+    """The registered operator of MaxSim with another gradient of the queries: of documents rounded to int8.
+
+    ``q_values`` and ``d_values`` are those of ``operands``, named once more for autograd to see them.
+    """
+
+    @staticmethod
+    def forward(ctx, q_values: Tensor, d_values: Tensor, operands: ScoringOperands) -> Tensor:
+        scores, winners = torch.ops.pylate_fastmaxsim.maxsim_forward(*operands, True)
+        rounded, scales = _rounded(d_values)
+        # The gradient of the documents needs the shape of theirs only.
+        ctx.dtype = d_values.dtype
+        saved = operands._replace(d_values=rounded)
+        ctx.save_for_backward(winners, scales, *saved.tensors)
+        ctx.sizes = saved.sizes
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores: Tensor):
+        winners, scales, *tensors = ctx.saved_tensors
+        operands = ScoringOperands(*tensors, *ctx.sizes)
+        rounded = operands.d_values
+        need_q, need_d, _ = ctx.needs_input_grad
+        grad_q = grad_d = None
+        if need_q:
+            compressed = CompressedOperands(
+                operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,
+                rounded, scales, None, None, None, operands.d_starts, operands.d_lengths, operands.d_keep,
+                operands.candidates, operands.max_q_length, operands.max_d_length, operands.q_gapless, True, 1.0,
+            )  # fmt: skip
+            grad_q = torch.ops.pylate_fastmaxsim.compressed_backward(grad_scores, winners, *compressed)
+        if need_d:
+            shape_only = torch.empty(1, 1, dtype=ctx.dtype, device=rounded.device).expand(rounded.shape)
+            operands = operands._replace(d_values=shape_only)
+            _, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(grad_scores, winners, *operands, False, True)
+        return grad_q, grad_d, None
+
+
+def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors as int8, and the scale of each."""
+    if runs_kernels(values) and not torch.compiler.is_compiling():
+        return _kernels().round_rows(values.contiguous(), torch.int8)
+    return rounded_queries(values, "int8")
