@@ -159,12 +159,14 @@ def examples(name: str) -> list[str]:
 
 def test_examples_of_the_operators_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    [operator, sparse], [search] = examples("README.md"), examples("docs/operators.md")
+    [operator, sparse], [search, in_place] = examples("README.md"), examples("docs/operators.md")
     names: dict = {}
     exec(operator, names)
     assert names["scores"].shape == (4, 3) and names["pairs"].shape == (4, 1)
     exec(search, names)
     assert names["best"].shape == names["positions"].shape == (4, 2)
+    exec(in_place, names)
+    assert names["scores"].shape == (8, 3)
     exec(sparse, names)
     assert (names["scores"].tolist(), names["positions"].tolist()) == ([[3.0, 2.0]], [[2, 0]])
 

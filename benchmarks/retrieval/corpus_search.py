@@ -1,13 +1,18 @@
-"""Exact search of a corpus on disk: streamed from its memory map, resident on the GPU, and by PyLate's own scoring.
+"""Exact search of a corpus on disk by format: streamed from its memory map, resident on the GPU, rescored from bf16, and
+by PyLate's own scoring.
 
-    python -m benchmarks.retrieval.corpus_search --folder /data/corpus
-    python -m benchmarks.retrieval.corpus_search --folder /tmp/corpus --passages 500 --queries 4 --dim 16 --output /tmp/a.json
+    python -m benchmarks.retrieval.corpus_search --folder /data/corpora
+    python -m benchmarks.retrieval.corpus_search --folder /tmp/corpora --passages 500 --queries 4 --dim 16 --centroids 32 --output /tmp/a.json
     python -m benchmarks.retrieval.corpus_search --render-only      # table and plot from the committed results
 
-Passages are random unit vectors, log-normal in length and truncated at 300 tokens; a million take about 20 GB of disk.
-They are written once to ``--folder`` and used again. PyLate scores the first ``--stock-passages`` of them, in chunks
-that are padded to their longest passage; its time for the whole corpus is extrapolated. Results are written after each
-stage.
+Passages are random unit vectors, log-normal in length and truncated at 300 tokens; a million take about 20 GB of disk as
+bf16, 10 as int8 and as fp8, 6 and 4 as residual codes of 4 and 2 bits. Each format is written once, to a folder in
+``--folder``, and used again. All are written before any is searched, so that those that fit are in the page cache. The
+codecs are trained on the first batch of passages. Random vectors have no neighbours, so that what compression changes in
+the results is more than for embeddings of texts.
+
+PyLate scores the first ``--stock-passages`` of them, in chunks that are padded to their longest passage; its time for
+the whole corpus is extrapolated. Results are written after each stage.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,19 +37,24 @@ from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.plots import COLOURS, bars
 from benchmarks.harness.records import environment, write
 from benchmarks.harness.tables import table
-from pylate_fastmaxsim import TokenBatch
+from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch
 from pylate_fastmaxsim.retrieval.corpus import TOKENS_PER_BATCH, Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.search import search
+
+Batch = TokenBatch | CompressedBatch
+Found = tuple[Tensor, Tensor]
 
 LONGEST = 300  # tokens of a passage
 # Stock holds the similarities twice, plain and masked, and their maxima.
 SHARE_OF_MEMORY = 0.35
 CPU_CHUNK = 64  # passages
 
+BITS = {"residual-4": 4, "residual-2": 2}
+FORMATS = ["bf16", "int8", "fp8", *BITS]
 TITLES = {
-    "streamed": "this package, from the memory map",
-    "resident": "this package, corpus on the device",
-    "stock": "PyLate",
+    "streamed": "from the memory map",
+    "resident": "corpus on the device",
+    "rescored": "from the memory map, rescored from bf16",
 }
 
 
@@ -144,23 +155,57 @@ def difference(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) ->
     }
 
 
-def seconds_of_paths(content: dict) -> dict[str, float]:
-    """Seconds of each path for the whole corpus."""
-    count, stages = content["setting"]["passages"], content["stages"]
-    return {name: stages[name]["seconds"] * count / stages[name]["passages"] for name in TITLES if name in stages}
+@dataclass(frozen=True)
+class Row:
+    """One way to search the whole corpus."""
+
+    title: str
+    seconds: float
+    peak_bytes: int | None
+    disk_bytes: int | None = None
+    same: float | None = None  # share of bf16's results
+
+    @property
+    def memory(self) -> str:
+        return "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:.1f} GiB"
+
+
+def rows(content: dict) -> list[Row]:
+    """All ways that were measured, PyLate last."""
+    found = []
+    # Results of before there were formats are those of bf16.
+    for name, stages in content.get("formats", {"bf16": content["stages"]}).items():
+        for path, title in TITLES.items():
+            if path in stages:
+                stage = stages[path]
+                same = stage.get("difference", {}).get("share_of_same_passages")
+                row = Row(f"{name}, {title}", stage["seconds"], stage["peak_bytes"], stages["write"]["bytes"], same)
+                found.append(row)
+    if "stock" in content["stages"]:
+        stock = content["stages"]["stock"]
+        whole = stock["seconds"] * content["setting"]["passages"] / stock["passages"]
+        found.append(Row("PyLate", whole, stock["peak_bytes"]))
+    return found
 
 
 def markdown(content: dict) -> str:
-    """A table of the paths, for the whole corpus."""
+    """A table of the ways to search, for the whole corpus."""
     count, paths = content["setting"]["passages"], content["stages"]
-    seconds = seconds_of_paths(content)
-    rows = []
-    for name, value in seconds.items():
-        peak = paths[name]["peak_bytes"]
-        memory = "" if peak is None else f"{peak / 2**30:.1f} GiB"
-        ratio = f"{seconds['stock'] / value:.1f}x" if "stock" in seconds else ""
-        rows.append([TITLES[name], f"{value:.2f} s", ratio, memory])
-    lines = [table(["path", "time", "relative to PyLate", "device memory beyond what was held before"], rows)]
+    header = ["path", "time", "relative to PyLate", "device memory beyond what was held before", "on disk"]
+    header.append(f"of bf16's best {content['setting']['k']}")
+    whole = {row.title: row.seconds for row in rows(content)}.get("PyLate")
+    cells = [
+        [
+            row.title,
+            f"{row.seconds:.2f} s",
+            "" if whole is None else f"{whole / row.seconds:.1f}x",
+            row.memory,
+            "" if row.disk_bytes is None else f"{row.disk_bytes / 1e9:.1f} GB",
+            "" if row.same is None else f"{row.same:.1%}",
+        ]
+        for row in rows(content)
+    ]
+    lines = [table(header, cells)]
     if "stock" in paths and paths["stock"]["passages"] < count:
         part = paths["stock"]
         lines.append(
@@ -172,23 +217,107 @@ def markdown(content: dict) -> str:
 
 def draw_paths(content: dict, target: Path) -> None:
     """The same as a bar plot."""
-    setting, seconds = content["setting"], seconds_of_paths(content)
-    peaks = [content["stages"][name]["peak_bytes"] for name in seconds]
+    setting, found = content["setting"], rows(content)
     measures = {
-        "time for the whole corpus (s)": (list(seconds.values()), [f"{value:.2f}" for value in seconds.values()]),
+        "time for the whole corpus (s)": ([row.seconds for row in found], [f"{row.seconds:.2f}" for row in found]),
         "device memory (GiB)": (
-            [peak and peak / 2**30 for peak in peaks],
-            ["no device" if peak is None else f"{peak / 2**30:.1f}" for peak in peaks],
+            [row.peak_bytes and row.peak_bytes / 2**30 for row in found],
+            [row.memory.removesuffix(" GiB") or "no device" for row in found],
+        ),
+        "on disk (GB)": (
+            [row.disk_bytes and row.disk_bytes / 1e9 for row in found],
+            ["" if row.disk_bytes is None else f"{row.disk_bytes / 1e9:.1f}" for row in found],
         ),
     }
-    rows = [(TITLES[name], COLOURS[0 if name == "stock" else -1]) for name in seconds]
-    figure = bars(rows, measures, f"{setting['queries']:,} queries against {setting['passages']:,} passages")
+    titles = [(row.title, COLOURS[0 if row.title == "PyLate" else -1]) for row in found]
+    figure = bars(titles, measures, f"{setting['queries']:,} queries against {setting['passages']:,} passages")
     figure.savefig(target, dpi=150)
+
+
+@dataclass
+class Benchmark:
+    """All stages on one device; results are written after each."""
+
+    options: argparse.Namespace
+    device: torch.device
+    content: dict
+
+    def finished(self, result: dict, stage: str, format: str | None = None) -> None:
+        stages = self.content["stages"] if format is None else self.content["formats"].setdefault(format, {})
+        stages[stage] = result
+        print(format or "", stage, json.dumps(result), flush=True)
+        write(self.options.output, self.content)
+
+    def written(self, name: str) -> Corpus:
+        """The corpus of a format, from the disk if it is there."""
+        options, folder = self.options, self.options.folder / name
+        began, seconds = time.perf_counter(), None
+        if (folder / "corpus.json").exists():
+            corpus = Corpus(folder)
+        else:
+            format = None if name == "bf16" else name
+            if name in BITS:
+                sample = next(passages(options, self.device)).values
+                format = ResidualCodec.train(sample, BITS[name], options.centroids)
+                self.finished({"seconds": time.perf_counter() - began, "vectors": len(sample)}, "train", name)
+                began = time.perf_counter()
+            corpus = write_corpus(folder, passages(options, self.device), format=format)
+            seconds = time.perf_counter() - began
+        if (len(corpus), corpus.dim) != (options.passages, options.dim):
+            raise SystemExit(f"{folder} holds another corpus; choose another --folder.")
+        self.finished({"seconds": seconds, "tokens": corpus.tokens, "bytes": corpus.nbytes}, "write", name)
+        return corpus
+
+    def searched(self, name: str, corpora: dict[str, Corpus], queries: TokenBatch, expected: Found | None) -> Found:
+        """Search a corpus in each way; ``expected`` are the results of bf16."""
+        options, device, corpus = self.options, self.device, corpora[name]
+
+        def batches() -> Iterator[Batch]:
+            return corpus.batches(device, options.tokens_per_batch)
+
+        def compared(found: Found) -> dict:
+            return {} if expected is None else {"difference": difference(found, expected)}
+
+        search(queries, [next(batches())], options.k)  # warm-up
+        if device.type == "cuda":  # on a CPU nothing is read before it is scored
+            result, _ = timed(lambda: sum(map(len, batches())), device)
+            self.finished({**result, "gigabytes_per_second": corpus.nbytes / result["seconds"] / 1e9}, "read", name)
+        result, found = timed(lambda: search(queries, batches(), options.k), device, options.repeats)
+        self.finished({**result, **compared(found)}, "streamed", name)
+
+        resident = list(batches())
+        result, again = timed(lambda: search(queries, resident, options.k), device, options.repeats)
+        same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
+        self.finished({**result, **compared(again), "same_as_streamed": same}, "resident", name)
+        resident.clear()
+
+        if expected is not None:
+            result, again = timed(lambda: search(queries, batches(), options.k, rescore=corpora["bf16"]), device)
+            late = again.from_last_tenth.double().mean().item()
+            self.finished({**result, **compared(again), "mean_from_last_tenth": late}, "rescored", name)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def stock(self, corpus: Corpus, padded: Tensor, queries: TokenBatch) -> None:
+        """PyLate rounds similarities and scores to bfloat16; its float32 scores are those of this package."""
+        options = self.options
+        for stage, passages_, dtype in (
+            ("stock", options.stock_passages, torch.bfloat16),
+            ("stock_float32", options.check_passages, torch.float32),
+        ):
+            part = min(options.passages, passages_)
+            result, found = stock(padded, corpus, part, options.k, dtype, options.mean)
+            ours = search(queries, corpus.batches(self.device, options.tokens_per_batch, end=part), options.k)
+            self.finished({**result, "difference": difference(ours, found)}, stage)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="of the corpus")
+    parser.add_argument("--folder", type=Path, help="of the corpora")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--centroids", type=int, default=1 << 15, help="of residual codes")
+    parser.add_argument("--no-stock", action="store_true", help="leave PyLate out")
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--mean", type=int, default=80, help="tokens of a passage")
     parser.add_argument("--queries", type=int, default=1000)
@@ -208,56 +337,25 @@ def main() -> None:
         print(markdown(content))
         return
     if options.folder is None:
-        parser.error("--folder must name the folder of the corpus.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        parser.error("--folder must name the folder of the corpora.")
+    names = options.formats.split(",")
+    if not set(names) <= set(FORMATS) or names[0] != "bf16":
+        parser.error(f"--formats must begin with bf16, and be of {', '.join(FORMATS)}, got {options.formats}.")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     setting = {name: value for name, value in vars(options).items() if name not in ("folder", "output", "render_only")}
-    content: dict = {"environment": environment(), "setting": {**setting, "dtype": "bfloat16"}, "stages": {}}
-
-    def finished(stage: str, result: dict) -> None:
-        content["stages"][stage] = result
-        print(stage, json.dumps(result), flush=True)
-        write(options.output, content)
-
-    began = time.perf_counter()
-    written = not (options.folder / "corpus.json").exists()
-    corpus = write_corpus(options.folder, passages(options, device)) if written else Corpus(options.folder)
-    if (len(corpus), corpus.dim) != (options.passages, options.dim):
-        raise SystemExit(f"{options.folder} holds another corpus; choose another --folder.")
-    size = corpus.tokens * corpus.dim * corpus.dtype.itemsize
-    seconds = time.perf_counter() - began if written else None
-    finished("write", {"seconds": seconds, "tokens": corpus.tokens, "bytes": size})
+    content: dict = {"environment": environment(), "setting": setting, "formats": {}, "stages": {}}
+    benchmark = Benchmark(options, device, content)
+    corpora = {name: benchmark.written(name) for name in names}
 
     generator = torch.Generator(device).manual_seed(1)
     shape = (options.queries, options.query_length, options.dim)
     padded = normalize(torch.randn(shape, generator=generator, device=device), dim=-1).bfloat16()
-    queries = TokenBatch.from_padded(padded)
-    count, k = options.passages, options.k
-
-    def streamed(end: int | None = None) -> tuple[Tensor, Tensor]:
-        return search(queries, corpus.batches(device, options.tokens_per_batch, end=end), k)
-
-    search(queries, [next(corpus.batches(device, options.tokens_per_batch))], k)  # warm-up
-    if device.type == "cuda":  # on a CPU nothing is read before it is scored
-        result, _ = timed(lambda: sum(map(len, corpus.batches(device, options.tokens_per_batch))), device)
-        finished("read", {**result, "gigabytes_per_second": size / result["seconds"] / 1e9})
-    result, found = timed(streamed, device, options.repeats)
-    finished("streamed", {**result, "passages": count})
-
-    batches = list(corpus.batches(device, options.tokens_per_batch))
-    result, again = timed(lambda: search(queries, batches, k), device, options.repeats)
-    same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, again, strict=True))
-    finished("resident", {**result, "passages": count, "same_as_streamed": same})
-    batches.clear()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-    # Stock rounds similarities and scores to bfloat16; its float32 scores are those of this package.
-    part = min(count, options.stock_passages)
-    result, found = stock(padded, corpus, part, k, torch.bfloat16, options.mean)
-    finished("stock", {**result, "difference": difference(streamed(part), found)})
-    part = min(count, options.check_passages)
-    result, found = stock(padded, corpus, part, k, torch.float32, options.mean)
-    finished("stock_float32", {**result, "difference": difference(streamed(part), found)})
+    queries, expected = TokenBatch.from_padded(padded), None
+    for name in names:
+        found = benchmark.searched(name, corpora, queries, expected)
+        expected = found if expected is None else expected
+    if not options.no_stock:
+        benchmark.stock(corpora["bf16"], padded, queries)
     draw_paths(content, options.output.with_suffix(".png"))
     print(markdown(content))
 

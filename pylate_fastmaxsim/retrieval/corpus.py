@@ -89,7 +89,7 @@ def write_corpus(
     >>> def batches(held):
     ...     return (TokenBatch.from_list([document]) for document in documents[held:])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     corpus = write_corpus(folder, batches)
+    ...     corpus = write_corpus(folder, batches, format="int8")
     ...     len(corpus), corpus.tokens, corpus.dim
     ...     search(TokenBatch.from_list([torch.eye(2)]), corpus, k=2)
     (3, 6, 2)

@@ -132,6 +132,19 @@ def test_a_corpus_is_added_to_and_opens_meanwhile(tmp_path):
     assert lists(Corpus(tmp_path).batches()) == lists(whole.batches())
 
 
+def test_there_is_a_journal_before_there_is_anything_else(tmp_path):
+    sequences, counted = unit_documents(30), []
+
+    def batches(held):
+        for batch in grouped(sequences[held : held + 15], SIZE):
+            yield batch
+            counted.append(description.read(tmp_path / "unfinished.json").documents)
+
+    for _ in range(2):
+        write_corpus(tmp_path, batches)
+    assert counted == [0, 0, 0, 15, 15, 15]
+
+
 def test_other_files_are_left_alone(tmp_path):
     (tmp_path / "values.bin").write_text("of somebody else")
     with pytest.raises(ValueError, match="must be empty; choose another folder, or remove what it holds.$"):

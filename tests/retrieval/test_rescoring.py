@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from corpora import documents, grouped
+from corpora import codec, documents, grouped, unit_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_fastmaxsim import Max, TokenBatch, TopK, maxsim, pooled_scores
+from pylate_fastmaxsim.compressed import compress
+from pylate_fastmaxsim.reference import compressed_maxsim
 from pylate_fastmaxsim.retrieval import search as module
 from pylate_fastmaxsim.retrieval.corpus import write_corpus
 from pylate_fastmaxsim.retrieval.search import search
@@ -103,6 +105,24 @@ def test_queries_are_rounded_to_the_dtype_of_a_corpus(corpora, tmp_path):
     assert all(map(torch.equal, search(queries, bf16, 5), search(rounded, [documents_], 5)))
     found = search(queries, coarse, 5, rescore=bf16, candidates_per_result=COUNT)
     assert all(map(torch.equal, found, search(rounded, [documents_], 5)))
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", codec()], ids=["int8", "fp8", "residual"])
+def test_compressed_corpora_are_searched_and_rescored_from(format, corpora, tmp_path):
+    sequences = unit_documents(COUNT)
+    read = write_corpus(tmp_path, grouped(sequences, 9), format=format)
+    plain = write_corpus(tmp_path / "plain", grouped(sequences, 9))
+    queries = TokenBatch.from_list(unit_documents(8, seed=3))
+    exact = compressed_maxsim(queries, compress(TokenBatch.from_list(sequences), format))
+    for found in (
+        search(queries, read, 5),
+        search(queries, read.batches(tokens_per_batch=20), 5),
+        search(queries, plain, 5, rescore=read, candidates_per_result=COUNT),
+    ):
+        torch.testing.assert_close(found.scores.double(), exact.gather(1, found.positions), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.scores.double(), exact.topk(5).values, rtol=1e-5, atol=1e-5)
+    with pytest.raises((TypeError, ValueError), match="decompress"):
+        search(queries, read, 5, pooling=TopK(2))
 
 
 def test_progress_counts_documents(corpora):
