@@ -18,7 +18,7 @@ from pylate_fastmaxsim.retrieval.topk import largest, merge
 from pylate_fastmaxsim.tokens import TokenBatch
 
 # Scores of one batch of documents that are computed at once, 256 MiB of float32; more queries are scored in turn. With
-# the copies, positions and keys of a merge that is 2.3 GiB.
+# the keys that the best are found by that is 1 GiB.
 SCORES_AT_ONCE = 1 << 26
 
 # Pairs of a query and a candidate that are rescored at once.

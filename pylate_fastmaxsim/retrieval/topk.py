@@ -51,9 +51,10 @@ def largest(scores: Tensor, k: int) -> Tensor:
     # other has: its bits, which as integers are in the order of scores once those of negative numbers are inverted, and
     # below them the column, counted from the end.
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    bits = torch.where(scores.isnan(), torch.iinfo(torch.int32).max, bits ^ (bits >> 31 & 0x7FFFFFFF))
+    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+    bits.masked_fill_(scores.isnan(), torch.iinfo(torch.int32).max)
     last = scores.shape[1] - 1
-    keys = (bits.long() << 32) + (last - torch.arange(last + 1, device=scores.device))
+    keys = bits.long().bitwise_left_shift_(32).add_(last - torch.arange(last + 1, device=scores.device))
     return last - (_largest_keys(keys, k) & 0xFFFFFFFF)
 
 
