@@ -19,6 +19,8 @@ def time_calls(
     calls: list[Callable[[], object]],
     device: torch.device,
     at_once: int = ITERATIONS,
+    warm_up: int = WARM_UP,
+    least: int = 5,
 ) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
 
@@ -26,10 +28,11 @@ def time_calls(
     host waits for the device, and then the device for the host.
 
     ``host_ms`` is the host's time to queue one call. Where it exceeds ``ms``, a program that makes only this call is
-    bound by the host. ``ms`` includes any wait for the device inside the call.
+    bound by the host. ``ms`` includes any wait for the device inside the call. At least ``least`` calls are timed, after
+    ``warm_up`` others.
     """
     turns = cycle(calls)
-    for call in islice(turns, WARM_UP):
+    for call in islice(turns, warm_up):
         call()
     cuda = device.type == "cuda"
     if cuda:
@@ -40,7 +43,7 @@ def time_calls(
     if cuda:
         torch.cuda.synchronize()
     once = time.perf_counter() - began
-    iterations = max(5, min(ITERATIONS, int(2 / once)))
+    iterations = max(least, min(ITERATIONS, int(2 / once)))
     gc.collect()
     gc.disable()
     try:
