@@ -41,7 +41,7 @@ ROOMS = {
         ("_operands",),
         ("reference", "kernels", "cpu"),
         ("ops",),
-        ("retrieval", "diagnostics"),
+        ("retrieval", "diagnostics", "precompile"),
         ("search", "corpus"),
         ("integrations",),
         ("recipes",),
@@ -82,7 +82,7 @@ ROOMS = {
         ("validate",),
         ("load",),
         ("training",),
-        ("mining", "comparison", "search"),
+        ("mining", "comparison", "search", "warmup"),
         ("robustness",),
     ),
 }

@@ -418,6 +418,6 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
             typer.echo(reason)
             return
         _quiet_libraries()
-        with Console(stderr=True, emoji=False).status("training two steps on each size of batch"):
-            steps = warm_up(loaded)
-    plain.print(warmup_table(loaded.name, steps))
+        with Console(stderr=True, emoji=False).status("compiling, then training two steps on each size of batch"):
+            warmed = warm_up(loaded)
+    plain.print(warmup_table(loaded.name, warmed))

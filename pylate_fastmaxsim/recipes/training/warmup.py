@@ -1,4 +1,4 @@
-"""Compile the kernels of a recipe's training steps, so that a run finds them in Triton's cache."""
+"""Compile the kernels of a recipe's training, so that a run finds them in Triton's cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import product
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
-from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim._winners import queries_at_once
+from pylate_fastmaxsim.ops.pooled import Pooling, TopK, state_bytes
+from pylate_fastmaxsim.precompile.processes import Compiled, Compiling, cached_kernels
+from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
+from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
+from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
@@ -27,6 +35,15 @@ class WarmStep:
     rows: int
     first: float
     again: float
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """Kernels of scores that were compiled in parallel, the training steps after them, and kernels of both together."""
+
+    ahead: Compiled
+    steps: list[WarmStep]
+    kernels: int
 
 
 def nothing_to_compile(recipe: Recipe) -> str | None:
@@ -46,15 +63,25 @@ def nothing_to_compile(recipe: Recipe) -> str | None:
     return None
 
 
-def warm_up(recipe: Recipe) -> list[WarmStep]:
-    """Train two steps on each batch size of the recipe, and discard the result.
+def compile_recipe(recipe: Recipe, processes: int | None = None) -> Compiled:
+    """:func:`warm_up` for :func:`pylate_fastmaxsim.warmup`; RuntimeError where there is nothing to compile."""
+    if reason := nothing_to_compile(recipe):
+        raise RuntimeError(f"warmup: {reason}")
+    began = time.perf_counter()
+    warmed = warm_up(recipe, processes)
+    return Compiled(warmed.kernels, warmed.ahead.processes, time.perf_counter() - began)
 
-    The batches are the recipe's own, because tiles depend on the number of queries and documents. The second size is
-    that of an epoch's last batch. Only the files of ``prepare`` are written.
+
+def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
+    """Compile the kernels of scores in parallel, train two steps on each batch size of the recipe, discard the result.
+
+    The kernels compiled first are those of the batch sizes, lengths and poolings that the recipe can come to, also later
+    in its schedule. The steps compile what is left: the encoder's kernels, and graphs of torch.compile. Their batches
+    are the recipe's own. The second size is that of an epoch's last batch. Only the files of ``prepare`` are written.
 
     Returns
     -------
-    One entry per batch size. The difference between its two steps is the time that training saves.
+    The steps have one entry per batch size. The difference between its two steps is the time that training saves.
 
     Raises
     ------
@@ -63,7 +90,7 @@ def warm_up(recipe: Recipe) -> list[WarmStep]:
     """
     prepared = prepare(recipe)
     rows = load_data(prepared).train
-    steps = []
+    steps, before = [], cached_kernels()
     with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
         arguments = training_arguments(
             recipe,
@@ -78,14 +105,82 @@ def warm_up(recipe: Recipe) -> list[WarmStep]:
         )
         require_trainable(arguments)
         model = load_model(prepared.model, arguments.device, recipe.training.seed)
-        for size in batch_sizes(len(rows), recipe):
+        sizes = batch_sizes(len(rows), recipe)
+        ahead = Compiled(0, 0, 0.0)
+        if arguments.device.type == "cuda":
+            dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
+            with Compiling(calls_of_recipe(recipe, model, rows, sizes, dtype), processes) as compiling:
+                ahead = compiling.result()
+        for size in sizes:
             arguments.per_device_train_batch_size = size
             trainer = build_trainer(recipe, model, rows.select(range(size)), arguments)
             times = _StepTimes()
             trainer.add_callback(times)
             trainer.train()
             steps.append(WarmStep(size, *times.seconds))
-    return steps
+    return Warmed(ahead, steps, cached_kernels() - before)
+
+
+def calls_of_recipe(
+    recipe: Recipe, model: Retriever, rows: Dataset, sizes: list[int], dtype: torch.dtype
+) -> list[Call]:
+    """What batches of these sizes run: the projection and the scores, alone and with all gradients.
+
+    Documents are as PyLate's losses have them under the flag: with a mask of the tokens that count, and in another order
+    than their columns. Of models of pages there are none.
+    """
+    if recipe.model.visual:
+        return []
+    shapes = shapes_of_recipe(recipe, model, rows, sizes, dtype)
+    return [call for shape in shapes for call in calls_of(shape) if call.gradients in (None, "both")]
+
+
+def shapes_of_recipe(
+    recipe: Recipe, model: Retriever, rows: Dataset, sizes: list[int], dtype: torch.dtype
+) -> list[BatchShape]:
+    """Batches of these sizes with the longest texts that the model takes, and shorter ones that have other kernels."""
+    distillation = recipe.loss.name == "distillation"
+    ways = len(rows[0][rows.column_names[-1]]) if distillation else len(rows.column_names) - 1
+    # Tiles depend on the power of two that holds a query, and winners on whether a document is longer than 255.
+    shortest = model.query_length.bit_length() if model.do_query_expansion else 3
+    lengths = {2**power for power in range(shortest, model.query_length.bit_length())} | {model.query_length}
+    heads = [module for module in model if type(module).__name__ == "Dense"]
+    poolings = poolings_of(recipe.loss.pooling)
+    shapes = []
+    for size, query_tokens, document_tokens in product(
+        sizes, sorted(lengths), sorted({min(255, model.document_length), model.document_length})
+    ):
+        at_once = size
+        if recipe.loss.name == "cached_contrastive":
+            kept = max(state_bytes(pooling, document_tokens, dtype) for pooling in poolings)
+            at_once = queries_at_once(query_tokens, size * ways, kept)
+            at_once = min(size, max(at_once, recipe.loss.score_mini_batch_size or 0))
+        shapes += [
+            BatchShape(
+                queries=queries,
+                query_tokens=query_tokens,
+                documents=size * ways,
+                document_tokens=document_tokens,
+                dim=model.get_sentence_embedding_dimension(),
+                dtype=dtype,
+                candidates=ways if distillation else None,
+                masked=("documents" if model.do_query_expansion else "both",),
+                zero_floor=recipe.fast.stock_masking,
+                poolings=poolings,
+                hidden=heads[0].in_features if len(heads) == 1 and recipe.fast.fused_head else None,
+            )
+            for queries in {at_once, size % at_once or at_once}
+        ]
+    return shapes
+
+
+def poolings_of(section: PoolingSection | None) -> tuple[Pooling, ...]:
+    """The poolings of a training whose kernels differ: every k that a schedule comes to."""
+    end = final_pooling(section)
+    if not isinstance(end, TopK) or section.schedule is None:
+        return (end,)
+    ks = sorted((round(section.start), end.k))
+    return tuple(TopK(k) for k in range(max(1, ks[0]), ks[1] + 1))
 
 
 def batch_sizes(rows: int, recipe: Recipe) -> list[int]:

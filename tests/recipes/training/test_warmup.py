@@ -1,19 +1,26 @@
 """`fastmaxsim warmup`: which steps it takes; that they compile kernels shows on a GPU."""
 
+import importlib
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 from datasets import Dataset
+from recorded_launches import recorded_launches
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
+from pylate_fastmaxsim.precompile import calls
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.training.warmup import nothing_to_compile, warm_up
+from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.training.inputs import load_data
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.warmup import batch_sizes, calls_of_recipe, nothing_to_compile, warm_up
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
@@ -54,7 +61,7 @@ def test_it_takes_the_steps_of_the_recipe_twice_for_each_size_of_batch(loss, tmp
         rows = [{"query": f"query {i}", "documents": documents, "scores": [3.0, 2.0, 1.0]} for i in range(60)]
         Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
         recipe["data"] = {"source": "files", "files": [str(tmp_path / "rows.parquet")]}
-    steps = warm_up(load_recipe(write(tmp_path, recipe)))
+    steps = warm_up(load_recipe(write(tmp_path, recipe))).steps
     assert [step.rows for step in steps] == [8, 4]  # 60 rows
     assert all(step.first > 0 and step.again > 0 for step in steps)
     documents = 3 if loss == "distillation" else 1
@@ -77,7 +84,41 @@ def test_on_a_gpu_training_compiles_nothing_after_it(tmp_path):
         return {path.name for path in (tmp_path / "cache").rglob("*.cubin")}, done.stdout
 
     compiled, printed = kernels_after("warmup")
-    assert {"forward_kernel.cubin", "query_gradient_kernel.cubin"} <= compiled and "first step" in printed
+    assert {"forward_kernel.cubin", "query_gradient_kernel.cubin"} <= compiled
+    assert "first step" in printed and "of them before the first step, by" in printed
     before = len(list((tmp_path / "cache").rglob("*.cubin")))
     kernels_after("train")
     assert len(list((tmp_path / "cache").rglob("*.cubin"))) == before
+
+
+LOSSES = {
+    "contrastive": {},
+    "softmax": {"loss": {"pooling": {"softmax": 0.5}}},
+    "annealed": {"loss": {"pooling": {"top_k": 1, "start": 6, "schedule": "linear"}}},
+    "stock masking": {"fast": {"stock_masking": True}},
+    "cached": {"loss": {"name": "cached_contrastive", "mini_batch_size": 3}},
+    "no expansion": {"model": {"do_query_expansion": False}},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_compiled_ahead_is_what_the_steps_launch(name, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    for family in ("maxsim", "winner_backward", "pooled", "projection"):
+        importlib.import_module(f"pylate_fastmaxsim.kernels.{family}.launch")
+    content = tiny(tmp_path, **FAST)
+    for section, keys in LOSSES[name].items():
+        content[section] = {**content.get(section, {}), **keys}
+    content["training"] |= {"per_device_train_batch_size": 8, "dataloader_drop_last": False}
+    recipe = load_recipe(write(tmp_path, content))
+    prepared = prepare(recipe)
+    model = load_model(prepared.model, "cpu", 0)
+    rows = load_data(prepared).train
+    with recorded_launches(90) as ready:
+        for call in calls_of_recipe(recipe, model, rows, batch_sizes(len(rows), recipe), torch.float32):
+            calls.run(call, torch.device("cpu"))
+    with recorded_launches(90) as launched:
+        warm_up(recipe)
+    scoring = {program for program in launched if "attention" not in program[0]}
+    assert scoring
+    assert scoring <= ready, scoring - ready

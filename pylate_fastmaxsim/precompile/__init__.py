@@ -1,0 +1,1 @@
+"""Compile the kernels that batches of given sizes run, before they run."""

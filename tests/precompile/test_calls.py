@@ -1,0 +1,53 @@
+"""The calls of a warm-up launch every program that batches of the same sizes launch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from paths import ROOT
+from recorded_launches import recorded_launches
+from scored_batches import SHAPES, score
+
+from pylate_fastmaxsim import warmup
+from pylate_fastmaxsim.precompile import calls, shapes
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
+def test_batches_of_the_same_sizes_launch_nothing_else(shape, architecture):
+    # All modules with kernels are there to be patched.
+    for family in ("maxsim", "winner_backward", "pooled", "xtr", "projection", "compressed"):
+        importlib.import_module(f"pylate_fastmaxsim.kernels.{family}.launch")
+    with recorded_launches(architecture) as ready:
+        for call in shapes.calls_of(shape):
+            calls.run(call, CPU)
+    draw = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(12):
+        with recorded_launches(architecture) as launched:
+            score(shape, draw, CPU)
+        assert launched and launched <= ready, sorted({name for name, *_ in launched - ready})
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_batches_compile_nothing_after_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = warmup(SHAPES)
+    assert done.kernels == len(list(tmp_path.rglob("*.cubin"))) > 100
+    # In a process of its own, which has compiled nothing yet.
+    script = [sys.executable, str(ROOT / "tests" / "support" / "scored_batches.py")]
+    run = subprocess.run(
+        script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "compiled: []\n"
+    assert warmup(SHAPES[0], processes=2).kernels == 0
