@@ -7,7 +7,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 __version__ = "0.1.0"
 
 __all__ = [
-    "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
+    "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "read_plaid", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
     "Max", "TopK", "Softmax", "LogSumExp", "warmup", "BatchShape", "enable", "disable", "enabled", "__version__",
 ]  # fmt: skip
 
@@ -17,6 +17,7 @@ _MODULES = {
     "CompressedBatch": "pylate_fastmaxsim.compressed",
     "ResidualCodec": "pylate_fastmaxsim.codec",
     "compress": "pylate_fastmaxsim.compressed",
+    "read_plaid": "pylate_fastmaxsim.retrieval.plaid.read",
     "SparseBatch": "pylate_fastmaxsim.sparse",
     "SparseIndex": "pylate_fastmaxsim.retrieval.sparse_index",
     "sparse_search": "pylate_fastmaxsim.retrieval.sparse_search",

@@ -1,0 +1,222 @@
+"""Indexes of PLAID that fast-plaid and PyLate write are read where they are, and scored as they decompress themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plaid_indexes import DIM, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
+from pylate.indexes import PLAID
+
+from pylate_fastmaxsim import TokenBatch, read_plaid
+from pylate_fastmaxsim.retrieval.search import search
+
+# 1,000 tokens for 256 centroids, so that residuals matter; chunks of 25 documents.
+LENGTHS = [3, *(1 + 7 * number % 31 for number in range(63))]
+CHUNK = 25
+
+
+def sizes_and_times(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def assert_holds(corpus, documents: list[np.ndarray]) -> None:
+    """Vectors, one batch or many, and exhaustive scores are those of the documents."""
+    assert len(corpus) == len(documents) and corpus.tokens == sum(map(len, documents))
+    for tokens in (10**6, 7):
+        batches = [batch.decompress(torch.float64) for batch in corpus.batches(tokens_per_batch=tokens)]
+        lengths = torch.cat([batch.lengths for batch in batches]).tolist()
+        assert lengths == list(map(len, documents))
+        found = torch.cat([batch.values for batch in batches]).numpy()
+        np.testing.assert_allclose(found, np.concatenate(documents), rtol=0, atol=1e-6)
+    queries = unit_vectors(4, 2, seed=9)
+    scores, positions = search(TokenBatch.from_list(queries), corpus, k=len(documents))
+    expected = [
+        [(query.double().numpy() @ d.T).max(axis=1).sum() if len(d) else 0.0 for d in documents] for query in queries
+    ]
+    for row, places, wanted in zip(scores, positions, np.array(expected), strict=True):
+        np.testing.assert_allclose(row, wanted[places], atol=1e-5)
+        assert row.tolist() == sorted(row.tolist(), reverse=True) and sorted(places.tolist()) == [
+            *range(len(documents))
+        ]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_an_index_of_fast_plaid_is_read_chunk_by_chunk_and_left_as_it_is(bits, tmp_path):
+    index = write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), bits, CHUNK)
+    assert (tmp_path / "2.codes.npy").exists()
+    before = sizes_and_times(tmp_path)
+    corpus = read_plaid(str(tmp_path))
+    assert (corpus.format, corpus.dim, corpus.ids) == ("residual", DIM, None)
+    assert_holds(corpus, stored_vectors(tmp_path))
+    assert sizes_and_times(tmp_path) == before
+    assert str(tmp_path / "0.residuals.npy") in Path("/proc/self/maps").read_text()
+    # fast-plaid decompresses in float16.
+    own = index.get_embeddings(list(range(len(LENGTHS))))
+    found = torch.cat([batch.decompress().values for batch in corpus.batches()])
+    assert torch.allclose(found, torch.cat(own), atol=2e-3)
+    picked = [60, 0, 30]
+    values, mask = corpus.select(torch.tensor(picked)).decompress().to_padded()
+    assert torch.allclose(values[mask], torch.cat([own[number] for number in picked]), atol=2e-3)
+
+
+def test_documents_that_fast_plaid_adds_and_deletes_count(tmp_path):
+    documents = unit_vectors(*LENGTHS)
+    index = write_fast_plaid(tmp_path, documents, 2, CHUNK)
+    index.update(unit_vectors(3, 4, seed=1), start_from_scratch=0)  # kept in a buffer of its own too
+    assert_holds(read_plaid(tmp_path), stored_vectors(tmp_path))
+    # Far from all centroids, so that it adds some, which it stores in float32.
+    far = [torch.nn.functional.normalize(document + 5, dim=-1) for document in unit_vectors(6, 6, seed=2)]
+    index.update(far, start_from_scratch=0, buffer_size=3)
+    assert np.load(tmp_path / "centroids.npy").dtype == np.float32
+    lengths = [*LENGTHS, 3, 4, 6, 6]
+    deleted = {0, *range(25, 50), 67}  # one chunk as a whole
+    index.delete(sorted(deleted))
+    corpus = read_plaid(tmp_path)
+    assert_holds(corpus, stored_vectors(tmp_path))
+    kept = [lengths[number] for number in range(68) if number not in deleted]
+    assert torch.cat([batch.lengths for batch in corpus.batches()]).tolist() == kept
+    own = torch.cat(index.get_embeddings(list(range(len(kept)))))
+    assert torch.allclose(torch.cat([batch.decompress().values for batch in corpus.batches()]), own, atol=2e-3)
+    index.delete(list(range(len(kept))))
+    assert len(read_plaid(tmp_path)) == 0
+
+
+def test_an_index_of_pylate_has_its_ids(tmp_path):
+    index = PLAID(str(tmp_path), "index", nbits=2, device="cpu", show_progress=False)
+    names = [f"d{number}" for number in range(len(LENGTHS))]
+    index.add_documents(names, unit_vectors(*LENGTHS))
+    folder = tmp_path / "index"
+    assert read_plaid(folder).ids == read_plaid(folder / "fast_plaid_index").ids == names
+    index.remove_documents(["d0", "d7"])
+    index.add_documents(["new"], unit_vectors(2, seed=3))
+    corpus = read_plaid(folder)
+    assert corpus.ids == [name for name in names if name not in ("d0", "d7")] + ["new"]
+    assert_holds(corpus, stored_vectors(folder / "fast_plaid_index"))
+    query = unit_vectors(3, seed=4)
+    scores, positions = search(TokenBatch.from_list(query), corpus, k=len(corpus))
+    scores = {corpus.ids[p]: s for p, s in zip(positions[0].tolist(), scores[0].tolist(), strict=True)}
+    own = {result["id"]: result["score"] for result in index(query, k=len(corpus))[0]}
+    assert len(own) > 30 and own == pytest.approx({name: scores[name] for name in own}, abs=0.02)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_an_index_of_stanfords_code_is_read_without_what_pylate_removed(bits, tmp_path):
+    folder = write_stanford(tmp_path, unit_vectors(*LENGTHS), bits, removed=[2, 63])
+    before = sizes_and_times(folder)
+    corpus = read_plaid(folder)  # as that of ColBERT, which knows documents by their numbers
+    assert corpus.ids is None
+    assert_holds(corpus, stored_vectors(folder))
+    assert str(folder / "0.residuals.pt") in Path("/proc/self/maps").read_text()
+    names = {number: f"d{number}" for number in range(64) if number not in (2, 63)}
+    (folder / "plaid_ids_to_documents_ids.pkl").write_bytes(pickle.dumps(names))
+    corpus = read_plaid(folder)
+    assert corpus.ids == list(names.values())
+    assert_holds(corpus, [d for d in stored_vectors(folder) if len(d)])
+    assert {path: stat for path, stat in sizes_and_times(folder).items() if path in before and path != folder} == {
+        path: stat for path, stat in before.items() if path != folder
+    }
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def cut(name):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+
+
+def saved(name, array):
+    return lambda folder: np.save(folder / name, array)
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def metadata(**changed):
+    def write(folder):
+        file = folder / "metadata.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (
+            lambda folder: (folder / "metadata.json").unlink(),
+            "FOLDER must hold an index of PLAID, with metadata.json in it",
+        ),
+        (
+            lambda folder: (folder / "centroids.npy").unlink(),
+            "FOLDER must hold centroids.npy, as fast-plaid writes it, or",
+        ),
+        (text("metadata.json", "{"), "FOLDER/metadata.json cannot be read (Expecting property name"),
+        (
+            text("metadata.json", "[]"),
+            "FOLDER/metadata.json must say nbits, 1, 2 or 4, and num_chunks, from 1, but says None",
+        ),
+        (metadata(nbits=8), "metadata.json must say nbits, 1, 2 or 4, and num_chunks, from 1, but says 8 and 3."),
+        (metadata(nbits=4), "bucket_weights.npy must hold torch.float16 or torch.float32 [16], as other files"),
+        (metadata(num_chunks=4), "FOLDER/doclens.3.json is missing; build the index anew."),
+        (lambda folder: (folder / "1.codes.npy").unlink(), "FOLDER/1.codes.npy is missing; build the index anew."),
+        (cut("0.residuals.npy"), "FOLDER/0.residuals.npy cannot be read (mmap length is greater than file size)"),
+        (cut("centroids.npy"), "FOLDER/centroids.npy cannot be read"),
+        (text("0.codes.npy", "none"), "FOLDER/0.codes.npy cannot be read"),
+        (saved("0.codes.npy", np.zeros(3)), "0.codes.npy must hold torch.int32 or torch.int64 [378], as other files"),
+        (
+            saved("0.residuals.npy", np.zeros((378, 9), np.uint8)),
+            "0.residuals.npy must hold torch.uint8 [378, 8], as other",
+        ),
+        (
+            saved("bucket_weights.npy", np.full(4, np.nan, np.float32)),
+            "FOLDER must hold a codec that can be used; Residual",
+        ),
+        (text("doclens.0.json", "[3, -1, 16]"), "FOLDER/doclens.0.json must be a list of integers from 0"),
+        (
+            text("doclens.0.json", "[3, 4]"),
+            "FOLDER/0.codes.npy must hold torch.int32 or torch.int64 [7], as other files",
+        ),
+    ],
+)
+def test_what_is_damaged_or_unknown_is_one_sentence(damage, said, tmp_path):
+    write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), 2, CHUNK)
+    damage(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        read_plaid(tmp_path)
+    assert str(raised.value).startswith("read_plaid: ") and said.replace("FOLDER", str(tmp_path)) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_codes_of_another_index_are_refused_when_they_are_read(tmp_path):
+    write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), 2, CHUNK)
+    codes = np.load(tmp_path / "1.codes.npy")
+    codes[-1] = len(np.load(tmp_path / "centroids.npy"))
+    np.save(tmp_path / "1.codes.npy", codes)
+    batches = read_plaid(tmp_path).batches()
+    next(batches)
+    with pytest.raises(ValueError, match="codes of the documents of .*doclens.1.json must be from 0 to"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ({0: "a"}, "must hold the ids of the 64 documents of the index, but holds 1"),
+        ([], "must hold a mapping from numbers to ids"),
+        ({0: Evil()}, r"ids must be strings or integers, but it names posix.system\)"),
+    ],
+)
+def test_ids_that_do_not_fit_are_refused(ids, said, tmp_path):
+    write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), 2, 100)
+    (tmp_path / "plaid_ids_to_documents_ids.pkl").write_bytes(pickle.dumps(ids))
+    with pytest.raises(ValueError, match=f"read_plaid: .*plaid_ids_to_documents_ids.pkl .*{said}"):
+        read_plaid(tmp_path)

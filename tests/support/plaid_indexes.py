@@ -1,0 +1,70 @@
+"""Small indexes of PLAID, written by the libraries themselves, and what they hold, decompressed by the book."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from fast_plaid.search import FastPlaid
+from pylate.indexes.stanford_nlp import Indexer, IndexUpdater
+from pylate.indexes.stanford_nlp.infra import ColBERTConfig
+
+DIM = 32
+
+
+def unit_vectors(*sizes: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.functional.normalize(torch.randn(size, DIM, generator=generator), dim=-1) for size in sizes]
+
+
+def write_fast_plaid(folder: Path, documents: list[torch.Tensor], bits: int, documents_per_chunk: int) -> FastPlaid:
+    """An index that an update does not build anew."""
+    index = FastPlaid(str(folder), device="cpu")
+    return index.create(documents, nbits=bits, batch_size=documents_per_chunk, start_from_scratch=0)
+
+
+def write_stanford(root: Path, documents: list[torch.Tensor], bits: int, removed: list[int]) -> Path:
+    """An index of PyLate's Stanford code, from which PyLate removes documents."""
+    config = ColBERTConfig(nbits=bits, root=str(root), index_root=str(root), overwrite=True, kmeans_niters=4, dim=DIM)
+    folder = root / "index"
+    folder.mkdir(parents=True)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        Indexer(config=config).index(name="index", collection=[d.numpy() for d in documents], overwrite=True)
+        # In place of a Searcher, which compiles C++ for a minute.
+        added = SimpleNamespace(
+            codes=torch.empty(0, dtype=torch.int32), residuals=torch.empty(0, DIM * bits // 8, dtype=torch.uint8)
+        )
+        ranker = SimpleNamespace(doclens=torch.tensor([len(d) for d in documents]), embeddings=added)
+        updater = IndexUpdater(config, SimpleNamespace(index=str(folder), ranker=ranker))
+        updater.removed_pids = removed
+        updater.persist_to_disk()
+    return folder
+
+
+def stored_vectors(folder: Path) -> list[np.ndarray]:
+    """The documents of an index in its order, ``[L, d]`` each, float64: centroid + bucket weights, of length 1."""
+    metadata = json.loads((folder / "metadata.json").read_text())
+    is_fast = (folder / "centroids.npy").exists()
+    bits = metadata["nbits"] if is_fast else metadata["config"]["nbits"]
+    if is_fast:
+        centroids, weights = np.load(folder / "centroids.npy"), np.load(folder / "bucket_weights.npy")
+    else:
+        centroids, weights = (torch.load(folder / "centroids.pt").numpy(), torch.load(folder / "buckets.pt")[1].numpy())
+    documents = []
+    for chunk in range(metadata["num_chunks"]):
+        if is_fast:
+            codes, packed = (np.load(folder / f"{chunk}.{name}.npy") for name in ("codes", "residuals"))
+        else:
+            codes, packed = (torch.load(folder / f"{chunk}.{name}.pt").numpy() for name in ("codes", "residuals"))
+        digits = np.unpackbits(packed, axis=1).reshape(len(packed), DIM, bits)
+        buckets = (digits.astype(int) << np.arange(bits)).sum(axis=2)  # the lowest bit comes first
+        sums = centroids.astype(np.float64)[codes] + weights.astype(np.float16).astype(np.float64)[buckets]
+        vectors = sums / np.linalg.norm(sums, axis=1, keepdims=True)
+        lengths = json.loads((folder / f"doclens.{chunk}.json").read_text())
+        documents += np.split(vectors, np.cumsum(lengths)[:-1]) if lengths else []
+    return documents
