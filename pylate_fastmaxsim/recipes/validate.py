@@ -84,6 +84,10 @@ def check(recipe: Recipe) -> None:
     if recipe.training.max_steps is None and recipe.training.num_train_epochs == 0:
         raise RecipeError("training.num_train_epochs must be greater than 0 where training.max_steps is not given.")
     _check_evaluation(recipe.evaluation)
+    if recipe.evaluation.corpus_format is not None and recipe.loss.pooling is not None:
+        raise RecipeError(
+            "loss.pooling must be max with evaluation.corpus_format: no other pools compressed documents."
+        )
     output = Path(recipe.output_dir)
     there = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -182,6 +186,8 @@ def _check_evaluation(evaluation: EvaluationSection) -> None:
     if (evaluation.rows > 0) + (evaluation.beir is not None) + (evaluation.nano_beir is not None) > 1:
         raise RecipeError("evaluation must have at most one of rows, beir and nano_beir.")
     _require_no_file("evaluation.beir", "a collection", evaluation.beir)
+    if evaluation.corpus_format is not None and evaluation.beir is None:
+        raise RecipeError("evaluation.corpus_format applies to evaluation.beir, which is missing.")
     if evaluation.nano_beir is not None:
         # Imports all of PyLate, which takes seconds.
         from pylate_fastmaxsim.recipes.evaluation.nano_beir import check_names

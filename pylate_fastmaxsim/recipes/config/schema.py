@@ -138,6 +138,10 @@ class DataSection:
     seed: int = key(0, minimum=0)
 
 
+# How the embeddings of documents may be compressed: int8, fp8, and PLAID's residual codes of 1, 2 or 4 bits a number.
+CompressedFormat = Literal["int8", "fp8", "residual-1", "residual-2", "residual-4"]
+
+
 # The keys that each kind of first stage takes beside k; where there is a model it is required.
 FIRST_STAGE_KEYS = {"sparse": ("model",), "static": ("model", "threshold"), "bm25": ("k1", "b")}
 
@@ -176,6 +180,9 @@ class MiningSection:
 
     With a ``first_stage`` the best documents are the best of its candidates.
 
+    With a ``corpus_format`` documents are compressed as they are encoded, and all scores of the search are those of
+    compressed documents; those of the teacher are not.
+
     ``documents_per_part`` and ``rows_per_part`` are how much work an interruption can cost at most. Parts are also what
     the processes of a distributed launcher share, so that there should be more of them than processes.
     """
@@ -185,6 +192,7 @@ class MiningSection:
     corpus: DataSection | None = None
     teacher_type: Literal["cross_encoder", "colbert"] = "cross_encoder"
     first_stage: FirstStageSection | None = None
+    corpus_format: CompressedFormat | None = None
     num_negatives: int = key(15, minimum=1)
     range_min: int = key(0, minimum=0)
     range_max: int = key(100, minimum=1)
@@ -338,13 +346,15 @@ class EvaluationSection:
     ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
     same three metrics by that evaluator, each the mean over the sets.
 
-    ``batch_size`` texts are encoded at once.
+    ``corpus_format`` compresses the documents of ``beir`` as they are encoded, so that the metrics are those of compressed
+    documents. ``batch_size`` texts are encoded at once.
     """
 
     rows: int = key(0, minimum=0)
     beir: str | None = key(None, path=True)
     split: str = "test"
     nano_beir: list[str] | None = None
+    corpus_format: CompressedFormat | None = None
     batch_size: int = key(32, minimum=1)
 
 

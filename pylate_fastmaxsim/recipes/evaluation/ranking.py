@@ -9,7 +9,9 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
 
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts, is_query, titles
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, Encoded, encode, exact_search
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
@@ -22,22 +24,37 @@ Ranking = dict[str, dict[str, float]]
 
 
 def evaluate_collection(
-    model: TextRetriever, collection: Collection, batch_size: int, pooling: Pooling = Max()
+    model: TextRetriever,
+    collection: Collection,
+    batch_size: int,
+    pooling: Pooling = Max(),
+    corpus_format: str | None = None,
 ) -> dict[str, float]:
     """nDCG@10, MRR@10 and Recall@100 of exact search, averaged over the judged queries.
 
-    ``pooling`` is that of late interaction; a sparse or static model has none.
+    ``pooling`` and ``corpus_format`` are those of late interaction; a sparse or static model has none.
     """
-    return metrics_of(retrieve(model, collection, batch_size, pooling), collection)
+    return metrics_of(retrieve(model, collection, batch_size, pooling, corpus_format), collection)
 
 
-def retrieve(model: TextRetriever, collection: Collection, batch_size: int, pooling: Pooling = Max()) -> Ranking:
+def retrieve(
+    model: TextRetriever,
+    collection: Collection,
+    batch_size: int,
+    pooling: Pooling = Max(),
+    corpus_format: str | None = None,
+) -> Ranking:
     """The 100 best documents of each query.
 
-    A document that is the query itself is no result, as in ArguAna and Quora.
+    A document that is the query itself is no result, as in ArguAna and Quora. With ``corpus_format`` documents are
+    compressed as they are encoded.
     """
+    key, format = f"evaluation.corpus_format {corpus_format}", corpus_format
+    if needs_codec(format):
+        format = train_codec(key, format, encode_sample(model, collection.corpus, batch_size))
     queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
-    documents = _shown(encode_corpus(model, collection.corpus, batch_size), len(collection.corpus))
+    documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
+    documents = _shown(documents, len(collection.corpus))
     return ranking(collection, *exact_search(queries, documents, DEPTH + 1, pooling), DEPTH)
 
 
@@ -47,7 +64,12 @@ def encode_corpus(model: TextRetriever, corpus: Dataset, batch_size: int, begin:
         yield encode(model, document_texts(rows), batch_size, is_query=False)
 
 
-def _shown(batches: Iterator[Encoded], documents: int) -> Iterator[Encoded]:
+def encode_sample(model: TextRetriever, corpus: Dataset, batch_size: int) -> Iterator[Encoded]:
+    """Documents of a corpus that a codec is trained on, in batches that are encoded as they are asked for."""
+    return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size)
+
+
+def _shown(batches: Iterator[Encoded | CompressedBatch], documents: int) -> Iterator[Encoded | CompressedBatch]:
     with tqdm(total=documents, desc="Searching", unit=" documents", unit_scale=True) as progress:
         for batch in batches:
             yield batch

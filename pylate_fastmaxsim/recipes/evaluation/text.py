@@ -19,7 +19,8 @@ def evaluate(recipe: Recipe, model: ColBERT, data: RecipeData) -> dict[str, floa
     pooling = final_pooling(recipe.loss.pooling)
     with only_finite(model), pooled_pairs(pooling):
         if data.collection is not None:
-            return evaluate_collection(model, data.collection, recipe.evaluation.batch_size, pooling)
+            section = recipe.evaluation
+            return evaluate_collection(model, data.collection, section.batch_size, pooling, section.corpus_format)
         if data.nano_beir is not None:
             return evaluate_nano_beir(model, data.nano_beir)
         return held_out.evaluate_held_out(recipe, model, data.held_out)

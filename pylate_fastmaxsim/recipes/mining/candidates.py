@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -18,7 +19,7 @@ PAIRS_AT_ONCE = 1 << 20
 
 def score_candidates(
     queries: TokenBatch,
-    encoded: Callable[[np.ndarray], Iterator[TokenBatch]],
+    encoded: Callable[[np.ndarray], Iterator[TokenBatch | CompressedBatch]],
     candidates: np.ndarray,
     part: slice,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -48,7 +49,9 @@ def candidates_digest(candidates: np.ndarray) -> str:
 
 
 @torch.no_grad()
-def pair_scores(queries: TokenBatch, documents: TokenBatch, rows: np.ndarray, places: np.ndarray) -> np.ndarray:
+def pair_scores(
+    queries: TokenBatch, documents: TokenBatch | CompressedBatch, rows: np.ndarray, places: np.ndarray
+) -> np.ndarray:
     """MaxSim of pairs ``[P]`` of the query ``rows[p]`` and the document ``places[p]``; ``rows`` ascend.
 
     Examples

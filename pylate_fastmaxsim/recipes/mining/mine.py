@@ -22,7 +22,12 @@ from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
-from pylate_fastmaxsim.recipes.mining.negatives import hard_negatives, lowest_positive_scores, search_documents
+from pylate_fastmaxsim.recipes.mining.negatives import (
+    hard_negatives,
+    load_compressor,
+    lowest_positive_scores,
+    search_documents,
+)
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.mining.teacher import grade, load_teacher
@@ -118,8 +123,9 @@ def _mine(
     if first_stage is not None:
         candidates = find_candidates(first_stage, pairs, section, work, common, device)
         del first_stage
-    scores, found = search_documents(model, pairs, section, work, common, candidates)
-    lowest = lowest_positive_scores(model, pairs, section, work, common)
+    compress = load_compressor(model, pairs, section, work, common)
+    scores, found = search_documents(model, pairs, section, work, common, candidates, compress)
+    lowest = lowest_positive_scores(model, pairs, section, work, common, compress)
     chosen = hard_negatives(pairs, section, scores, found, lowest)
     del model
     candidates = [(query, [document, *chosen[query]]) for query, document in pairs.rows if query in chosen]

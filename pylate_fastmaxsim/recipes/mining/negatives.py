@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,9 @@ from datasets import Dataset
 from pylate.models import ColBERT
 from tqdm import tqdm
 
+from pylate_fastmaxsim.codec import ResidualCodec
+from pylate_fastmaxsim.compressed import CompressedBatch
+from pylate_fastmaxsim.recipes.compression import Compress, compressor, needs_codec, sampled, train_codec, unchanged
 from pylate_fastmaxsim.recipes.config.schema import MiningSection
 from pylate_fastmaxsim.recipes.mining.candidates import best_candidates, candidates_digest, score_candidates
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
@@ -29,11 +33,12 @@ def search_documents(
     work: Work,
     common: dict[str, Any],
     candidates: np.ndarray | None = None,
+    compress: Compress = unchanged,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and numbers of the best documents of each query, ``[Nq, K]``, searched part by part.
 
     With the ``candidates`` of a first stage only those are encoded and scored; a query that has too few is filled up with
-    -inf and -1.
+    -inf and -1. Documents are scored as ``compress`` makes them.
     """
     k = documents_kept(pairs, section)
 
@@ -44,15 +49,16 @@ def search_documents(
 
     def compute(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
         documents = pairs.documents.select(range(part.start, part.stop))
-        scores, found = search(queries(), _encoded(model, documents, section.batch_size, bar), k)
+        batches = map(compress, _encoded(model, documents, section.batch_size, bar))
+        scores, found = search(queries(), batches, k)
         scores = scores.cpu().numpy()
         require_finite_scores(_named(common), scores)  # a NaN is always among the best
         return {"scores": scores, "found": found.cpu().numpy() + part.start}
 
     def compute_candidates(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
-        def encoded(numbers: np.ndarray) -> Iterator[TokenBatch]:
+        def encoded(numbers: np.ndarray) -> Iterator[TokenBatch | CompressedBatch]:
             bar.update(part.stop - part.start - len(numbers))  # that are no candidate
-            return _encoded(model, pairs.documents.select(numbers), section.batch_size, bar)
+            return map(compress, _encoded(model, pairs.documents.select(numbers), section.batch_size, bar))
 
         rows, documents, scores = score_candidates(queries(), encoded, candidates, part)
         require_finite_scores(_named(common), scores)
@@ -61,7 +67,8 @@ def search_documents(
 
     best = None
     step = section.documents_per_part
-    settings = common | {"mining.range_max": section.range_max, "mining.documents_per_part": step}
+    settings = common | _format(section)
+    settings |= {"mining.range_max": section.range_max, "mining.documents_per_part": step}
     if candidates is not None:
         settings |= {"the candidates of mining.first_stage": candidates_digest(candidates)}
         compute = compute_candidates
@@ -78,6 +85,31 @@ def search_documents(
 def documents_kept(pairs: Pairs, section: MiningSection) -> int:
     """How many documents of a query are kept: so many that ``range_max`` are left without its positives."""
     return section.range_max + max(map(len, pairs.positives()))
+
+
+def load_compressor(
+    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+) -> Compress:
+    """What brings documents into ``mining.corpus_format``. One process trains its codec, which is kept for all."""
+    key, format = f"mining.corpus_format {section.corpus_format}", section.corpus_format
+
+    def train(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
+        documents = pairs.documents.select(sampled(len(pairs.documents)))
+        with tqdm(disable=True) as unseen:
+            codec = train_codec(key, format, _encoded(model, documents, section.batch_size, unseen))
+        bar.update()
+        return {field.name: getattr(codec, field.name).cpu().numpy() for field in dataclasses.fields(codec)}
+
+    if needs_codec(format):
+        (file,) = work.parts("codec", common | _format(section), "Training the codec", " codecs", 1, 1, train)
+        with np.load(file) as arrays:
+            format = ResidualCodec(**{name: torch.from_numpy(arrays[name]) for name in arrays}).to(model.device)
+    return compressor(key, format)
+
+
+def _format(section: MiningSection) -> dict[str, str]:
+    """The format among the settings of a stage, unless it is that of an earlier version."""
+    return {} if section.corpus_format is None else {"mining.corpus_format": section.corpus_format}
 
 
 def _named(common: dict[str, Any]) -> str:
@@ -123,18 +155,23 @@ def is_negative(section: MiningSection, score: float, positive: float) -> bool:
 
 
 def lowest_positive_scores(
-    model: ColBERT, pairs: Pairs, section: MiningSection, work: Work, common: dict[str, Any]
+    model: ColBERT,
+    pairs: Pairs,
+    section: MiningSection,
+    work: Work,
+    common: dict[str, Any],
+    compress: Compress = unchanged,
 ) -> list[float]:
-    """The score of the worst positive of each query."""
+    """The score of the worst positive of each query, of documents as ``compress`` makes them."""
 
     def score(pairs: Pairs, candidates: Candidates) -> np.ndarray:
-        return colbert_scores(model, pairs, candidates, section.batch_size)
+        return colbert_scores(model, pairs, candidates, section.batch_size, compress)
 
     candidates = [(query, [document]) for query, document in pairs.rows]
     compute = functools.partial(scored, _named(common), score, pairs, candidates, BATCHES_AT_ONCE * section.batch_size)
     lowest = [float("inf")] * len(pairs.queries)
     step = section.rows_per_part
-    settings = common | {"mining.rows_per_part": step}
+    settings = common | _format(section) | {"mining.rows_per_part": step}
     files = work.parts("positives", settings, "Scoring positives", " pairs", len(candidates), step, compute)
     for (query, _), score in zip(pairs.rows, np.concatenate(list(map(np.load, files)))[:, 0], strict=True):
         lowest[query] = min(lowest[query], score.item())

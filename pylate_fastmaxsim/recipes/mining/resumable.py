@@ -19,7 +19,14 @@ from pylate_fastmaxsim.recipes.files.write import write_atomically, write_text_a
 logger = logging.getLogger(__name__)
 
 # The type of the files of each stage.
-PART_TYPES = {"sparse": ".npz", "candidates": ".npy", "search": ".npz", "positives": ".npy", "teacher": ".npy"}
+PART_TYPES = {
+    "sparse": ".npz",
+    "candidates": ".npy",
+    "codec": ".npz",
+    "search": ".npz",
+    "positives": ".npy",
+    "teacher": ".npy",
+}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.recipes.compression import Compress, unchanged
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.mining.pairs import Pairs
@@ -49,14 +50,16 @@ def require_finite_scores(source: str, scores: np.ndarray) -> None:
         raise RecipeError(f"{source} must give scores that are finite numbers, but some of them are NaN or infinite.")
 
 
-def colbert_scores(model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int) -> np.ndarray:
-    """MaxSim of the candidates of each query, ``[N, K]``."""
+def colbert_scores(
+    model: ColBERT, pairs: Pairs, candidates: Candidates, batch_size: int, compress: Compress = unchanged
+) -> np.ndarray:
+    """MaxSim of the candidates of each query, ``[N, K]``, of documents as ``compress`` makes them."""
     used = {document: place for place, document in enumerate(dict.fromkeys(d for _, row in candidates for d in row))}
     queries = encode(model, pairs.queries[[query for query, _ in candidates]]["text"], batch_size, is_query=True)
     documents = encode(model, pairs.documents[list(used)]["text"], batch_size, is_query=False)
     places = torch.tensor([[used[document] for document in row] for _, row in candidates], device=documents.device)
     with torch.no_grad():
-        return maxsim(queries, documents, places).cpu().numpy()
+        return maxsim(queries, compress(documents), places).cpu().numpy()
 
 
 def load_teacher(section: MiningSection, device: torch.device) -> Scorer:

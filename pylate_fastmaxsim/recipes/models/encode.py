@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from sentence_transformers import SparseEncoder
 from torch import Tensor
 
+from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
@@ -44,7 +45,7 @@ def encode(
 
 
 def exact_search(
-    queries: Encoded, documents: Iterable[Encoded], k: int, pooling: Pooling = Max()
+    queries: Encoded, documents: Iterable[Encoded | CompressedBatch], k: int, pooling: Pooling = Max()
 ) -> tuple[Tensor, Tensor]:
     """Scores and positions ``[Nq, K]`` of the best documents of a stream of batches, both of one kind of model.
 

@@ -11,6 +11,7 @@ from pylate import evaluation
 from pylate.scores import colbert_scores
 from tiny_recipe import hub_dataset, text, tiny, write
 
+from pylate_fastmaxsim import TokenBatch, compress, maxsim
 from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -69,6 +70,26 @@ def test_ranking_and_metrics_are_those_of_stock_pylate(encoder, tmp_path, monkey
     metrics = ranking.evaluate_collection(model, collection, batch_size=8)
     assert metrics == pytest.approx(expected, abs=1e-6)
     assert 0 < metrics["ndcg@10"] < 1 and 0 < metrics["recall@100"] < 1
+
+
+@pytest.mark.parametrize("name", ["int8", "residual-2"])
+def test_compressed_documents_are_ranked_by_their_own_scores(name, encoder, tmp_path, monkeypatch):
+    model = models.load_model(encoder("bert"))
+    collection = beir.load_collection(EvaluationSection(beir=str(write_folder(tmp_path / "data"))))
+    monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 3)
+    trained, train_codec = [], ranking.train_codec
+    monkeypatch.setattr(ranking, "train_codec", lambda *args: trained.append(train_codec(*args)) or trained[-1])
+    documents = [f"{row['title']} {row['text']}".strip() for row in tables()["corpus"]]
+    q, d = (
+        TokenBatch.from_list(model.encode(texts, is_query=is_query, convert_to_tensor=True))
+        for texts, is_query in ((list(collection.queries.values()), True), (documents, False))
+    )
+    found = ranking.retrieve(model, collection, batch_size=8, corpus_format=name)
+    expected = maxsim(q, compress(d, trained[0] if trained else name)).sort(dim=1, descending=True, stable=True).values
+    for row, got in zip(expected, found.values(), strict=True):
+        assert list(got.values()) == pytest.approx(row[: ranking.DEPTH].tolist(), rel=1e-5)
+    plain = ranking.retrieve(model, collection, batch_size=8)
+    assert list(plain["q0"].values()) != pytest.approx(list(found["q0"].values()), rel=1e-5)
 
 
 def ranked_with(folder: Path, encoder, **changed: list[dict]) -> dict[str, dict[str, float]]:

@@ -69,6 +69,18 @@ def test_with_a_first_stage_two_processes_mine_what_one_does(recipe, encoder, te
     assert stages(theirs)[:3] == ["sparse", "candidates", "search"] and not set(ours) & set(theirs)
 
 
+def test_two_processes_compress_with_one_codec(recipe, encoder, teacher, tmp_path):
+    recipe = recipe_for(tmp_path, encoder("modernbert"), teacher, "mining.corpus_format=residual-1")
+    mining_mine.mine(replace(recipe, data=replace(recipe.data, name=str(tmp_path / "one"))))
+    written_to(tmp_path, recipe)
+    done = two_processes(tmp_path, "nowhere")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert same_data(tmp_path / "one", tmp_path / "mined") and not same_data(tmp_path / "one", tmp_path / "whole")
+    ours, theirs = (json.loads((tmp_path / f"written-{rank}.json").read_text()) for rank in (0, 1))
+    assert stages(ours)[:3] == ["codec", "search", "search"] and stages(theirs)[0] == "search"
+    assert not set(ours) & set(theirs)
+
+
 def test_machines_that_share_no_disk_are_refused(recipe, tmp_path):
     refused = two_processes(tmp_path, "apart")
     assert refused.returncode != 0

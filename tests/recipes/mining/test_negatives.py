@@ -85,6 +85,7 @@ def test_a_query_with_several_positives_has_as_many_negatives_left_as_others(tmp
     pairs = Pairs(Dataset.from_dict({"text": ["a", "b"]}), documents, [(0, 0), (0, 1), (0, 2), (1, 9)], "")
 
     def search(_, part, k):
+        part = list(part)
         best = similarities[:, part].topk(min(k, len(part)))
         return best.values, best.indices
 
