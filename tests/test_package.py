@@ -57,7 +57,7 @@ ROOMS = {
         ("checks", "topk", "impacts", "folders"),
         ("formats",),
         ("corpus", "sparse_blocks"),
-        ("search", "sparse_files", "sparse_search"),
+        ("search", "plaid", "sparse_files", "sparse_search"),
         ("sparse_index",),
         ("static",),
     ),
@@ -75,7 +75,7 @@ ROOMS = {
     "recipes": (
         ("errors", "memory"),
         ("config", "files"),
-        ("plugin", "backend", "pooling", "scores"),
+        ("plugin", "backend", "compression", "pooling", "scores"),
         ("data",),
         ("models",),
         ("evaluation",),

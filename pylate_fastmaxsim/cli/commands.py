@@ -360,9 +360,21 @@ def search(
             help="Keep the encoded documents here: an interrupted command goes on, a further one encodes none.",
         ),
     ] = None,
-    dtype: Annotated[
+    format_: Annotated[
         str | None,
-        typer.Option(help="Of token embeddings in the index: float32 (the default), bfloat16 or float16."),
+        typer.Option(
+            "--format",
+            help="Of token embeddings in the index: float32 (the default), bfloat16, float16, int8, fp8, residual-1, "
+            "residual-2 or residual-4.",
+        ),
+    ] = None,
+    plaid: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Search all that this index of PLAID stores, in place of encoded documents, and say how much of the best "
+            "its own search finds.",
+        ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at once.")] = 32,
     trust_remote_code: Annotated[
@@ -385,12 +397,13 @@ def search(
         from pylate_fastmaxsim.recipes.search.run import search as run_search
 
         # The shell leaves ~ in --run=~/file as it is.
-        files = (path if path is None else path.expanduser() for path in (corpus, queries, qrels, run, index, json_))
-        corpus, queries, qrels, run, index, json_ = files
+        files = (corpus, queries, qrels, run, index, plaid, json_)
+        files = (path if path is None else path.expanduser() for path in files)
+        corpus, queries, qrels, run, index, plaid, json_ = files
         kept = "documents are kept with --index only, and the same command starts again"
         if index is not None:
-            kept = f"finished parts are kept in {index}, and the same command goes on from there"
-        options = Options(k, run, index, dtype, batch_size, trust_remote_code, exact)
+            kept = f"what is encoded is kept in {index}, and the same command goes on from there"
+        options = Options(k, run, index, format_, batch_size, trust_remote_code, exact, plaid)
         _quiet_libraries()
         if json_ is not None:
             prepare_file("--json", json_)

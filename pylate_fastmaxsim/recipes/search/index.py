@@ -1,26 +1,28 @@
-"""An encoded corpus on disk, made part by part, so that an interrupted call goes on from there."""
+"""An encoded corpus on disk. An interrupted call goes on where it was."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.codec import ResidualCodec
+from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
 from pylate_fastmaxsim.recipes.files.write import write_text_atomically
-from pylate_fastmaxsim.recipes.models.encode import Encoded, exact_search
+from pylate_fastmaxsim.recipes.models.encode import Encoded
 from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries
 from pylate_fastmaxsim.retrieval.corpus import Corpus, write_corpus
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE as CORPUS_FILE
+from pylate_fastmaxsim.retrieval.formats.format import CODEC_FILE, DTYPES
+from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.sparse_files import DESCRIPTION_FILE as SPARSE_FILE
 from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.sparse import SparseBatch
@@ -30,13 +32,12 @@ DESCRIPTION_FILE = "search.json"  # written first
 LOCK_FILE = "lock"
 FORMAT = "pylate-fastmaxsim search 1"
 SPARSE_FOLDER = "sparse"
-PART_FOLDER = "documents-{:010d}"  # by the position of its first document
-
-# What an interruption can cost at most, as in a sparse index.
-DOCUMENTS_PER_PART = 16_384
+LATE_FOLDER = "documents"
 
 # The documents from a position on, encoded as they are asked for.
 EncodeFrom = Callable[[int], Iterator[Encoded]]
+# Those that a codec is trained on.
+EncodeSample = Callable[[], Iterator[Encoded]]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Description:
         Its name, for messages.
     model_digest, corpus_digest
         The same for the same weights and settings, and for the same texts in the same order.
-    dtype
-        Of token embeddings on disk; None for a sparse index.
+    stored
+        Format of token embeddings on disk; None for a sparse index.
     documents
         Their number.
     """
@@ -61,7 +62,7 @@ class Description:
     model: str
     model_digest: str
     corpus_digest: str
-    dtype: str | None
+    stored: str | None
     documents: int
 
     @property
@@ -78,7 +79,13 @@ class Index(Protocol):
         ...
 
 
-def open_or_build(folder: Path, description: Description, encode_from: EncodeFrom, device: torch.device) -> Index:
+def open_or_build(
+    folder: Path,
+    description: Description,
+    encode_from: EncodeFrom,
+    encode_sample: EncodeSample,
+    device: torch.device,
+) -> Index:
     """The index in a folder, finished first where an earlier call was interrupted, and built where there is none.
 
     A finished index is only read: by several commands at once, and where the folder cannot be written.
@@ -99,10 +106,10 @@ def open_or_build(folder: Path, description: Description, encode_from: EncodeFro
             _describe(folder, description)
             if description.is_sparse:
                 return _Sparse(SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device))
-            return _LateInteraction(_build_parts(folder, description, encode_from), device)
+            return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample, device), device)
     except RecipeError:
         raise
-    except ValueError as error:  # a file is damaged, or a number too large for the dtype
+    except ValueError as error:  # a file is damaged, or a number does not fit the format
         raise RecipeError(f"--index: {first_line(error)}") from error
 
 
@@ -111,8 +118,9 @@ def _finished(folder: Path, description: Description, device: torch.device) -> I
         if not (folder / SPARSE_FOLDER / SPARSE_FILE).exists():
             return None
         return _Sparse(SparseIndex.load(folder / SPARSE_FOLDER, device))
-    parts = _finished_parts(folder)
-    return _LateInteraction(parts, device) if sum(map(len, parts)) == description.documents else None
+    if not (folder / LATE_FOLDER / CORPUS_FILE).exists():
+        return None
+    return _LateInteraction(Corpus(folder / LATE_FOLDER), device)
 
 
 def _describe(folder: Path, description: Description) -> None:
@@ -138,7 +146,7 @@ def _require_same(folder: Path, description: Description) -> None:
     for key, other in (
         ("model_digest", f"another model ({found.get('model')}, or other weights or settings of {description.model})"),
         ("corpus_digest", "another corpus"),
-        ("dtype", f"--dtype {found.get('dtype')}"),
+        ("stored", f"--format {found.get('stored')}"),
     ):
         if found.get(key) != getattr(description, key):
             raise RecipeError(
@@ -169,43 +177,24 @@ def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
 
 @dataclass(frozen=True)
 class _LateInteraction:
-    parts: list[Corpus]
+    corpus: Corpus
     device: torch.device
 
     def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        def batches() -> Iterator[TokenBatch]:
-            for batch in chain.from_iterable(part.batches(self.device) for part in self.parts):
-                yield batch
-                searched(len(batch))
-
-        return exact_search(queries.with_values(queries.values.to(self.parts[0].dtype)), batches(), k)
+        return search(queries, self.corpus, k, progress=searched)
 
 
-def _finished_parts(folder: Path) -> list[Corpus]:
-    parts: list[Corpus] = []
-    while (part := folder / PART_FOLDER.format(sum(map(len, parts))) / CORPUS_FILE).exists():
-        parts.append(Corpus(part.parent))
-    return parts
-
-
-def _build_parts(folder: Path, description: Description, encode_from: EncodeFrom) -> list[Corpus]:
-    """The parts of the corpus on disk, the missing ones encoded."""
-    parts = _finished_parts(folder)
-    done = sum(map(len, parts))
-    batches = encode_from(done)
-    while done < description.documents:
-        part = folder / PART_FOLDER.format(done)
-        shutil.rmtree(part, ignore_errors=True)  # that an interrupted call left
-        parts.append(write_corpus(part, _some(batches), getattr(torch, description.dtype)))
-        done += len(parts[-1])
-    return parts
-
-
-def _some(batches: Iterator[Encoded]) -> Iterator[Encoded]:
-    """Batches until there are the documents of a part."""
-    taken = 0
-    for batch in batches:
-        yield batch
-        taken += len(batch)
-        if taken >= DOCUMENTS_PER_PART:
-            return
+def _build(
+    folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample, device: torch.device
+) -> Corpus:
+    """The corpus on disk, the documents that are missing encoded."""
+    corpus = folder / LATE_FOLDER
+    if stored in DTYPES:
+        return write_corpus(corpus, encode_from, DTYPES[stored])
+    if not needs_codec(stored):
+        return write_corpus(corpus, encode_from, format=stored)
+    if (corpus / CODEC_FILE).exists():
+        codec = ResidualCodec.load(corpus / CODEC_FILE)
+    else:
+        codec = train_codec(f"--format {stored}", stored, encode_sample())
+    return write_corpus(corpus, encode_from, format=codec.to(device))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts
+from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, document_texts
 from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
-from pylate_fastmaxsim.recipes.evaluation.ranking import encode_corpus, metrics_of, ranking
+from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
 from pylate_fastmaxsim.recipes.files.write import prepare_file
 from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
@@ -22,15 +23,20 @@ from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 from pylate_fastmaxsim.recipes.models.static import StaticQueries
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.digest import corpus_digest, model_digest
-from pylate_fastmaxsim.recipes.search.index import DOCUMENTS_PER_PART, Description, open_or_build
+from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
+from pylate_fastmaxsim.recipes.search.plaid import in_order_of, open_index, overlap, own_search, require_same_dim
 from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+from pylate_fastmaxsim.retrieval.plaid.read import PlaidCorpus
+from pylate_fastmaxsim.retrieval.search import search as search_corpus
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
 ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"
+PRUNED = "PLAID's search"
 # By how many ranks they look at.
 METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000": 1000}
-DTYPES = ("float32", "bfloat16", "float16")
+# Of token embeddings in an index. The first is the default.
+FORMATS = ("float32", "bfloat16", "float16", *get_args(CompressedFormat))
 
 
 class Progress(Protocol):
@@ -51,23 +57,26 @@ class Options:
         The TREC run file to write, or None.
     index
         Folder of an index that is built, gone on with or used, or None to search documents as they are encoded.
-    dtype
-        Of token embeddings in the index, one of ``DTYPES``; None is float32.
+    format
+        Of token embeddings in the index, one of ``FORMATS``; None is float32.
     batch_size
         Texts encoded at once.
     trust_remote_code
         Whether code that comes with the model may run.
     exact
         Whether a static model ranks by MaxSim; otherwise by the upper bounds that its sparse vectors give.
+    plaid
+        Folder of an index of PLAID that is searched in place of documents that the model encodes, or None.
     """
 
     k: int = 1000
     run: Path | None = None
     index: Path | None = None
-    dtype: str | None = None
+    format: str | None = None
     batch_size: int = 32
     trust_remote_code: bool = False
     exact: bool = True
+    plaid: Path | None = None
 
 
 def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
@@ -88,10 +97,14 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
         prepare_file("--run", options.run)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_retriever(name, device, options.trust_remote_code)
-    _check_dtype(options, kind_of(model))
+    _check_format(options, kind_of(model))
+    plaid = None
+    if options.plaid is not None:
+        plaid = open_index(options.plaid)
+        collection = in_order_of(plaid, collection, options.plaid)
     if not options.exact and kind_of(model) != STATIC:
         raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
-    task = _Search(name, model, collection, options, progress, Clock(device))
+    task = _Search(name, model, collection, options, progress, Clock(device), plaid)
     try:
         with only_finite(model):
             scores, positions = task.search()
@@ -110,6 +123,10 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         write_run(options.run, found)
     names = [name for name, depth in METRICS_BY_DEPTH.items() if depth <= options.k]
+
+    def metrics(found: Ranking) -> dict[str, float] | None:
+        return metrics_of(found, collection, names) if collection.judgements and names else None
+
     return {
         "model": name,
         "kind": kind_of(model),
@@ -121,17 +138,20 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
         "index": None if options.index is None else str(options.index),
         "run": None if options.run is None else str(options.run),
         "seconds": task.clock.seconds,
-        "metrics": metrics_of(found, collection, names) if collection.judgements and names else None,
+        "metrics": metrics(found),
+        "plaid": None if plaid is None else task.compare_with_pruning(positions, metrics),
     }
 
 
-def _check_dtype(options: Options, kind: str) -> None:
-    if options.dtype is None:
+def _check_format(options: Options, kind: str) -> None:
+    if options.plaid is not None and (options.index is not None or kind != LATE_INTERACTION):
+        raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
+    if options.format is None:
         return
-    if options.dtype not in DTYPES:
-        raise RecipeError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype}.")
+    if options.format not in FORMATS:
+        raise RecipeError(f"--format must be one of {', '.join(FORMATS)}, got {options.format}.")
     if options.index is None or kind != LATE_INTERACTION:
-        raise RecipeError("--dtype is that of token embeddings in an index; it needs --index and a ColBERT.")
+        raise RecipeError("--format is that of token embeddings in an index; it needs --index and a ColBERT.")
 
 
 @dataclass
@@ -142,22 +162,41 @@ class _Search:
     options: Options
     progress: Progress
     clock: Clock
+    plaid: PlaidCorpus | None
     encoded: int = 0
 
     def search(self) -> tuple[Tensor, Tensor]:
         """Scores and positions, one more for each query than is asked for: it may be a document itself."""
-        queries, depth = self._queries(), min(self.options.k, len(self.collection.corpus)) + 1
+        self.queries = queries = self._queries()
+        depth = min(self.options.k, len(self.collection.corpus)) + 1
         folder = self.options.index
+        if self.plaid is not None:
+            require_same_dim(self.plaid, queries)
+            with self.clock.during(SEARCH):
+                return search_corpus(queries, self.plaid, depth, progress=self.progress(SEARCH, len(self.plaid)))
         if folder is None:
             with self.clock.during(SEARCH):
                 return exact_search(queries, self._encode_from(0), depth)
         with self.clock.during(INDEX):
-            index = open_or_build(folder, self._description(), self._encode_from, self.clock.device)
+            index = open_or_build(folder, self._description(), self._encode_from, self._sample, self.clock.device)
             if isinstance(queries, StaticQueries) and queries.needs_tokens:
                 queries = replace(queries, tokens=self._tokens())
         searched = self.progress(SEARCH, len(self.collection.corpus))
         with self.clock.during(SEARCH):
             return index.search(queries, depth, searched)
+
+    def compare_with_pruning(
+        self, positions: Tensor, metrics: Callable[[Ranking], dict[str, float] | None]
+    ) -> dict[str, Any]:
+        """What the own search of the index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
+        try:
+            with self.clock.during(PRUNED):
+                scores, own = own_search(self.options.plaid, self.queries, positions.shape[1], self.clock.device)
+        except RecipeError as error:
+            return {"folder": str(self.options.plaid), "not_searched": str(error)}
+        shares = overlap(positions, own, len(self.collection.corpus))
+        found = ranking(self.collection, scores, own, self.options.k)
+        return {"folder": str(self.options.plaid), **shares, "metrics": metrics(found)}
 
     def _queries(self) -> Encoded:
         texts = list(self.collection.queries.values())
@@ -169,7 +208,7 @@ class _Search:
 
     def _tokens(self) -> TokenIds:
         """Token ids of all documents, which an index does not hold."""
-        parts = self.collection.corpus.iter(DOCUMENTS_PER_PART)
+        parts = self.collection.corpus.iter(IDS_AT_ONCE)
         return TokenIds.concatenate([self.model.token_ids(document_texts(rows)) for rows in parts])
 
     def _encode_from(self, begin: int) -> Iterator[Encoded]:
@@ -184,6 +223,9 @@ class _Search:
             self.encoded += len(batch)
             encoded(len(batch))
 
+    def _sample(self) -> Iterator[Encoded]:
+        return encode_sample(self.model, self.collection.corpus, self.options.batch_size)
+
     def _description(self) -> Description:
         kind = kind_of(self.model)
         return Description(
@@ -191,6 +233,6 @@ class _Search:
             model=self.name,
             model_digest=model_digest(self.model),
             corpus_digest=corpus_digest(self.collection.corpus),
-            dtype=None if kind != LATE_INTERACTION else self.options.dtype or DTYPES[0],
+            stored=None if kind != LATE_INTERACTION else self.options.format or FORMATS[0],
             documents=len(self.collection.corpus),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,19 +16,22 @@ import pytest
 import torch
 from beir_folder import tables, write_folder
 from filelock import FileLock
+from pylate.indexes import PLAID
 from pylate.scores import colbert_scores
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import text
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from pylate_fastmaxsim import StaticLateInteraction
+from pylate_fastmaxsim import CompressedBatch, StaticLateInteraction, TokenBatch, read_plaid
 from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.compressed import rounded_queries
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.search import index
+from pylate_fastmaxsim.retrieval.corpus import Corpus
 
 KINDS = ("sparse", "late interaction", "static late interaction")
 
@@ -65,8 +69,7 @@ def on_cpu(request, monkeypatch) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
-    """An index has parts of 32 documents, which are encoded 16 at a time."""
-    monkeypatch.setattr(index, "DOCUMENTS_PER_PART", 32)
+    """A sparse index has blocks of 32 documents. Documents are encoded 16 at a time."""
     monkeypatch.setattr(postings, "DOCUMENTS_PER_BLOCK", 32)
     monkeypatch.setattr(ranking, "BATCHES_AT_ONCE", 2)
 
@@ -152,11 +155,12 @@ def test_an_interrupted_index_goes_on_and_a_finished_one_encodes_nothing(
 
     monkeypatch.setattr(ranking, "encode", counted(stop_at=112))
     done = search(saved[kind], *files, "--index", folder, code=130)
-    assert f"Interrupted: finished parts are kept in {folder}, and the same command goes on from there." in done.stderr
-    # Of 112 documents three whole parts of 32 have been kept.
+    assert f"Interrupted: what is encoded is kept in {folder}, and the same command goes on from there." in done.stderr
+    # Of a sparse index whole blocks.
+    kept = 112 if kind == "late interaction" else 96
     monkeypatch.setattr(ranking, "encode", counted())
     search(saved[kind], *files, "--index", folder, "--run", again)
-    assert sum(encoded) == 150 - 96
+    assert sum(encoded) == 150 - kept
     assert_same(again, plain)
     monkeypatch.setattr(ranking, "encode", counted())
     search(saved[kind], *files, "--index", folder, "--run", again)
@@ -169,8 +173,8 @@ import os
 from pylate_fastmaxsim.cli import main
 from pylate_fastmaxsim.kernels.sparse import postings
 from pylate_fastmaxsim.recipes.evaluation import ranking
-from pylate_fastmaxsim.recipes.search import index
-index.DOCUMENTS_PER_PART = postings.DOCUMENTS_PER_BLOCK = 32
+from pylate_fastmaxsim.retrieval.formats import writer
+postings.DOCUMENTS_PER_BLOCK, writer.SECONDS_BETWEEN_NOTES = 32, 0
 ranking.BATCHES_AT_ONCE = 2
 encode, calls = ranking.encode, iter(range(5))  # 16 documents each
 ranking.encode = lambda *arguments, **more: os._exit(9) if next(calls, None) is None else encode(*arguments, **more)
@@ -188,7 +192,7 @@ def test_a_killed_index_goes_on(kind, saved, files, small_parts, tmp_path):
     killed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=environment)
     assert killed.returncode == 9, killed.stderr
     search(saved[kind], *arguments, "--json", result)
-    assert json.loads(result.read_text())["encoded_documents"] == 150 - 64
+    assert json.loads(result.read_text())["encoded_documents"] == 150 - (80 if kind == "late interaction" else 64)
 
 
 def test_a_static_model_ranks_by_bounds_where_it_is_asked_to(saved, files, encoder, tmp_path):
@@ -232,15 +236,148 @@ def test_bm25_ranks_by_its_own_scores_once_it_has_counted(encoder, files, tmp_pa
         )
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_token_embeddings_are_kept_in_the_dtype_that_is_asked_for(dtype, saved, files, tmp_path):
-    name, folder, run, plain = saved["late interaction"], tmp_path / "index", tmp_path / "run", tmp_path / "plain"
-    search(name, *files, "--index", folder, "--dtype", dtype, "--run", run)
-    search(name, *files, "--run", plain)
-    for found, exact in zip(read_run(run).values(), read_run(plain).values(), strict=True):
-        assert found == pytest.approx(exact, abs=0.1) and found != exact
-    done = search(name, *files, "--index", folder, code=2)
-    assert f"--index: {folder} was made with --dtype {dtype}" in done.stderr
+FORMATS = ["bfloat16", "float16", "int8", "fp8", "residual-1", "residual-2", "residual-4"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_token_embeddings_are_kept_in_the_format_that_is_asked_for(name, saved, files, tmp_path):
+    model, folder, run, result = (
+        saved["late interaction"],
+        tmp_path / "index",
+        tmp_path / "run",
+        tmp_path / "result.json",
+    )
+    search(model, *files, "--index", folder, "--format", name, "--run", run)
+    # The scores are those of what is stored.
+    stored = Corpus(folder / "documents")
+    documents = [
+        document[live] for batch in stored.batches() for document, live in zip(*plain(batch).to_padded(), strict=True)
+    ]
+    content = tables()
+    queries = load_retriever(model, "cpu").encode([row["text"] for row in content["queries"]], is_query=True)
+    names = [row["_id"] for row in content["corpus"]]
+    for query, found in zip(queries, read_run(run).values(), strict=True):
+        query = rounded(torch.as_tensor(query), name)
+        scores = {each: (query @ d.T).amax(dim=1).sum().item() for each, d in zip(names, documents, strict=True)}
+        assert len(found) == 150 and found == pytest.approx(scores, rel=1e-5)
+    assert stored.format == name.partition("-")[0]
+    search(model, *files, "--index", folder, "--format", name, "--json", result)
+    assert json.loads(result.read_text())["encoded_documents"] == 0
+    done = search(model, *files, "--index", folder, code=2)
+    assert f"--index: {folder} was made with --format {name}" in done.stderr
+
+
+def plain(batch: TokenBatch | CompressedBatch) -> TokenBatch:
+    """Documents as they are scored, in float64."""
+    if isinstance(batch, CompressedBatch):
+        return batch.decompress(torch.float64)
+    return batch.with_values(batch.values.double())
+
+
+def rounded(query: torch.Tensor, name: str) -> torch.Tensor:
+    """A query as documents of this format are scored with it."""
+    if name in ("int8", "fp8"):
+        values, scales = rounded_queries(query, name)
+        return values.double() * scales[:, None].double()
+    return (query.to(getattr(torch, name)) if name in ("bfloat16", "float16") else query).double()
+
+
+def test_an_interrupted_index_goes_on_with_its_codec(saved, files, small_parts, tmp_path, monkeypatch):
+    model, folder, run, whole = saved["late interaction"], tmp_path / "index", tmp_path / "run", tmp_path / "whole"
+    calls, encode = [], ranking.encode
+
+    def stopping(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 10 + 5:  # of the sample, and of the corpus
+            raise KeyboardInterrupt
+        return encode(*arguments, **options)
+
+    monkeypatch.setattr(ranking, "encode", stopping)
+    search(model, *files, "--index", folder, "--format", "residual-2", code=130)
+    codec = (folder / "documents" / "codec.safetensors").read_bytes()
+    monkeypatch.setattr(index, "train_codec", None)
+    search(model, *files, "--index", folder, "--format", "residual-2", "--run", run)
+    assert len(calls) - 10 - 5 == 10 - 4 and (folder / "documents" / "codec.safetensors").read_bytes() == codec
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    search(model, *files, "--index", tmp_path / "other", "--format", "residual-2", "--run", whole)
+    assert_same(run, whole)
+
+
+@pytest.fixture
+def plaid(saved, files, tmp_path) -> PLAID:
+    """PyLate's index of the documents in another order, without two of them, in the folder plaid/index."""
+    rows = tables()["corpus"][::-1]
+    index = PLAID(str(tmp_path / "plaid"), "index", nbits=4, device="cpu", show_progress=False)
+    encoded = load_retriever(saved["late interaction"], "cpu").encode(
+        [f"{row['title']} {row['text']}".strip() for row in rows], is_query=False
+    )
+    index.add_documents([row["_id"] for row in rows], encoded)
+    return index.remove_documents(["0003", "0110"])
+
+
+def test_an_index_of_plaid_is_searched_exhaustively_and_compared_with_its_own_search(plaid, saved, files, tmp_path):
+    model, folder, run, result = (
+        saved["late interaction"],
+        tmp_path / "plaid" / "index",
+        tmp_path / "run",
+        tmp_path / "j",
+    )
+    done = search(model, *files, "--plaid", folder, "--run", run, "--json", result)
+    corpus = read_plaid(folder)
+    (batch,) = corpus.batches()
+    documents = [each[live] for each, live in zip(*batch.decompress(torch.float64).to_padded(), strict=True)]
+    queries = load_retriever(model, "cpu").encode([row["text"] for row in tables()["queries"]], is_query=True)
+    found = read_run(run)
+    for query, scores in zip(queries, found.values(), strict=True):
+        exact = [(torch.as_tensor(query).double() @ d.T).amax(dim=1).sum().item() for d in documents]
+        assert len(scores) == 148 and scores == pytest.approx(dict(zip(corpus.ids, exact, strict=True)), rel=1e-5)
+    own = plaid([torch.as_tensor(query) for query in queries], k=149)
+    content = json.loads(result.read_text())
+    for depth in (10, 100):
+        shares = [
+            len(set(list(scores)[:depth]) & {row["id"] for row in results[:depth]}) / depth
+            for scores, results in zip(found.values(), own, strict=True)
+        ]
+        share = sum(shares) / len(shares)
+        assert share > 0.3 and content["plaid"][f"overlap@{depth}"] == pytest.approx(share)
+        assert f"{content['plaid'][f'overlap@{depth}']:.1%} of the top {depth}" in done.stdout
+    assert (content["documents"], content["encoded_documents"], content["plaid"]["metrics"]) == (148, 0, None)
+
+
+def test_an_index_of_plaid_that_does_not_fit_is_one_line(plaid, saved, files, tmp_path):
+    model, folder = saved["late interaction"], tmp_path / "plaid" / "index"
+
+    def refused(*arguments: object, model: str = model) -> str:
+        done = search(model, *arguments, code=2)
+        assert done.stderr.startswith("fastmaxsim: ") and done.stderr.count("\n") == 1
+        return done.stderr
+
+    needs = "--plaid is an index of its own; it needs a ColBERT and no --index."
+    assert needs in refused(*files, "--plaid", folder, "--index", tmp_path / "index")
+    assert needs in refused(*files, "--plaid", folder, model=saved["sparse"])
+    assert "--plaid: read_plaid: " in refused(*files, "--plaid", tmp_path)
+    bare = f"--plaid: {folder / 'fast_plaid_index'} has no ids, so it must hold the 150 documents of the corpus in their order"
+    ids = folder / "plaid_ids_to_documents_ids.pkl"
+    known = pickle.loads(ids.read_bytes())
+    ids.unlink()
+    assert bare in refused(*files, "--plaid", folder / "fast_plaid_index")
+    ids.write_bytes(pickle.dumps(known | {5: "0001"}))
+    assert "must hold each document once, but 0001 is there twice." in refused(*files, "--plaid", folder)
+    ids.write_bytes(pickle.dumps(known | {5: "x"}))
+    assert "holds the document x, which is not in the corpus." in refused(*files, "--plaid", folder)
+    other = PLAID(str(tmp_path / "plaid"), "other", device="cpu", show_progress=False)
+    other.add_documents(["0001", "0002"], [torch.eye(8), torch.eye(8)])
+    said = refused(*files, "--plaid", tmp_path / "plaid" / "other")
+    assert "holds embeddings of d = 8, but MODEL makes embeddings of d = 16." in said
+
+
+def test_without_plaids_own_search_it_says_why(plaid, saved, files, tmp_path):
+    folder, result = tmp_path / "plaid" / "index", tmp_path / "result.json"
+    (folder / "fast_plaid_index" / "avg_residual.npy").unlink()  # which a search of all does not need
+    done = search(saved["late interaction"], *files, "--plaid", folder, "--json", result)
+    assert "not measured: fast-plaid cannot search it: " in " ".join(done.stdout.split())
+    assert "fast-plaid cannot search it" in json.loads(result.read_text())["plaid"]["not_searched"]
 
 
 def test_an_index_of_something_else_is_refused(saved, files, encoder, tmp_path):
@@ -307,10 +444,10 @@ def test_a_file_that_is_cut_is_named(kind, saved, files, tmp_path):
         (["--beir", "DATA", "--run", "DATA"], "--run DATA cannot be written: it is a folder."),
         (["--beir", "DATA", "--json", "DATA"], "--json DATA cannot be written: it is a folder."),
         (["--beir", "DATA", "--json", "DATA/run", "--run", "DATA/run"], "--run and --json must be two files."),
-        (["--beir", "DATA", "--dtype", "float16"], "--dtype is that of token embeddings in an index"),
+        (["--beir", "DATA", "--format", "float16"], "--format is that of token embeddings in an index"),
         (
-            ["--beir", "DATA", "--index", "DATA/i", "--dtype", "int8"],
-            "--dtype must be one of float32, bfloat16, float16",
+            ["--beir", "DATA", "--index", "DATA/i", "--format", "int4"],
+            "--format must be one of float32, bfloat16, float16, int8, fp8, residual-1, residual-2, residual-4, got int4.",
         ),
     ],
 )
