@@ -103,7 +103,7 @@ def pooled_scores(
     queries
         Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
     documents
-        Nd documents, likewise, of the same d, dtype and device.
+        Nd documents, likewise, of the same d, dtype and device; with ``Max()`` also a ``CompressedBatch``.
     candidates
         Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
         ``None``: all. The range is checked on a CPU only.

@@ -30,16 +30,18 @@ VECTORS = """q_values d_values grad_q grad_d hidden weight embeddings grad
 NAMES = {
     "*u8": "q_keep d_keep keep zero_floor",
     "*i16": "groups",
-    "*i32": """buckets counts begins row_query live_tokens live_lengths rows q_rows d_rows bounds pending pool cu_seqlens
+    "*fp16": "centroids",
+    "*i32": """codes byte_words buckets counts begins row_query live_tokens live_lengths rows q_rows d_rows bounds pending pool cu_seqlens
         key_cu_seqlens""",
     "*i64": """q_starts q_lengths d_starts d_lengths candidates pairs pair_offsets starts lengths offsets q_offsets
         d_offsets""",
     "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares bias scales shifts
-        grad_weights grad_biases pooled constants slopes grad_parts""",
-    "fp32": "scale over_temperature",
+        q_scales grad_weights grad_biases pooled constants slopes grad_parts""",
+    "fp32": "scale factor over_temperature",
     "i32": """num_queries num_documents num_slots num_tiles num_rows num_entries num_chunks num_pairs first_document
         documents_per_program row_blocks tiles_per_document programs_per_document first_row num_groups rows_per_part
-        num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head reach""",
+        num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head reach
+        blocks_per_document max_length""",
 }
 TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}
 SIZES = NAMES["i32"].split()
@@ -81,8 +83,8 @@ def compiled(
 ) -> tuple[str, int]:
     """PTX and shared memory of a kernel, called as launches call it; ``absent`` pointers are None."""
     kernel = launcher.kernel
-    types = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners]) | dict(types)
-    types |= dict.fromkeys(VECTORS.split(), ELEMENT[operand])
+    known = TYPES | dict.fromkeys(["winners", "token_winners"], WINNERS[winners])
+    types = known | dict.fromkeys(VECTORS.split(), ELEMENT[operand]) | dict(types)
     constants |= {"SENTINEL": no_winner(winners), "PRECISION": precision(operand)}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     constants |= dict.fromkeys(set(absent) & set(kernel.arg_names))

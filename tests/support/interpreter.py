@@ -34,6 +34,17 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
+def _create_fp_to_fp(self, src, dst_type, rounding_mode):
+    # The interpreter truncates.
+    if dst_type.scalar != tl.float8e4nv:
+        return _fp_to_fp(self, src, dst_type, rounding_mode)
+    rounded = torch.from_numpy(src.data).to(torch.float8_e4m3fn).view(torch.uint8)
+    return interpreter.TensorHandle(rounded.numpy(), dst_type.scalar)
+
+
+_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
+
+
 def _one_nan(numbers: np.ndarray) -> np.ndarray:
     if numbers.dtype.kind != "f":
         return numbers
@@ -93,12 +104,13 @@ def spread_out(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """The interpreter multiplies bits of bf16, cannot convert sizes under NumPy 2.4, reduces slowly, has no assembly."""
+    """The interpreter multiplies bits of bf16, truncates to e4m3, cannot convert sizes under NumPy 2.4, reduces slowly, has no assembly."""
     with ExitStack() as stack:
         for owner, name, replacement in (
             (interpreter.InterpreterBuilder, "create_dot", _create_dot),
             # As of a GPU a maximum that is NaN is always the same one, of whatever sign and bits the operands are.
             (interpreter.InterpreterBuilder, "create_maximumf", _create_maximumf),
+            (interpreter.InterpreterBuilder, "create_fp_to_fp", _create_fp_to_fp),
             (interpreter.ReduceOps, "generic_reduce", _generic_reduce),
             (interpreter, "_patch_lang_tensor", _patch_with_index),
             (running_maximum, "_eight_more_unless_same", _eight_more_unless_same),

@@ -9,6 +9,7 @@ Run it once without the sanitizer first, which compiles the kernels into Triton'
 from __future__ import annotations
 
 import torch
+from compressed_exactness import FORMATS, compressed_as
 from sparse_cases import CASES, check, check_removed
 from torch.nn.functional import normalize
 
@@ -47,6 +48,10 @@ def main() -> None:
     for pooling in (TopK(4), TopK(16), Softmax(0.5)):
         queries, documents = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 128, torch.bfloat16)
         pooled_scores(queries, documents, pooling=pooling).sum().backward()
+    for format in FORMATS:
+        for candidates in (None, torch.randint(0, 9, (5, 3), device="cuda")):
+            queries, documents = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 128, torch.bfloat16)
+            maxsim(queries, compressed_as(documents, format), candidates).sum().backward()
     for name in ("plain", "equal scores in masses", "int32 terms"):
         check(CASES[name], "cuda", "cuda")
     check_removed("cuda", "cuda")

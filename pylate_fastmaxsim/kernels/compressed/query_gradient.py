@@ -66,6 +66,7 @@ def compressed_query_gradient_kernel(
                     vector = residual_vectors(
                         token, stored, codes, centroids, byte_words, scales, DIM, BITS, BLOCK_ROWS, BLOCK_K
                     )  # fmt: skip
+                    vector = vector.to(grad_q.dtype.element_ty).to(tl.float32)  # as it was scored
                 else:
                     numbers = tl.load(
                         stored + token[:, None] * DIM + k[None, :], mask=won[:, None] & (k[None, :] < DIM), other=0

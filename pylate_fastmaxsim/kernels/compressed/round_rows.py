@@ -25,8 +25,8 @@ def round_rows_kernel(
 ):
     """`rounded` is `values` over the scale of each row, and `scales` that scale times `factor`.
 
-    The largest number of a row becomes 127 (int8), or comes into (224, 448] by a power of two (e4m3). A row with a NaN has a
-    scale that is NaN.
+    The largest number of a row becomes 127 (int8), or comes into (224, 448] by a power of two (e4m3). A row with NaN or
+    infinity becomes zeros with a scale of NaN.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_K)
@@ -36,6 +36,7 @@ def round_rows_kernel(
         mask = live[:, None] & (first_k + k[None, :] < DIM)
         x = tl.load(values + row[:, None] * DIM + first_k + k[None, :], mask=mask, other=0.0).to(tl.float32)
         largest = maximum_or_nan(largest, tl.reduce(tl.abs(x), 1, maximum_or_nan))
+    finite = largest < float("inf")
     if IS_INT8:
         scale = tl.div_rn(largest, 127.0)
     else:
@@ -43,13 +44,13 @@ def round_rows_kernel(
         exponent = (bits >> 23) - 127 - 8 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
         exponent = tl.minimum(tl.maximum(exponent, -120), 120)
         scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-        scale = tl.where(largest == largest, scale, largest)
         scale = tl.where(largest == 0.0, 0.0, scale)
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    tl.store(scales + row, scale * factor, mask=live)
+    tl.store(scales + row, tl.where(finite, scale * factor, float("nan")), mask=live)
     for first_k in range(0, DIM, BLOCK_K):
         mask = live[:, None] & (first_k + k[None, :] < DIM)
         x = tl.load(values + row[:, None] * DIM + first_k + k[None, :], mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(finite[:, None], x, 0.0)
         x = tl.div_rn(x, tl.broadcast_to(divisor[:, None], [BLOCK_ROWS, BLOCK_K]))
         if IS_INT8:
             x = (x + _TO_WHOLE) - _TO_WHOLE
