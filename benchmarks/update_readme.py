@@ -19,6 +19,7 @@ from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.pooling_table import docs_table as pooling_tables
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
+from benchmarks.quality.compressed_fidelity_table import markdown as compressed_fidelity_markdown
 from benchmarks.quality.cranfield_table import markdown as cranfield_markdown
 from benchmarks.quality.first_stage_cranfield_table import markdown as first_stage_markdown
 from benchmarks.quality.pooling_cranfield_table import markdown as pooling_cranfield_markdown
@@ -300,6 +301,11 @@ def tables() -> dict[str, dict[str, str]]:
             "ring-table": ring_table(losses),
             "two-gpus-table": two_gpus_table(),
             "deepspeed-table": deepspeed_table(),
+        },
+        "docs/compressed.md": {
+            "compressed-fidelity-table": measured(
+                "compressed_fidelity", lambda content: compressed_fidelity_markdown(content["cells"])
+            )
         },
         "docs/pooling.md": {"pooling-operators-table": measured("pooling_operators", pooling_tables)},
         "docs/sparse.md": {

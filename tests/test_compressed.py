@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from on_gpu import no_waiting
 from ragged_batches import ragged
 from residual_codecs import random_codec
 
-from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, compressed
+from pylate_fastmaxsim import CompressedBatch, TokenBatch, compress, compressed, reference
 from pylate_fastmaxsim.compressed import Fp8, Int8, Residual, rounded_queries
 
 FORMATS = ("int8", "int8 by token", "fp8", "residual")
@@ -166,6 +167,54 @@ def test_plaid_codes_have_unit_vectors():
     rows = expected.any(dim=1)
     torch.testing.assert_close(vectors[rows], expected[rows], rtol=0, atol=1e-6)
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors)).double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["int8", "int8 by token", "fp8"])
+def test_similarities_differ_by_no_more_than_docs_say(format):
+    one_token = ragged(torch.Generator().manual_seed(1), [1] * 40, 16, torch.float64, integers=False, masked=False)
+    unit = one_token.with_values(torch.nn.functional.normalize(one_token.values))
+    documents = compressed_as(unit, format)
+    exact = reference.maxsim(unit, unit)
+    actual = reference.compressed_maxsim(unit, documents)
+    rows = unit.starts
+    numbers, decompressed = unit.values[rows], documents.decompress(torch.float64).values[rows]
+    if format == "fp8":
+        bound = 0.13 * numbers.abs() @ numbers.abs().T + 1e-4
+    else:
+        scale = numbers.abs().amax(dim=1) / 127
+        bound = (numbers.abs().sum(1)[:, None] * scale + scale[:, None] * decompressed.abs().sum(1)) / 2 + 1e-6
+    assert ((actual - exact).abs() <= bound).all()
+    assert (actual - exact).abs().max() > bound.max() / 20
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_gpu_makes_the_same(format):
+    batch = documents()
+    on_gpu = TokenBatch(
+        *(tensor.cuda() for tensor in (batch.values, batch.starts, batch.lengths)), batch.max_length, batch.keep.cuda()
+    )
+    here = compressed_as(batch, format)
+    if format == "residual":  # codes as chosen here: the nearest of two may differ by rounding
+        there = here.to("cuda")
+        torch.testing.assert_close(compress(on_gpu, there.tokens.codec).tokens.scales.cpu(), here.tokens.scales)
+    else:
+        there = compressed_as(on_gpu, format)
+    for one, other in zip(here.tokens.tensors, there.tokens.tensors, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
+    assert torch.equal(here.decompress().values, there.to("cuda:0").decompress().values.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_queries_are_rounded_on_a_gpu_without_waiting(format):
+    numbers = torch.randn(3000, 128) * torch.exp(40 * torch.linspace(-1, 1, 3000))[:, None]
+    numbers[5], numbers[6, 3], numbers[7, 7] = 0, torch.nan, torch.inf
+    on_gpu = numbers.cuda()
+    with no_waiting():
+        there = rounded_queries(on_gpu, format)
+    for one, other in zip(rounded_queries(numbers, format), there, strict=True):
+        assert torch.equal(one.float().nan_to_num(-1), other.cpu().float().nan_to_num(-1))
 
 
 VALUES, SCALES = torch.zeros(3, 8, dtype=torch.int8), torch.zeros(3)

@@ -1,0 +1,168 @@
+"""What compressed documents keep of the exact ranking: on random vectors with planted neighbours, and on Cranfield.
+
+    python -m benchmarks.quality.compressed_fidelity --data FOLDER    # measure what is missing, then print the tables
+    python -m benchmarks.quality.compressed_fidelity --render-only    # only the tables of the committed results
+
+Random vectors are unit vectors. The first tokens of each query stand, more and more disturbed, in 100 documents. Cranfield
+is encoded by all-MiniLM-L6-v2, whose outputs are the token vectors of benchmarks.quality.static_cranfield. Codecs are
+trained on tokens of the documents.
+
+Shares are of the 10 and the 100 documents that float32 ranks first, on average over the queries, and nDCG@10 is of the
+judged queries. Rescored: of the best 4 k by compressed scores the best k by those of float32; of nDCG@10 k is 100.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness.paths import RESULTS
+from benchmarks.harness.records import Results, add_options, environment
+from benchmarks.quality.compressed_fidelity_table import FORMATS, KS, markdown
+from benchmarks.quality.static_cranfield import DEPTH, Task
+from pylate_fastmaxsim import CompressedBatch, ResidualCodec, TokenBatch, compress, maxsim
+
+PLANTED = 100  # documents of each query
+PLANTED_TOKENS = 16
+NOISE = (0.04, 0.14)  # of each number, from the first of them to the last
+PER_RESULT = 4  # candidates that are rescored for each result
+SAMPLE = 1 << 16  # tokens that a codec is trained on
+
+
+@dataclass
+class Collection:
+    """Queries, documents and how rankings of positions are judged, if they are."""
+
+    queries: TokenBatch
+    documents: TokenBatch
+    metrics: Callable[[Tensor, Tensor], dict[str, float]] | None = None
+    centroids: int | None = None
+
+    @cached_property
+    def exact(self) -> Tensor:
+        return maxsim(self.queries, self.documents)
+
+    def measure(self, format: str) -> dict:
+        """What a format keeps."""
+        queries, documents = self.queries, self.documents
+        if format == "bfloat16":
+            queries, documents = (batch.with_values(batch.values.bfloat16()) for batch in (queries, documents))
+        elif format != "float32":
+            documents = self.compressed(format)
+        scores = self.exact if format == "float32" else maxsim(queries, documents)
+        stored = documents.tokens.tensors if isinstance(documents, CompressedBatch) else (documents.values,)
+        cell = {
+            "bytes_per_token": sum(tensor.nbytes for tensor in stored) / len(self.documents.values),
+            **self.quality(lambda k: best(scores, k)),
+            "rescored": self.quality(lambda k: self.rescored(scores, k)),
+        }
+        if isinstance(documents, CompressedBatch) and documents.format == "residual":
+            cell |= {"centroids": len(documents.tokens.codec.centroids), "codec_bytes": documents.tokens.codec.nbytes}
+        return cell
+
+    def quality(self, ranked: Callable[[int], tuple[Tensor, Tensor]]) -> dict:
+        kept = {f"top{k}": round(share(ranked(k)[1], best(self.exact, k)[1]), 4) for k in KS}
+        if self.metrics is not None:
+            kept["ndcg@10"] = round(self.metrics(*ranked(DEPTH))["ndcg@10"], 4)
+        return kept
+
+    def rescored(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Scores and positions of the best ``k`` by exact scores of the candidates."""
+        candidates = best(scores, PER_RESULT * k)[1].sort(dim=1).values
+        exact, order = best(self.exact.gather(1, candidates), k)
+        return exact, candidates.gather(1, order)
+
+    def compressed(self, format: str) -> CompressedBatch:
+        name, _, option = format.partition("-")
+        if name != "residual":
+            return compress(self.documents, name, per_token=option == "token")
+        tokens = self.documents.values
+        chosen = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))[:SAMPLE]
+        sample = tokens[chosen.to(tokens.device)]
+        return compress(self.documents, ResidualCodec.train(sample, int(option), self.centroids))
+
+
+def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of each row, the first of equal ones first."""
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return scores.gather(1, order), order
+
+
+def share(found: Tensor, wanted: Tensor) -> float:
+    return (found[:, :, None] == wanted[:, None, :]).any(dim=1).double().mean().item()
+
+
+def random_vectors(options: argparse.Namespace) -> Collection:
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return F.normalize(torch.randn(*shape, options.dim, generator=generator), dim=-1)
+
+    queries = drawn(options.queries, options.query_length)
+    documents = drawn(options.documents, options.document_length)
+    planted, tokens = (
+        min(PLANTED, options.documents),
+        min(PLANTED_TOKENS, options.query_length, options.document_length),
+    )
+    noise = torch.linspace(*NOISE, planted)[:, None, None]
+    for query in queries:
+        places = torch.randint(0, options.documents, (planted,), generator=generator)
+        disturbed = noise * torch.randn(planted, tokens, options.dim, generator=generator)
+        documents[places, :tokens] = F.normalize(query[:tokens] + disturbed, dim=-1)
+    batches = (TokenBatch.from_padded(values.to(options.device)) for values in (queries, documents))
+    return Collection(*batches, centroids=options.centroids)
+
+
+def cranfield(options: argparse.Namespace) -> Collection:
+    from pylate_fastmaxsim.recipes.models.encode import encode
+
+    task, file = Task(options.data), options.work / "encoded.pt"
+    if not file.exists():
+        options.work.mkdir(parents=True, exist_ok=True)
+        texts = {"queries": task.queries, "documents": task.documents}
+        made = {name: encode(task.encoder, each, 32, is_query=name == "queries") for name, each in texts.items()}
+        torch.save(made, file)
+    made = torch.load(file, weights_only=False)
+    batches = (
+        TokenBatch.from_list([tokens.to(options.device) for tokens in batch.values.split(batch.lengths.tolist())])
+        for batch in (made["queries"], made["documents"])
+    )
+    return Collection(*batches, metrics=task.metrics, centroids=options.centroids)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, RESULTS / "compressed_fidelity.json", timeout=0.0)
+    parser.add_argument(
+        "--data", type=Path, help="folder of the collection, in BEIR's layout; without it only random vectors"
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs/compressed_fidelity"), help="folder for embeddings")
+    parser.add_argument("--device", default="cpu", help="where to score")
+    parser.add_argument("--queries", type=int, default=64, help="of random vectors, as the next four")
+    parser.add_argument("--query-length", type=int, default=32)
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--document-length", type=int, default=64)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--centroids", type=int, default=4096, help="of a codec")
+    options = parser.parse_args()
+    kept = Results(options)
+    makers = {"random": random_vectors} | ({"cranfield": cranfield} if options.data else {})
+    for name, maker in makers.items():
+        missing = [format for format in FORMATS if not options.render_only and kept.wants(f"{name}/{format}")]
+        collection = maker(options) if missing else None
+        for format in missing:
+            if kept.left > 0:
+                cell = collection.measure(format)
+                kept.add(f"{name}/{format}", {**cell, "environment": environment()}, cell)
+    print("\n" + markdown(kept.cells))
+
+
+if __name__ == "__main__":
+    main()
