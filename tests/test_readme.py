@@ -173,12 +173,14 @@ def test_examples_of_the_operators_run(monkeypatch, tmp_path):
 
 def test_the_example_of_compressed_documents_runs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    script, *_ = examples("docs/compressed.md")
+    script, corpora, *_ = examples("docs/compressed.md")
     names: dict = {}
     exec(script, names)
     assert names["scores"].argmax(dim=1).tolist() == [0, 2] and names["some"].shape == (2, 2)
     assert names["vectors"].values.dtype == torch.bfloat16
     assert names["documents"].values.nbytes > 3 * names["small"].nbytes > 6 * names["smaller"].nbytes
+    exec(corpora, names)
+    assert names["positions"][:, 0].tolist() == [7, 130] and names["coarse"].nbytes < names["fine"].nbytes / 6
 
 
 def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
