@@ -7,9 +7,10 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -55,10 +56,13 @@ class Compiling:
         most = min(os.cpu_count() or 1, _MOST_PROCESSES)
         most = most if processes is None else require_count("warmup", "processes", processes)
         require_gpu()
-        count = min(len(calls), most)
+        # What runs the same forward is compiled by one process.
+        forwards = [tuple(same) for _, same in groupby(calls, _forward)]
+        count = min(len(forwards), most)
         device, precision = torch.cuda.current_device(), float32_precision(torch.float32)
-        # Neighbours share most kernels, so that every process has some of each kind.
-        self._shares = [Share(tuple(calls[first::count]), device, precision) for first in range(count)]
+        self._shares = [
+            Share(tuple(chain.from_iterable(forwards[first::count])), device, precision) for first in range(count)
+        ]
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> Compiling:
@@ -94,6 +98,10 @@ class Compiling:
                 lines = errors.decode(errors="replace").strip().splitlines() or [f"status {process.returncode}"]
                 raise RuntimeError(f"warmup: a process that compiles kernels failed: {lines[-1]}")
         return Compiled(cached_kernels() - self._before, len(self._processes), time.perf_counter() - self._began)
+
+
+def _forward(call: Call) -> Hashable:
+    return call.shape, call.score, call.option, call.queries_masked, call.documents_masked, call.gradients is None
 
 
 def cached_kernels() -> int:

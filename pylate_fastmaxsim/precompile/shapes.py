@@ -10,7 +10,7 @@ import torch
 
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
-from pylate_fastmaxsim.ops.pooled import Max, Pooling, Softmax, check_pooling
+from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, check_pooling
 
 # Of compressed documents, with the bits of residual codes.
 FORMATS = {"int8": 8, "int8_per_token": 8, "fp8": 8, "residual1": 1, "residual2": 2, "residual4": 4}
@@ -141,17 +141,23 @@ def calls_of(shape: BatchShape) -> Iterator[Call]:
         sides = masked in ("queries", "both"), masked in ("documents", "both")
         yield Call(shape, score, shape.queries, *sides, option=option)
         if shape.gradients:
-            # Only gradients are written for rows of no text, too. Compressed documents have none.
-            for gradients, gapless, rows in product(
-                ("queries",) if score in FORMATS else ("both", "queries", "documents"),
-                (True, False),
-                _query_rows(shape) if isinstance(score, Softmax) else (shape.queries,),
-            ):
+            for gradients, gapless, rows in _backwards(shape, score, masked == shape.masked[0]):
                 yield Call(shape, score, rows, *sides, gapless, gradients, option)
     if shape.hidden is not None:
         for gradients, option in product((None, "both") if shape.gradients else (None,), (False, True)):
             # Without or with a bias.
             yield Call(shape, "project", shape.queries, gradients=gradients, option=option)
+
+
+def _backwards(shape: BatchShape, score: Pooling | str, first: bool) -> Iterator[tuple[str, bool, int]]:
+    """Gradients, gaplessness and query rows of the backwards that differ; ``first``: with the first of the masks."""
+    if score in FORMATS:
+        return iter([("queries", True, shape.queries)])  # documents have none
+    smooth = isinstance(score, (Softmax, LogSumExp))
+    if not (smooth or first):
+        return iter([("both", True, shape.queries)])  # a backward from winners looks at no mask
+    rows = _query_rows(shape) if isinstance(score, Softmax) else [shape.queries]
+    return product(("both", "queries", "documents"), (True, False), rows)
 
 
 def _query_rows(shape: BatchShape) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from paths import ROOT
 from recorded_launches import recorded_launches
-from scored_batches import SHAPES, score
+from scored_batches import ON_GPU, SHAPES, score
 
 from pylate_fastmaxsim import warmup
 from pylate_fastmaxsim.precompile import calls, shapes
@@ -41,7 +41,7 @@ def test_batches_of_the_same_sizes_launch_nothing_else(shape, architecture):
 @pytest.mark.cuda
 def test_on_a_gpu_batches_compile_nothing_after_it(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = warmup(SHAPES)
+    done = warmup(ON_GPU)
     assert done.kernels == len(list(tmp_path.rglob("*.cubin"))) > 100
     # In a process of its own, which has compiled nothing yet.
     script = [sys.executable, str(ROOT / "tests" / "support" / "scored_batches.py")]
@@ -50,4 +50,4 @@ def test_on_a_gpu_batches_compile_nothing_after_it(tmp_path, monkeypatch):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "compiled: []\n"
-    assert warmup(SHAPES[0], processes=2).kernels == 0
+    assert warmup(ON_GPU[0], processes=2).kernels == 0

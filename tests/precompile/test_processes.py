@@ -12,7 +12,7 @@ from pylate_fastmaxsim import BatchShape, TopK, warmup
 from pylate_fastmaxsim.precompile import processes
 from pylate_fastmaxsim.precompile.shapes import calls_of
 
-SHAPE = BatchShape(2, 3, 4, 5)
+SHAPE, OTHER = BatchShape(2, 3, 4, 5), BatchShape(2, 3, 4, 5, poolings=(TopK(2),), masked=("both",))
 
 
 @pytest.fixture
@@ -34,14 +34,16 @@ def test_every_call_is_in_one_share(as_on_a_gpu, tmp_path):
     )
     torch.set_float32_matmul_precision("high")
     try:
-        done = warmup([SHAPE, SHAPE], processes=3)
+        done = warmup([SHAPE, OTHER], processes=3)
     finally:
         torch.set_float32_matmul_precision("highest")
     assert (done.kernels, done.processes) == (3, 3) and done.seconds > 0
     shares = [pickle.loads(file.read_bytes()) for file in tmp_path.rglob("*.cubin")]
     assert sorted(map(str, (call for share in shares for call in share.calls))) == sorted(
-        map(str, [*calls_of(SHAPE)] * 2)
+        map(str, [*calls_of(SHAPE), *calls_of(OTHER)])
     )
+    forwards = [{processes._forward(call) for call in share.calls} for share in shares]
+    assert sum(map(len, forwards)) == len(set().union(*forwards))
     assert {share.float32_precision for share in shares} == {"high"}
     assert warmup([]).processes == 0
 
