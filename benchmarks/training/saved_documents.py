@@ -68,7 +68,7 @@ def steps(options: argparse.Namespace) -> dict[str, list[str]]:
     }
     cached = ["--loss", "cached_contrastive", "--batch", str(options.cached), "--batches", "1", "--warmup", "1"]
     cached += ["--mini-batch", "128", "--tile", "512", "--warmup-rows", "256", "--steps", "3"]
-    return {**found, f"GradCache, {options.cached}": [*cached, *small]}
+    return {**found, f"GradCache, {options.cached}": [*cached, *small]} if options.cached else found
 
 
 def markdown(content: dict) -> str:
@@ -89,15 +89,15 @@ def main() -> None:
     if sys.argv[1:2] == ["--saved"]:
         return run_cell(sys.argv[2], sys.argv[3:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=[128, 256, 512])
-    parser.add_argument("--cached", type=int, default=4096, help="batch size of GradCache")
+    parser.add_argument("--batches", type=int, nargs="*", default=[128, 256, 512])
+    parser.add_argument("--cached", type=int, default=4096, help="batch size of GradCache; 0: without it")
     parser.add_argument("--layers", type=int, help="fewer encoder layers and short texts, for a trial")
     parser.add_argument("--timeout", type=float, default=120, help="seconds a cell may take")
     parser.add_argument("--output", type=Path, default=RESULTS / "saved_documents.json")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     content: dict = {"environment": environment(), "steps": {}, "alone": {}}
-    for batch in (*options.batches, options.cached):
+    for batch in filter(None, (*options.batches, options.cached)):
         sizes = {saved: kept_bytes(saved, batch, 2 * batch, device) for saved in SAVED}
         content["alone"][f"MaxSim alone, {batch} x {2 * batch}"] = sizes
     if device.type == "cuda":
