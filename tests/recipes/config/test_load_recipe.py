@@ -85,6 +85,11 @@ def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_p
             "loss.pooling.schedule must be one of linear, cosine or null, got ",
         ),
         ("evaluation.beir=some/data", "evaluation must have at most one of rows, beir and nano_beir."),
+        ("evaluation.corpus_format=int8", "evaluation.corpus_format applies to evaluation.beir, which is missing."),
+        (
+            "evaluation.corpus_format=int4",
+            "evaluation.corpus_format must be one of int8, fp8, residual-1, residual-2, residual-4 or null, got 'int4'.",
+        ),
         ("output_dir=''", "output_dir must not be empty."),
         ("training", "--set training: write it as key=value, for example training.max_steps=100."),
         ("name.x=1", "--set name.x=1: name is not a section."),
@@ -99,6 +104,12 @@ def test_a_bad_recipe_gets_one_sentence_that_names_the_key(override, sentence, t
         load_recipe(file, [override])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_compressed_documents_are_pooled_by_the_maximum(tmp_path):
+    options = ["evaluation={beir: some/data, corpus_format: fp8}", "loss.pooling={top_k: 4}"]
+    with pytest.raises(RecipeError, match="loss.pooling must be max with evaluation.corpus_format: no other pools"):
+        load_recipe(write(tmp_path, tiny(tmp_path)), options)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,10 @@ def mined(folder) -> dict[int, list[int]]:
     return {int(row["query_id"]): list(map(int, row["document_ids"][1:])) for row in rows}
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "residual-1"])
-@pytest.mark.parametrize("stage", [[], ["mining.first_stage={kind: bm25, k: 16}"]])
+STAGE = ["mining.first_stage={kind: bm25, k: 16}"]
+
+
+@pytest.mark.parametrize(("name", "stage"), [("int8", []), ("fp8", STAGE), ("residual-1", []), ("residual-1", STAGE)])
 def test_negatives_are_those_of_the_scores_of_compressed_documents(name, stage, encoder, teacher, codecs, tmp_path):
     candidates = []
     if stage:
