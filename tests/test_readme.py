@@ -183,6 +183,14 @@ def test_the_example_of_compressed_documents_runs(monkeypatch, tmp_path):
     assert names["positions"][:, 0].tolist() == [7, 130] and names["coarse"].nbytes < names["fine"].nbytes / 6
 
 
+def test_the_example_of_an_index_of_plaid_runs(monkeypatch, tmp_path):
+    pytest.importorskip("pylate")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(examples("docs/compressed.md")[-1], names)
+    assert [found[0] for found in names["exhaustive"]] == [found[0] for found in names["pruned"]] == ["d7", "d130"]
+
+
 def test_the_script_with_the_flag_trains(encoder, monkeypatch, tmp_path):
     pytest.importorskip("pylate")
     pytest.importorskip("datasets")
