@@ -16,6 +16,7 @@ from benchmarks.harness.tables import table
 from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import markdown as attention_table
+from benchmarks.operators.compressed_table import docs_table as compressed_operators_table
 from benchmarks.operators.pooling_table import docs_table as pooling_tables
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
@@ -303,9 +304,10 @@ def tables() -> dict[str, dict[str, str]]:
             "deepspeed-table": deepspeed_table(),
         },
         "docs/compressed.md": {
+            "compressed-operators-table": measured("compressed_operators", compressed_operators_table),
             "compressed-fidelity-table": measured(
                 "compressed_fidelity", lambda content: compressed_fidelity_markdown(content["cells"])
-            )
+            ),
         },
         "docs/pooling.md": {"pooling-operators-table": measured("pooling_operators", pooling_tables)},
         "docs/sparse.md": {

@@ -71,7 +71,7 @@ def fill_caches(shapes: list[Shape]) -> float:
             shape.longest,
             shape.dim,
             masked=("nothing",),
-            formats=("int8", "int8_per_token", "fp8", "residual4", "residual2"),
+            formats=("int8", "int8-per-token", "fp8", "residual-4", "residual-2"),
         )
         for shape in shapes
     ]

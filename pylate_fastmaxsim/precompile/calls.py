@@ -64,7 +64,7 @@ def _compressed(documents: TokenBatch, call: Call) -> CompressedBatch:
     if call.score == "fp8":
         tokens = Fp8(stored.view(torch.float8_e4m3fn), 2.0**-8)
     elif call.score.startswith("int8"):
-        tokens = Int8(stored.view(torch.int8), scales, per_token=call.score == "int8_per_token")
+        tokens = Int8(stored.view(torch.int8), scales, per_token=call.score == "int8-per-token")
     else:
         buckets = torch.zeros(2**bits, device=device)
         codec = ResidualCodec(torch.zeros(1, dim, device=device).half(), buckets.half(), buckets[1:])

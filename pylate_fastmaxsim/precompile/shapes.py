@@ -13,7 +13,7 @@ from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, check_pooling
 
 # Of compressed documents, with the bits of residual codes.
-FORMATS = {"int8": 8, "int8_per_token": 8, "fp8": 8, "residual1": 1, "residual2": 2, "residual4": 4}
+FORMATS = {"int8": 8, "int8-per-token": 8, "fp8": 8, "residual-1": 1, "residual-2": 2, "residual-4": 4}
 MASKED = ("nothing", "queries", "documents", "both")
 
 
@@ -46,7 +46,7 @@ class BatchShape:
     poolings
         Poolings of :func:`pylate_fastmaxsim.pooled_scores`, of which ``Max()`` is MaxSim. Temperatures do not matter.
     formats
-        Compressed documents: some of "int8", "int8_per_token", "fp8", "residual1", "residual2" and "residual4".
+        Compressed documents: some of "int8", "int8-per-token", "fp8", "residual-1", "residual-2" and "residual-4".
     save_documents
         "int8": those of :func:`pylate_fastmaxsim.maxsim` with this argument, too.
     xtr

@@ -26,11 +26,11 @@ from pylate_fastmaxsim import (
 from pylate_fastmaxsim.ops.projection import project_normalize
 
 POOLINGS = (Max(), TopK(3), TopK(9), Softmax(1.0), LogSumExp(0.5))
-FORMATS = ("int8", "int8_per_token", "fp8", "residual2", "residual4")
+FORMATS = ("int8", "int8-per-token", "fp8", "residual-2", "residual-4")
 SHAPES = [
     BatchShape(16, 32, 20, 40, dim=32, poolings=POOLINGS, xtr=4, hidden=48, formats=FORMATS),
     BatchShape(3, 7, 5, 300, dim=128, poolings=POOLINGS, xtr=70, formats=FORMATS),
-    BatchShape(1, 32, 9, 12, dim=96, dtype=torch.float16, gradients=False, formats=("residual1", "fp8")),
+    BatchShape(1, 32, 9, 12, dim=96, dtype=torch.float16, gradients=False, formats=("residual-1", "fp8")),
     BatchShape(
         6, 8, 30, 50, dim=64, candidates=5, poolings=POOLINGS, zero_floor=True, formats=FORMATS, save_documents="int8"
     ),
@@ -86,7 +86,7 @@ def score(shape: BatchShape, draw: random.Random, device: torch.device) -> None:
             scores.append(xtr_scores(queries, documents, shape.xtr, candidates, normalizer=normalizer))
     for form in shape.formats:
         chosen, options = form, {}
-        if form == "int8_per_token":
+        if form == "int8-per-token":
             chosen, options = "int8", {"per_token": True}
         elif form.startswith("residual"):
             weights = torch.linspace(-0.2, 0.2, 2 ** int(form[-1]), device=device)
