@@ -94,9 +94,9 @@ def test_queries_are_rounded_as_on_a_cpu(format):
 def test_repeatable_without_waiting_and_in_a_graph(format):
     queries, documents, candidates = problem(format, (70, 32), (500, 180), slots=20, keep=0.9)
     for chosen in (None, candidates):
-        values = queries.values.clone().requires_grad_()
 
-        def run(values=values, chosen=chosen):
+        def run(chosen=chosen):
+            values = queries.values.clone().requires_grad_()
             scores = maxsim(queries.with_values(values), documents, chosen)
             return scores, torch.autograd.grad(scores.square().sum(), values)[0]
 
