@@ -207,6 +207,19 @@ def test_codes_of_another_index_are_refused_when_they_are_read(tmp_path):
         next(batches)
 
 
+@pytest.mark.cuda
+def test_a_gpu_scores_an_index_as_a_cpu_does(tmp_path):
+    write_fast_plaid(tmp_path, unit_vectors(*LENGTHS), 2, CHUNK)
+    corpus, queries = read_plaid(tmp_path), unit_vectors(4, 2, seed=9)
+    expected = search(TokenBatch.from_list(queries), corpus, k=64)
+    found = search(TokenBatch.from_list([query.cuda() for query in queries]), corpus, k=64)
+    assert torch.allclose(found.scores.cpu(), expected.scores, atol=1e-4)
+    codes = np.load(tmp_path / "1.codes.npy")
+    np.save(tmp_path / "1.codes.npy", codes + 256)
+    with pytest.raises(ValueError, match="codes of the documents of .*doclens.1.json must be from 0 to 255"):
+        list(read_plaid(tmp_path).batches("cuda"))
+
+
 @pytest.mark.parametrize(
     ("ids", "said"),
     [

@@ -95,8 +95,8 @@ def load_compressor(
 
     def train(part: slice, bar: tqdm) -> dict[str, np.ndarray]:
         documents = pairs.documents.select(sampled(len(pairs.documents)))
-        with tqdm(disable=True) as unseen:
-            codec = train_codec(key, format, _encoded(model, documents, section.batch_size, unseen))
+        with tqdm(total=len(documents), desc="Encoding a sample", unit=" documents", disable=bar.disable) as encoded:
+            codec = train_codec(key, format, _encoded(model, documents, section.batch_size, encoded))
         bar.update()
         return {field.name: getattr(codec, field.name).cpu().numpy() for field in dataclasses.fields(codec)}
 

@@ -6,7 +6,14 @@ from typing import Any
 
 from rich.table import Table
 
-from pylate_fastmaxsim.recipes.search.run import ENCODE_DOCUMENTS, ENCODE_QUERIES, INDEX, PRUNED, SEARCH
+from pylate_fastmaxsim.recipes.search.run import (
+    ENCODE_DOCUMENTS,
+    ENCODE_QUERIES,
+    ENCODE_SAMPLE,
+    INDEX,
+    PRUNED,
+    SEARCH,
+)
 
 TITLES = {"ndcg@10": "nDCG@10", "mrr@10": "MRR@10", "recall@100": "Recall@100", "recall@1000": "Recall@1000"}
 
@@ -21,6 +28,7 @@ def search_table(result: dict[str, Any]) -> Table:
     table.add_row("queries", f"{result['queries']:,}")
     for task, count, unit in (
         (ENCODE_QUERIES, result["queries"], "queries"),
+        (ENCODE_SAMPLE, None, ""),
         (ENCODE_DOCUMENTS, result["encoded_documents"], "documents"),
         (INDEX, None, ""),
         (SEARCH, result["queries"], "queries"),

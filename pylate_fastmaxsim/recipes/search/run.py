@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, document_texts
@@ -23,16 +24,15 @@ from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 from pylate_fastmaxsim.recipes.models.static import StaticQueries
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.digest import corpus_digest, model_digest
-from pylate_fastmaxsim.recipes.search.index import Description, open_or_build
-from pylate_fastmaxsim.recipes.search.plaid import in_order_of, open_index, overlap, own_search, require_same_dim
+from pylate_fastmaxsim.recipes.search.index import Description, Index, open_or_build
+from pylate_fastmaxsim.recipes.search.plaid import PlaidIndex, open_index, overlap
 from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
-from pylate_fastmaxsim.retrieval.plaid.read import PlaidCorpus
-from pylate_fastmaxsim.retrieval.search import search as search_corpus
 from pylate_fastmaxsim.retrieval.static.tokens import TokenIds
 
 # The tasks, in the order of the report. INDEX is to write the index, and to open it.
 ENCODE_QUERIES, ENCODE_DOCUMENTS, INDEX, SEARCH = "encode queries", "encode documents", "index", "search"
-PRUNED = "PLAID's search"
+# For the codec of an index; the own search of one of PLAID.
+ENCODE_SAMPLE, PRUNED = "encode a sample", "PLAID's search"
 # By how many ranks they look at.
 METRICS_BY_DEPTH = {"ndcg@10": 10, "mrr@10": 10, "recall@100": 100, "recall@1000": 1000}
 # Of token embeddings in an index. The first is the default.
@@ -97,13 +97,11 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
         prepare_file("--run", options.run)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_retriever(name, device, options.trust_remote_code)
-    _check_format(options, kind_of(model))
+    _check_options(options, kind_of(model))
     plaid = None
     if options.plaid is not None:
         plaid = open_index(options.plaid)
-        collection = in_order_of(plaid, collection, options.plaid)
-    if not options.exact and kind_of(model) != STATIC:
-        raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
+        collection = plaid.ordered(collection)
     task = _Search(name, model, collection, options, progress, Clock(device), plaid)
     try:
         with only_finite(model):
@@ -143,7 +141,9 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     }
 
 
-def _check_format(options: Options, kind: str) -> None:
+def _check_options(options: Options, kind: str) -> None:
+    if not options.exact and kind != STATIC:
+        raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
     if options.plaid is not None and (options.index is not None or kind != LATE_INTERACTION):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
     if options.format is None:
@@ -162,23 +162,19 @@ class _Search:
     options: Options
     progress: Progress
     clock: Clock
-    plaid: PlaidCorpus | None
+    plaid: PlaidIndex | None
     encoded: int = 0
+    queries: Encoded | None = None
 
     def search(self) -> tuple[Tensor, Tensor]:
         """Scores and positions, one more for each query than is asked for: it may be a document itself."""
         self.queries = queries = self._queries()
         depth = min(self.options.k, len(self.collection.corpus)) + 1
-        folder = self.options.index
-        if self.plaid is not None:
-            require_same_dim(self.plaid, queries)
-            with self.clock.during(SEARCH):
-                return search_corpus(queries, self.plaid, depth, progress=self.progress(SEARCH, len(self.plaid)))
-        if folder is None:
+        if self.options.index is None and self.plaid is None:
             with self.clock.during(SEARCH):
                 return exact_search(queries, self._encode_from(0), depth)
         with self.clock.during(INDEX):
-            index = open_or_build(folder, self._description(), self._encode_from, self._sample, self.clock.device)
+            index = self.plaid or self._index(self.options.index)
             if isinstance(queries, StaticQueries) and queries.needs_tokens:
                 queries = replace(queries, tokens=self._tokens())
         searched = self.progress(SEARCH, len(self.collection.corpus))
@@ -188,15 +184,18 @@ class _Search:
     def compare_with_pruning(
         self, positions: Tensor, metrics: Callable[[Ranking], dict[str, float] | None]
     ) -> dict[str, Any]:
-        """What the own search of the index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
+        """What the own search of an index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
+        folder = {"folder": str(self.plaid.folder)}
         try:
             with self.clock.during(PRUNED):
-                scores, own = own_search(self.options.plaid, self.queries, positions.shape[1], self.clock.device)
+                scores, own = self.plaid.own_search(self.queries, positions.shape[1])
         except RecipeError as error:
-            return {"folder": str(self.options.plaid), "not_searched": str(error)}
-        shares = overlap(positions, own, len(self.collection.corpus))
+            return {**folder, "not_searched": str(error)}
         found = ranking(self.collection, scores, own, self.options.k)
-        return {"folder": str(self.options.plaid), **shares, "metrics": metrics(found)}
+        return {**folder, **overlap(positions, own), "metrics": metrics(found)}
+
+    def _index(self, folder: Path) -> Index:
+        return open_or_build(folder, self._description(), self._encode_from, self._sample, self.clock.device)
 
     def _queries(self) -> Encoded:
         texts = list(self.collection.queries.values())
@@ -224,7 +223,12 @@ class _Search:
             encoded(len(batch))
 
     def _sample(self) -> Iterator[Encoded]:
-        return encode_sample(self.model, self.collection.corpus, self.options.batch_size)
+        corpus = self.collection.corpus
+        encoded = self.progress(ENCODE_SAMPLE, min(len(corpus), SAMPLE_DOCUMENTS))
+        batches = encode_sample(self.model, corpus, self.options.batch_size)
+        for batch in self.clock.iterate(ENCODE_SAMPLE, batches):
+            yield batch
+            encoded(len(batch))
 
     def _description(self) -> Description:
         kind = kind_of(self.model)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import models
+import numpy as np
 import pytest
 import torch
 from beir_folder import tables, write_folder
@@ -366,6 +367,10 @@ def test_an_index_of_plaid_that_does_not_fit_is_one_line(plaid, saved, files, tm
     assert "must hold each document once, but 0001 is there twice." in refused(*files, "--plaid", folder)
     ids.write_bytes(pickle.dumps(known | {5: "x"}))
     assert "holds the document x, which is not in the corpus." in refused(*files, "--plaid", folder)
+    ids.write_bytes(pickle.dumps(known))
+    codes = folder / "fast_plaid_index" / "0.codes.npy"
+    np.save(codes, np.load(codes) + 10**6)
+    assert "--plaid: read_plaid: codes of the documents of " in refused(*files, "--plaid", folder)
     other = PLAID(str(tmp_path / "plaid"), "other", device="cpu", show_progress=False)
     other.add_documents(["0001", "0002"], [torch.eye(8), torch.eye(8)])
     said = refused(*files, "--plaid", tmp_path / "plaid" / "other")
