@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
-from benchmarks.harness.workers import Worker
+from benchmarks.harness.workers import Worker, failure
 from benchmarks.operators.compressed_cells import AUTOTUNED_CONFIGS, SHAPES, TINY, Shape, forms
 from benchmarks.operators.compressed_table import COMPETITORS, PACKED, checks, markdown, ratios
 from pylate_fastmaxsim import BatchShape
@@ -61,8 +61,11 @@ def wanted(shapes: list[Shape], competitors: list[str]) -> Iterator[tuple[Shape,
     return iter(sorted(cells, key=slow))
 
 
-def fill_caches(shapes: list[Shape]) -> float:
-    """Compile in several processes: the run then finds everything in Triton's cache on disk. Returns the seconds."""
+def fill_caches(shapes: list[Shape]) -> dict:
+    """Compile in several processes: the run then finds everything in Triton's cache on disk.
+
+    What fails here fails again in its cell.
+    """
     batches = [
         BatchShape(
             shape.queries,
@@ -76,8 +79,11 @@ def fill_caches(shapes: list[Shape]) -> float:
         for shape in shapes
     ]
     calls = [call for batch in batches for call in calls_of(batch) if call.gradients in (None, "queries")]
-    with Compiling(calls) as compiling:
-        return compiling.result().seconds
+    try:
+        with Compiling(calls) as compiling:
+            return asdict(compiling.result())
+    except RuntimeError as error:
+        return {"failure": failure(error)}
 
 
 def summary(cell: dict) -> str:
@@ -104,7 +110,8 @@ def run(options: argparse.Namespace, device: torch.device) -> dict:
         "cells": {},
     }
     if device.type == "cuda":
-        content["compiling_seconds"] = fill_caches(shapes)
+        content["compiling"] = fill_caches(shapes)
+        print("compiled ahead:", content["compiling"], flush=True)
 
     def left() -> float:
         return options.deadline - (time.perf_counter() - started)

@@ -275,8 +275,8 @@ def lik_fp8(inputs: Inputs, form: str) -> Case:
 
     def definition(rows: Tensor, columns: Tensor) -> Tensor:
         scales = (q_scale[..., None], d_scale[columns][..., None]) if by_token else (q_scale, d_scale)
-        wide = queries.double() * scales[0], documents[columns].double() * scales[1]
-        return stored(*wide, inputs, rows, columns)
+        chosen = documents.view(torch.uint8)[columns].view(documents.dtype)  # float8 cannot be indexed everywhere
+        return stored(queries.double() * scales[0], chosen.double() * scales[1], inputs, rows, columns)
 
     return Case(score, definition, documents.nbytes + d_scale.nbytes)
 
