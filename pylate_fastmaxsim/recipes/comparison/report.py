@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pylate_fastmaxsim.recipes.comparison.measure import FINISHED
 from pylate_fastmaxsim.recipes.comparison.phases import PHASES
-from pylate_fastmaxsim.recipes.training.warmup import Warmed
+from pylate_fastmaxsim.recipes.training.warmup import Warmed, WarmStep
 
 GIBIBYTE = 2**30
 MEBIBYTE = 2**20
@@ -180,20 +180,23 @@ def sweep_table(points: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
-def warmup_table(name: str, warmed: Warmed) -> Table:
-    """The time of the first step on each size of batch, and of the same step again; and how many kernels are new."""
-    ahead = warmed.ahead
-    table = Table(title=f"{name}: compiled", title_justify="left", caption_justify="left")
-    table.caption = f"{warmed.kernels} new kernels in Triton's cache"
-    if ahead.processes:
-        table.caption += (
-            f", {ahead.kernels} of them before the first step, by {ahead.processes} processes in {ahead.seconds:.0f} s"
-        )
+def warmup_table(name: str, steps: list[WarmStep]) -> Table:
+    """The time of the first step on each size of batch, and of the same step again."""
+    table = Table(title=f"{name}: compiled", title_justify="left")
     for column in ("rows in the batch", "first step", "again"):
         table.add_column(column, justify="right")
-    for step in warmed.steps:
+    for step in steps:
         table.add_row(str(step.rows), f"{step.first:.2f} s", f"{step.again:.2f} s")
     return table
+
+
+def warmup_counts(warmed: Warmed) -> str:
+    """How many kernels are new, and how many of them were compiled before the first step."""
+    ahead = warmed.ahead
+    return (
+        f"{warmed.kernels} new kernels in Triton's cache, {ahead.kernels} of them before the first step, by "
+        f"{ahead.processes} processes in {ahead.seconds:.0f} s."
+    )
 
 
 def training_table(result: dict[str, Any]) -> Table:

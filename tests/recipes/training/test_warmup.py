@@ -16,11 +16,20 @@ from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.pylate import losses as pylate_losses
 from pylate_fastmaxsim.precompile import calls
+from pylate_fastmaxsim.precompile.processes import Compiled
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
+from pylate_fastmaxsim.recipes.training import warmup as warmup_module
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
-from pylate_fastmaxsim.recipes.training.warmup import batch_sizes, calls_of_recipe, nothing_to_compile, warm_up
+from pylate_fastmaxsim.recipes.training.warmup import (
+    Warmed,
+    WarmStep,
+    batch_sizes,
+    calls_of_recipe,
+    nothing_to_compile,
+    warm_up,
+)
 
 FAST = {"fast": {"enabled": True}, "evaluation": {"rows": 0}}
 
@@ -89,6 +98,15 @@ def test_on_a_gpu_training_compiles_nothing_after_it(tmp_path):
     before = len(list((tmp_path / "cache").rglob("*.cubin")))
     kernels_after("train")
     assert len(list((tmp_path / "cache").rglob("*.cubin"))) == before
+
+
+def test_the_command_prints_steps_and_counts(tmp_path, monkeypatch):
+    warmed = Warmed(Compiled(12, 4, 9.6), [WarmStep(8, 3.0, 0.25)], 15)
+    monkeypatch.setattr(warmup_module, "nothing_to_compile", lambda recipe: None)
+    monkeypatch.setattr(warmup_module, "warm_up", lambda recipe: warmed)
+    done = warmup(write(tmp_path, tiny(tmp_path, **FAST)))
+    said = "15 new kernels in Triton's cache, 12 of them before the first step, by 4 processes in 10 s.\n"
+    assert done.exit_code == 0 and "3.00 s" in done.output and done.output.endswith(said)
 
 
 LOSSES = {
