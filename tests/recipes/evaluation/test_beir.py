@@ -135,7 +135,7 @@ def test_the_query_itself_is_a_result_of_other_queries_and_where_it_is_judged_re
 
 
 @pytest.mark.e2e
-def test_a_recipe_reports_it(tmp_path, caplog):
+def test_a_recipe_reports_it(tmp_path, caplog, monkeypatch):
     folder = write_folder(tmp_path / "data", qrels=[*tables()["qrels"], *judged(("q1", "gone", 1))])
     recipe = tiny(tmp_path, evaluation={"rows": 0, "beir": str(folder)})
     recipe["model"]["build"]["dropout"] = 0.0
@@ -149,6 +149,11 @@ def test_a_recipe_reports_it(tmp_path, caplog):
     assert {name: fast[name] for name in ranking.METRICS} == pytest.approx(
         {name: stock[name] for name in ranking.METRICS}
     )
+    train_codec = ranking.train_codec
+    monkeypatch.setattr(ranking, "train_codec", lambda *args: trained.append(args[:2]) or train_codec(*args))
+    trained = []
+    compressed = train(load_recipe(tmp_path / "tiny.yaml", ["evaluation.corpus_format=residual-1"]), resume=False)
+    assert trained == [("evaluation.corpus_format residual-1", "residual-1")] and compressed["ndcg@10"] > 0
 
 
 @pytest.mark.parametrize(
