@@ -320,10 +320,12 @@ def compress(
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim import TokenBatch, compress
-    >>> documents = compress(TokenBatch.from_list([torch.tensor([[1.0, 0.3]])]), "int8")
-    >>> documents.tokens.values, documents.tokens.scales
-    (tensor([[127,  38]], dtype=torch.int8), tensor([0.0079]))
+    >>> from pylate_fastmaxsim import TokenBatch, compress, maxsim
+    >>> documents = compress(TokenBatch.from_list([torch.tensor([[1.0, 0.3]]), torch.eye(2)]), "int8")
+    >>> documents.tokens.values.tolist(), documents.tokens.scales
+    ([[127, 38], [127, 0], [0, 127]], tensor([0.0079, 0.0079]))
+    >>> maxsim(torch.tensor([[[1.0, 0.5]]]), documents)
+    tensor([[1.1508, 1.0000]])
     """
     # `_scale` is that of fp8 where other batches of a corpus have set it.
     if not isinstance(batch, TokenBatch):
