@@ -12,7 +12,7 @@ _FORWARD = {
         (256, ForwardTiles(128, 64, 256, 8, 4, 3, 128)),
         (None, ForwardTiles(128, 64, 128, 4, 8, 3)),
     ],
-    (90, "fp8"): [(256, ForwardTiles(128, 64, 256, 8, 4, 2, 128)), (None, ForwardTiles(128, 64, 128, 4, 8, 3))],
+    (90, "fp8"): [(256, ForwardTiles(128, 64, 256, 8, 4, 3, 128)), (None, ForwardTiles(128, 64, 128, 4, 8, 3))],
     **dict.fromkeys(
         ["int8", "int8 by token", "fp8"],
         [(128, ForwardTiles(128, 64, 128, 4, 8, 2)), (None, ForwardTiles(64, 64, 128, 2, 4, 2))],
@@ -22,7 +22,9 @@ _FORWARD = {
 }
 # For launches with at most this many query rows, which are bound by memory.
 _FORWARD_OF_FEW_ROWS = {
-    **dict.fromkeys([(90, "int8"), (90, "int8 by token"), (90, "fp8")], [(128, ForwardTiles(64, 64, 128, 1, 4, 3))]),
+    (90, "int8"): [(128, ForwardTiles(64, 64, 128, 4, 4, 3))],
+    (90, "int8 by token"): [(128, ForwardTiles(64, 64, 128, 4, 4, 3))],
+    (90, "fp8"): [(128, ForwardTiles(64, 64, 128, 1, 4, 3))],
     (90, "residual"): [(128, ForwardTiles(64, 64, 128, 8, 4, 1, 128))],
 }
 # The fused kernel holds whole vectors of residual codes.
