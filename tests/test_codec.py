@@ -14,7 +14,7 @@ from pylate_fastmaxsim import ResidualCodec
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_codes_are_those_of_an_index_of_fast_plaid(bits, tmp_path):
     search = pytest.importorskip("fast_plaid.search")
-    vectors = unit_vectors(40, 16)
+    vectors = unit_vectors(1600, 16)
     index = search.FastPlaid(str(tmp_path), device="cpu")
     index.create(documents_embeddings=list(vectors.split(4)), nbits=bits, kmeans_niters=1)
 
