@@ -7,6 +7,8 @@ import importlib
 import itertools
 import pkgutil
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,23 @@ def test_all_launches_of_a_kernel_name_its_constants_in_one_order():
     launches = constants_of_launches()
     assert {parameter.id for parameter in launchers()} <= set(launches)
     assert {kernel: orders for kernel, orders in launches.items() if len(orders) > 1} == {}
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_the_kernels_before_it():
+    """Or a warm-up, whose processes compile kernels in other orders, would compile them in vain."""
+    names = ["pooled.smooth_forward.smooth_forward_kernel", "pooled.top_few_forward.top_few_kernel"]
+    script = f"""
+import importlib, sys
+from pylate_fastmaxsim.kernels.runtime.cached_launch import hash_what_it_calls_first
+kernels = []
+for name in {names}[:: int(sys.argv[1])]:
+    module, _, kernel = name.rpartition(".")
+    kernels.append(getattr(importlib.import_module("pylate_fastmaxsim.kernels." + module), kernel).kernel)
+    hash_what_it_calls_first(kernels[-1])
+print(sorted(kernel.cache_key for kernel in kernels))
+"""
+    keys = {
+        subprocess.run([sys.executable, "-c", script, step], capture_output=True, text=True, check=True).stdout
+        for step in ("1", "-1")
+    }
+    assert len(keys) == 1

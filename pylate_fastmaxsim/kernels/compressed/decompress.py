@@ -8,7 +8,7 @@ from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @Launcher
-@triton.jit(do_not_specialize=["blocks_per_document", "max_length", "scale"])
+@triton.jit(do_not_specialize=["blocks_per_document", "max_length"])
 def decompress_kernel(
     stored,
     scales,

@@ -8,7 +8,7 @@ from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
 @Launcher
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks", "scale"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "row_blocks"])
 def compressed_query_gradient_kernel(
     grad_scores,
     winners,

@@ -11,7 +11,7 @@ _TO_WHOLE = tl.constexpr(12582912.0)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["num_rows", "factor"])
+@triton.jit(do_not_specialize=["num_rows"])
 def round_rows_kernel(
     values,
     rounded,

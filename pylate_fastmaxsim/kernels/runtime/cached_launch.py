@@ -18,6 +18,19 @@ def _somebody_listens() -> bool:
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
+def hash_what_it_calls_first(kernel: JITFunction) -> None:
+    """Make the key of a kernel in Triton's cache the same in every process.
+
+    A key holds the constants of the functions that the kernel calls, but in Triton 3.6 only of those that have been hashed
+    before, by another kernel: keys would depend on which kernel comes first.
+    """
+    for name in kernel.fn.__code__.co_names:
+        called = kernel.fn.__globals__.get(name)
+        if isinstance(called, JITFunction):
+            hash_what_it_calls_first(called)
+    _ = kernel.cache_key
+
+
 class Launcher:
     """A kernel that is launched as ``launcher[grid](*arguments, **constants)``, like the Triton kernel it is made of.
 
@@ -59,6 +72,7 @@ class Launcher:
         key = tuple(key)
         known = self._programs.get(key)
         if known is None:
+            hash_what_it_calls_first(self.kernel)
             program = self.kernel[grid](*arguments, **constants)
             names = self.kernel.arg_names[len(arguments) :]
             self._programs[key] = (program, tuple(constants[name] for name in names))
