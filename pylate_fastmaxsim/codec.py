@@ -306,9 +306,13 @@ class ResidualCodec:
 
     def save(self, file: str | os.PathLike) -> None:
         """Write a safetensors file, which :meth:`load` reads."""
-        tensors = {name: getattr(self, name).cpu().contiguous() for name in ("centroids", "weights", "cutoffs")}
         # Not save_file, whose files nobody else can read.
-        Path(file).write_bytes(save(tensors, {"format": FORMAT}))
+        Path(file).write_bytes(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What :meth:`save` writes."""
+        tensors = {name: getattr(self, name).cpu().contiguous() for name in ("centroids", "weights", "cutoffs")}
+        return save(tensors, {"format": FORMAT})
 
     @classmethod
     def load(cls, file: str | os.PathLike) -> ResidualCodec:

@@ -172,6 +172,18 @@ def test_a_full_disk_loses_only_what_is_not_in_the_journal(tmp_path, monkeypatch
     assert 0 < held[1] < 30 and content(tmp_path / "new") == content(whole.folder)
 
 
+def test_the_codec_is_there_once_it_is_on_the_disk(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_corpus(tmp_path, rest(unit_documents(30), []), format=codec())
+    assert not (tmp_path / "codec.safetensors").exists()
+    assert len(write_corpus(tmp_path, grouped(unit_documents(30), SIZE), format=codec())) == 30
+
+
 def endless(held: int):
     """The same 100 documents again and again."""
     sequences = unit_documents(100)
