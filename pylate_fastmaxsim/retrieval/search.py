@@ -43,6 +43,10 @@ class SearchResult(tuple):
         result.from_last_tenth = from_last_tenth
         return result
 
+    def __getnewargs__(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        # To be copied and pickled.
+        return (*self, self.from_last_tenth)
+
     @property
     def scores(self) -> Tensor:
         return self[0]
@@ -109,7 +113,7 @@ def search(
     ------
     ValueError
         ``k`` or ``candidates_per_result`` is below 1, a batch does not fit the queries (see
-        :func:`pylate_fastmaxsim.maxsim`), or ``rescore`` has another number of documents, or returns another shape.
+        :func:`pylate_fastmaxsim.maxsim`), or ``rescore`` has another d or number of documents, or returns another shape.
     TypeError
         ``k`` is no integer, ``pooling`` is not one, queries are no ``TokenBatch``, documents are one batch and not
         several, something in them is no batch, or ``rescore`` is something else.
@@ -135,7 +139,12 @@ def search(
     if not (rescore is None or isinstance(rescore, Corpus) or callable(rescore)):
         raise TypeError(f"search: rescore must be None, a Corpus or a function, got {type(rescore).__name__}.")
     rounded = queries
+    # Before a search that may take hours.
+    if isinstance(rescore, Corpus) and rescore.dim != queries.dim:
+        raise ValueError(f"search: rescore must have the d = {queries.dim} of the queries, but has d = {rescore.dim}.")
     if isinstance(documents, Corpus):
+        if isinstance(rescore, Corpus):
+            _require_same_length(rescore, len(documents))
         rounded = _rounded(queries, documents)
         documents = documents.batches(queries.device)
     require_batches("search", "documents", documents)
@@ -144,14 +153,18 @@ def search(
     if rescore is None:
         return SearchResult(scores, positions)
     if isinstance(rescore, Corpus):
-        if len(rescore) != seen:
-            raise ValueError(
-                f"search: rescore must hold the same documents, but has {len(rescore)} where {seen} were searched."
-            )
+        _require_same_length(rescore, seen)
         scores = _rescored(_rounded(queries, rescore), positions, rescore, pooling)
     else:
         scores = _scores_of(rescore, positions)
     return _ordered(scores, positions, k)
+
+
+def _require_same_length(rescore: Corpus, documents: int) -> None:
+    if len(rescore) != documents:
+        raise ValueError(
+            f"search: rescore must hold the same documents, but has {len(rescore)} where {documents} are searched."
+        )
 
 
 def _best(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from corpora import codec, documents, grouped, unit_documents
@@ -134,12 +137,26 @@ def test_progress_counts_documents(corpora):
     assert result.from_last_tenth is None
 
 
+def test_a_result_can_be_copied_and_pickled(corpora):
+    coarse, fine, *_ = corpora
+    result = search(TokenBatch.from_list(documents(3)), coarse, 2, rescore=fine)
+    for other in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result)):
+        assert torch.equal(other.scores, result.scores) and torch.equal(other.positions, result.positions)
+        assert torch.equal(other.from_last_tenth, result.from_last_tenth)
+
+
 def test_what_cannot_rescore_is_refused(corpora, tmp_path):
     coarse, *_ = corpora
     queries = TokenBatch.from_list(documents(3))
     shorter = write_corpus(tmp_path, grouped(documents(7), 7), torch.float32)
-    with pytest.raises(ValueError, match="rescore must hold the same documents, but has 7 where 60 were searched"):
-        search(queries, coarse, 2, rescore=shorter)
+    with pytest.raises(ValueError, match="rescore must hold the same documents, but has 7 where 60 are searched"):
+        search(queries, coarse.batches(), 2, rescore=shorter)
+    narrow = write_corpus(tmp_path / "narrow", [TokenBatch.from_list([torch.ones(1, 2)] * 60)])
+    searched = []
+    for rescore, said in ((shorter, "the same documents, but has 7"), (narrow, "must have the d = .*has d = 2")):
+        with pytest.raises(ValueError, match=said):
+            search(queries, coarse, 2, rescore=rescore, progress=searched.append)
+    assert not searched  # it says so before hours of search
     with pytest.raises(TypeError, match="rescore must be None, a Corpus or a function, got list"):
         search(queries, coarse, 2, rescore=[shorter])
     with pytest.raises(ValueError, match="candidates_per_result must be at least 1, got 0"):
