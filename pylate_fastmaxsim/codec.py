@@ -122,12 +122,13 @@ class ResidualCodec:
     @property
     def nbytes(self) -> int:
         """Memory of centroids and buckets."""
-        return self.centroids.nbytes + self.weights.nbytes + self.cutoffs.nbytes
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     @functools.cached_property
     def byte_values(self) -> Tensor:
         """Bucket weights of the numbers that each byte holds, in their order, ``[256, 8 // bits]``, float16."""
-        return self.weights[_buckets_of_bytes(self.bits).to(self.device)]
+        with torch.inference_mode(False):  # it is kept, also for backwards
+            return self.weights[_buckets_of_bytes(self.bits).to(self.device)]
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -140,12 +141,19 @@ class ResidualCodec:
 
     def to(self, device: str | torch.device) -> ResidualCodec:
         """The codec on a device. A copy is made once for each."""
-        device = torch.device(device)
+        device = torch.empty(0, device=device).device  # with the index of "cuda", which changes
         if device not in self._elsewhere:
-            self._elsewhere[device] = ResidualCodec(
-                self.centroids.to(device), self.weights.to(device), self.cutoffs.to(device)
-            )
+            with torch.inference_mode(False):  # it is kept, also for backwards
+                self._elsewhere[device] = ResidualCodec(*(tensor.to(device) for tensor in self._tensors))
         return self._elsewhere[device]
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.centroids, self.weights, self.cutoffs
+
+    def __reduce__(self):
+        # Without the copies on other devices, which a process that reads it may not have.
+        return ResidualCodec, self._tensors
 
     @classmethod
     def train(
@@ -380,7 +388,8 @@ def _chunks(rows: int, width: int) -> list[slice]:
 def _directions(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors of length 1, float16, and their lengths, float32. Unit vectors stay as they are; zeros have length 0."""
     vectors = vectors.float()
-    norms = torch.linalg.vector_norm(vectors, dim=-1)
+    # In float64, which holds the square of every float32.
+    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64).float()
     divisor = norms.where(((norms - 1).abs() > _UNIT) & (norms > 0), 1)
     return (vectors / divisor[:, None]).half(), norms
 
