@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import has_numbers, require_integer, require_tensor
 from pylate_fastmaxsim.codec import AT_ONCE, ResidualCodec
-from pylate_fastmaxsim.tokens import TokenBatch, check_sequences
+from pylate_fastmaxsim.tokens import TokenBatch, check_sequences, share_rows
 
 FORMATS = ("int8", "fp8")
 
@@ -17,15 +17,18 @@ FORMATS = ("int8", "fp8")
 _INT8_MAX = 127.0
 _FP8_MAX = 448.0
 
-# Fits numbers up to 1.75, so those of unit vectors: batches of one corpus then have one scale.
+# Fits numbers up to 1.75, so those of unit vectors: batches of one corpus then have one scale. Where no number is as large
+# as the least, which some number of a unit vector is (d up to 2**16), it would round many to 0.
 _FP8_SCALE = 2.0**-8
+_FP8_LEAST = 2.0**-8
 
 
 @dataclass(frozen=True, eq=False)
 class Int8:
     """Token vectors as whole numbers and scales: a number is value * scale.
 
-    ``values`` int8 ``[T, d]``; ``scales`` float32 ``[T]`` where ``per_token``, else ``[N]``, one for each document.
+    ``values`` int8 ``[T, d]``, from -127 to 127; ``scales`` float32, not negative, ``[T]`` where ``per_token``, else
+    ``[N]``, one for each document.
     """
 
     values: Tensor
@@ -90,13 +93,22 @@ class Fp8:
     def to(self, device: torch.device, non_blocking: bool = False) -> Fp8:
         return Fp8(self.values.to(device, non_blocking=non_blocking), self.scale)
 
+    def __reduce__(self):
+        # As bytes, because PyTorch 2.11 pickles float8 but cannot read it.
+        return _fp8_of_bytes, (self.values.view(torch.uint8), self.scale)
+
+
+def _fp8_of_bytes(values: Tensor, scale: float) -> Fp8:
+    return Fp8(values.view(torch.float8_e4m3fn), scale)
+
 
 @dataclass(frozen=True, eq=False)
 class Residual:
     """Token vectors as residual codes: (centroid + bucket weights) * scale, in float32.
 
     ``codes`` int32 or int64 ``[T]``, ``packed`` uint8 ``[T, d * bits / 8]``, ``scales`` float32 ``[T]``. Scales are None
-    where every vector has length 1, as in PLAID's files.
+    where every vector has length 1, as in PLAID's files. Whether the codec has a centroid for each code is checked on a CPU
+    only.
     """
 
     codes: Tensor
@@ -304,7 +316,8 @@ def compress(
         Documents. Rows that belong to none and rows that ``keep`` leaves out may hold anything.
     format
         ``"int8"``: whole numbers from -127 to 127 and scales. ``"fp8"``: float8_e4m3fn and one power of two as a scale,
-        2**-8 for numbers up to 1.75. A :class:`pylate_fastmaxsim.ResidualCodec`: its codes.
+        2**-8 where the largest number is from 2**-8 to 1.75, else the one that fits it. A
+        :class:`pylate_fastmaxsim.ResidualCodec`: its codes.
     per_token
         With ``"int8"``, a scale for each token rather than for each document: for documents whose tokens differ in
         length.
@@ -313,7 +326,8 @@ def compress(
     ------
     ValueError
         The format is another, ``per_token`` is asked for with another than ``"int8"``, the codec is for another d or on
-        another device, or a token that counts holds NaN or infinity. Looking for these waits for the device.
+        another device, the vectors want a gradient, two documents share some of their rows but not all, or a token that
+        counts holds NaN or infinity. Looking for the last two waits for the device.
     TypeError
         ``batch`` is not a ``TokenBatch``.
 
@@ -336,6 +350,13 @@ def compress(
         raise ValueError('compress: per_token goes with the format "int8" alone.')
     if isinstance(format, ResidualCodec):
         format.require_fitting("compress", batch.values)
+    if batch.values.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "compress: compressed documents have no gradient, but these vectors want one; "
+            "detach them, or compress under torch.no_grad()."
+        )
+    if len(batch) and not batch.gapless and share_rows(*torch.stack((batch.starts, batch.lengths)).unique(dim=1)):
+        raise ValueError("compress: documents must not share rows, unless they share all of them.")
     values = batch.values.detach()
     document, live = _documents_of_rows(batch, len(values))
     if batch.keep is not None:
@@ -485,7 +506,8 @@ def _fitting_powers(largest: Tensor) -> Tensor:
 def _to_fp8(values: Tensor, live: Tensor, largest: Tensor, scale: float | None) -> Fp8:
     most = float(largest.max()) if len(largest) else 0.0
     if scale is None:
-        scale = max(_FP8_SCALE, float(_fitting_powers(torch.tensor(most, device="cpu"))))
+        usual = most == 0 or _FP8_LEAST <= most <= _FP8_MAX * _FP8_SCALE
+        scale = _FP8_SCALE if usual else float(_fitting_powers(torch.tensor(most, device="cpu")))
     if most > _FP8_MAX * scale:
         raise ValueError(
             f"compress: numbers must be at most {_FP8_MAX * scale:g} in magnitude for the fp8 scale {scale:g}, got {most:g}."

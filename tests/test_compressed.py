@@ -1,5 +1,7 @@
 """Compressed documents: what numbers become and come back as, their sequences, and what is refused."""
 
+import pickle
+
 import pytest
 import torch
 from on_gpu import no_waiting
@@ -103,11 +105,37 @@ def test_an_empty_document_takes_no_row_from_another_that_starts_there():
     assert (compress(batch, "int8").tokens.scales * 127).tolist() == [8, 0, 0, 4]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_documents_that_share_some_rows_are_refused(format):
+    for starts, lengths in (([0, 3], [4, 4]), ([0, 1], [6, 2]), ([0, 0, 0], [0, 4, 2])):
+        batch = TokenBatch(torch.ones(8, 16), torch.tensor(starts), torch.tensor(lengths), 6)
+        with pytest.raises(ValueError, match="compress: documents must not share rows, unless they share all of them"):
+            compressed_as(batch, format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_vectors_that_want_a_gradient_are_refused(format):
+    batch = documents()
+    batch = batch.with_values(batch.values.clone().requires_grad_())
+    with pytest.raises(ValueError, match="compressed documents have no gradient, but these vectors want one; detach"):
+        compressed_as(batch, format)
+    with torch.no_grad():
+        assert not any(tensor.requires_grad for tensor in compressed_as(batch, format).tokens.tensors)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_batches_can_be_pickled(format):
+    batch = compressed_as(documents(), format)
+    again = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(again.decompress().values, batch.decompress().values) and again.format == batch.format
+
+
 def test_the_scale_of_fp8_fits_the_numbers():
     def scale_of(*numbers, **options):
         return compress(TokenBatch.from_list([torch.tensor([numbers])]), "fp8", **options).tokens.scale
 
-    assert scale_of(1.75, -0.1) == scale_of(0.01, 0.0) == 2**-8
+    assert scale_of(1.75, -0.1) == scale_of(2**-8, 0.0) == scale_of(0.0, 0.0) == 2**-8
+    assert scale_of(1.75 * 2**-20, 0.0) == 2**-28  # 2**-8 would leave zeros
     assert scale_of(1.7500002, 0.0) == 2**-7
     assert scale_of(-448.0, 3.0) == 1
     assert scale_of(448.5, 3.0) == 2
