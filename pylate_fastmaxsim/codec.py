@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +75,9 @@ class ResidualCodec:
     centroids: Tensor
     weights: Tensor
     cutoffs: Tensor
+    # Bucket weights of the numbers that each byte holds, in their order, [256, 8 // bits], float16.
+    byte_values: Tensor = field(init=False, repr=False)
+    _elsewhere: dict[torch.device, ResidualCodec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, shape, dtype in (
@@ -104,6 +107,8 @@ class ResidualCodec:
             raise ValueError(
                 f"ResidualCodec: d * bits must be a multiple of 8, got d = {self.dim} and {self.bits} bits."
             )
+        object.__setattr__(self, "byte_values", self.weights[_buckets_of_bytes(self.bits).to(self.device)])
+        object.__setattr__(self, "_elsewhere", {self.device: self})
 
     @property
     def bits(self) -> int:
@@ -124,20 +129,10 @@ class ResidualCodec:
         """Memory of centroids and buckets."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
-    @functools.cached_property
-    def byte_values(self) -> Tensor:
-        """Bucket weights of the numbers that each byte holds, in their order, ``[256, 8 // bits]``, float16."""
-        with torch.inference_mode(False):  # it is kept, also for backwards
-            return self.weights[_buckets_of_bytes(self.bits).to(self.device)]
-
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
         """What :func:`decoded` looks codes and bytes up in."""
         return self.centroids, self.byte_values
-
-    @functools.cached_property
-    def _elsewhere(self) -> dict[torch.device, ResidualCodec]:
-        return {self.device: self}
 
     def to(self, device: str | torch.device) -> ResidualCodec:
         """The codec on a device. A copy is made once for each."""

@@ -47,11 +47,11 @@ def test_one_graph(problem, format):
     documents = compress(documents, random_codec(16, 4) if format == "residual" else format)
 
     def run(values):
-        return maxsim(queries.with_values(values), documents)
+        return maxsim(queries.with_values(values), documents.to("cpu"))
 
     values = queries.values.nan_to_num().requires_grad_()
     results = []
-    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+    for function in (torch.compile(run, backend="aot_eager", fullgraph=True), run):
         scores = function(values)
         results.append((scores, torch.autograd.grad(scores.square().sum(), values)[0]))
     assert all(map(torch.equal, *results))
