@@ -46,8 +46,8 @@ def write_corpus(
         Where to write: empty, yet to be made, or with ``batches`` a function, the folder of an earlier call.
     batches
         Batches of documents, all of one d, on any device; they may come from a generator. Or a function that returns
-        them, called with the number of documents that the folder holds already: it begins with the document of this
-        number.
+        them, called with the number of documents that the folder (with a ``rank``, that of this process) holds already:
+        it begins with the document of this number.
     dtype
         What vectors are rounded to on disk: torch.bfloat16, torch.float16 or torch.float32. Not with a ``format``.
     format

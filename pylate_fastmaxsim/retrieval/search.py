@@ -31,9 +31,9 @@ class SearchResult(tuple):
     """``(scores, positions)`` of :func:`search`, a pair, with what rescoring tells of its candidates.
 
     ``from_last_tenth``, int64 ``[Nq]``: how many of a query's results were in the last tenth of its candidates, before
-    they were rescored. None without ``rescore``. If candidates were cut off where nothing is found any more, it is 0
-    for nearly all queries. A tenth of the results, as if the order of the candidates meant nothing, says that about as
-    many are missed behind them: raise ``candidates_per_result``. Where all documents were candidates, nothing is missed.
+    they were rescored. None without ``rescore``. If it is 0 for nearly all queries, more candidates would find no more.
+    If it is about a tenth of the results, good documents are as frequent among the last candidates as among the first,
+    and more of them lie behind: raise ``candidates_per_result``, unless all documents were candidates.
     """
 
     from_last_tenth: Tensor | None
