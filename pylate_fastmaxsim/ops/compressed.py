@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import COMPRESSED_SCHEMA, CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
@@ -23,11 +23,12 @@ from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
     check_choice,
+    check_numbers,
     check_winners,
-    raise_shared_rows,
+    fake_scores,
     require_one_device_and_dim,
 )
-from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+from pylate_fastmaxsim.tokens import TokenBatch
 
 SavedDocuments = Literal["int8"] | None
 
@@ -109,13 +110,22 @@ def _forward(*arguments):
     *fields, want_winners = arguments
     operands = CompressedOperands(*fields)
     values = operands.q_values
-    if want_winners and values.is_cpu and not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
-        raise_shared_rows("maxsim", "queries", "repeat the vectors")
+    check_numbers("maxsim", _of_vectors(operands), want_winners)
     scores, winners = _path(values).forward(operands, want_winners, float32_precision(values.dtype))
     if winners is None:
         shape, dtype = winner_layout(0, 0, 0, want=False)
         winners = scores.new_empty(shape, dtype=dtype)
     return scores, winners
+
+
+def _of_vectors(operands: CompressedOperands) -> ScoringOperands:
+    """The same sequences over as many document vectors, of which nothing but their number is meant."""
+    vectors = operands.q_values.new_empty(1, 1).expand(len(operands.stored), 1)
+    return ScoringOperands(
+        operands.q_values, operands.q_starts, operands.q_lengths, operands.q_keep,
+        vectors, operands.d_starts, operands.d_lengths, operands.d_keep, operands.candidates, None,
+        operands.max_q_length, operands.max_d_length, operands.q_gapless, False,
+    )  # fmt: skip
 
 
 @torch.library.impl("pylate_fastmaxsim::compressed_backward", "CompositeExplicitAutograd")
@@ -127,11 +137,7 @@ def _backward(grad_scores, winners, *fields):
 @torch.library.register_fake("pylate_fastmaxsim::compressed_forward")
 def _forward_fake(*arguments):
     *fields, want_winners = arguments
-    operands = CompressedOperands(*fields)
-    values = operands.q_values
-    scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))
-    shape, dtype = winner_layout(operands.num_slots, values.shape[0], operands.max_d_length, want_winners)
-    return scores, values.new_empty(shape, dtype=dtype)
+    return fake_scores(CompressedOperands(*fields), want_winners)
 
 
 @torch.library.register_fake("pylate_fastmaxsim::compressed_backward")

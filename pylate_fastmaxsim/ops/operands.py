@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
-from pylate_fastmaxsim._operands import ScoringOperands
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
 from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
@@ -63,12 +63,12 @@ def recording(operator: str, operands: ScoringOperands) -> bool:
 
 def _refuse_shared_rows(operator: str, operands: ScoringOperands, and_documents: bool) -> None:
     if not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
-        raise_shared_rows(operator, "queries", "repeat the vectors")
+        _raise_shared_rows(operator, "queries", "repeat the vectors")
     if and_documents and not operands.d_gapless and share_rows(operands.d_starts, operands.d_lengths):
-        raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
+        _raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
 
 
-def raise_shared_rows(operator: str, name: str, instead: str) -> None:
+def _raise_shared_rows(operator: str, name: str, instead: str) -> None:
     raise ValueError(
         f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
         f"TokenBatch.select with a repeated index; {instead}."
@@ -175,7 +175,7 @@ def check_winners(operator: str, has_winners: bool) -> None:
         )
 
 
-def fake_scores(operands: ScoringOperands, want_winners: bool) -> tuple[Tensor, Tensor]:
+def fake_scores(operands: ScoringOperands | CompressedOperands, want_winners: bool) -> tuple[Tensor, Tensor]:
     """Scores and winners as a graph is traced with, without numbers."""
     values = operands.q_values
     scores = values.new_empty((operands.q_starts.shape[0], operands.num_slots), dtype=sum_dtype(values.dtype))

@@ -1,5 +1,7 @@
 """MaxSim over compressed documents as an operator: what it refuses, graphs, autocast, and documents saved in int8."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from ragged_batches import batches
@@ -58,6 +60,18 @@ def test_one_graph(problem, format):
     if format != "fp8":  # which the check itself cannot compare
         arguments = (*_prepared(queries, documents, None), False)
         torch.library.opcheck(torch.ops.pylate_fastmaxsim.compressed_forward, arguments)
+
+
+def test_lengths_that_do_not_fit_are_refused_where_the_graph_is_run(problem):
+    queries, documents = problem
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(lengths):
+        return maxsim(queries, replace(documents, lengths=lengths))
+
+    assert torch.equal(run(documents.lengths), maxsim(*problem))
+    with pytest.raises(ValueError, match="lengths must be from 0 to max_length"):
+        run(documents.lengths + documents.max_length)
 
 
 def test_autocast_casts_queries_for_residual_codes_only():
