@@ -106,7 +106,7 @@ def open_or_build(
             _describe(folder, description)
             if description.is_sparse:
                 return _Sparse(SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device))
-            return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample, device), device)
+            return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample))
     except RecipeError:
         raise
     except ValueError as error:  # a file is damaged, or a number does not fit the format
@@ -120,7 +120,7 @@ def _finished(folder: Path, description: Description, device: torch.device) -> I
         return _Sparse(SparseIndex.load(folder / SPARSE_FOLDER, device))
     if not (folder / LATE_FOLDER / CORPUS_FILE).exists():
         return None
-    return _LateInteraction(Corpus(folder / LATE_FOLDER), device)
+    return _LateInteraction(Corpus(folder / LATE_FOLDER))
 
 
 def _describe(folder: Path, description: Description) -> None:
@@ -178,15 +178,12 @@ def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
 @dataclass(frozen=True)
 class _LateInteraction:
     corpus: Corpus
-    device: torch.device
 
     def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         return search(queries, self.corpus, k, progress=searched)
 
 
-def _build(
-    folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample, device: torch.device
-) -> Corpus:
+def _build(folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample) -> Corpus:
     """The corpus on disk, the documents that are missing encoded."""
     corpus = folder / LATE_FOLDER
     if stored in DTYPES:
@@ -197,4 +194,4 @@ def _build(
         codec = ResidualCodec.load(corpus / CODEC_FILE)
     else:
         codec = train_codec(f"--format {stored}", stored, encode_sample())
-    return write_corpus(corpus, encode_from, format=codec.to(device))
+    return write_corpus(corpus, encode_from, format=codec)
