@@ -143,7 +143,6 @@ class CompressedOperands(NamedTuple):
         return self[_NUM_COMPRESSED_TENSORS:]
 
 
-NUM_COMPRESSED_FIELDS = len(CompressedOperands._fields)
 _NUM_COMPRESSED_TENSORS = CompressedOperands._fields.index("max_q_length")
 COMPRESSED_SCHEMA = (
     "Tensor q_values, Tensor q_starts, Tensor q_lengths, Tensor? q_keep, "

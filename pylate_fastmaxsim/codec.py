@@ -270,7 +270,7 @@ class ResidualCodec:
         codes = torch.empty(len(vectors), dtype=torch.int32, device=self.device)
         packed = torch.empty(len(vectors), self.dim * self.bits // 8, dtype=torch.uint8, device=self.device)
         scales = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
-        for rows in _chunks(len(vectors), self.dim):
+        for rows in chunks(len(vectors), self.dim):
             unit, norms = _directions(vectors[rows].detach())
             nearest = _nearest(unit, self.centroids)
             buckets = torch.bucketize((unit - self.centroids[nearest]).float(), self.cutoffs, out_int32=True)
@@ -286,7 +286,7 @@ class ResidualCodec:
         Without scales each has length 1, as in PLAID.
         """
         vectors = torch.empty(len(codes), self.dim, dtype=dtype, device=self.device)
-        for rows in _chunks(len(codes), self.dim):
+        for rows in chunks(len(codes), self.dim):
             scale = None if scales is None else scales[rows]
             vectors[rows] = decoded(codes[rows], packed[rows], scale, *self.tables)
         return vectors
@@ -294,7 +294,7 @@ class ResidualCodec:
     def inverse_norms(self, codes: Tensor, packed: Tensor) -> Tensor:
         """The scales ``[T]``, float32, that give vectors of length 1."""
         norms = torch.empty(len(codes), dtype=torch.float32, device=self.device)
-        for rows in _chunks(len(codes), self.dim):
+        for rows in chunks(len(codes), self.dim):
             norms[rows] = _inverse(decoded_sums(codes[rows], packed[rows], *self.tables))
         return norms
 
@@ -375,7 +375,8 @@ def _packed(buckets: Tensor, bits: int) -> Tensor:
     return sum(byte[bucket] for byte, bucket in zip(alone, places, strict=True))
 
 
-def _chunks(rows: int, width: int) -> list[slice]:
+def chunks(rows: int, width: int) -> list[slice]:
+    """The rows of a matrix, as many at a time as are handled at once."""
     step = max(1, AT_ONCE // max(1, width))
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
@@ -394,7 +395,7 @@ def _nearest(vectors: Tensor, centroids: Tensor) -> Tensor:
     nearest = torch.empty(len(vectors), dtype=torch.int64, device=vectors.device)
     transposed = centroids.float().T
     with torch.autocast(vectors.device.type, enabled=False):
-        for rows in _chunks(len(vectors), len(centroids)):
+        for rows in chunks(len(vectors), len(centroids)):
             torch.argmax(vectors[rows].float() @ transposed, dim=1, out=nearest[rows])
     return nearest
 

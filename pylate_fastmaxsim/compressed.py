@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._checks import has_numbers, require_integer, require_tensor
-from pylate_fastmaxsim.codec import AT_ONCE, ResidualCodec
+from pylate_fastmaxsim.codec import ResidualCodec, chunks
 from pylate_fastmaxsim.tokens import TokenBatch, check_sequences, share_rows
 
 FORMATS = ("int8", "fp8")
@@ -23,8 +23,25 @@ _FP8_SCALE = 2.0**-8
 _FP8_LEAST = 2.0**-8
 
 
+class _Numbers:
+    """Token vectors whose numbers lie in ``values [T, d]``."""
+
+    values: Tensor
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+
 @dataclass(frozen=True, eq=False)
-class Int8:
+class Int8(_Numbers):
     """Token vectors as whole numbers and scales: a number is value * scale.
 
     ``values`` int8 ``[T, d]``, from -127 to 127; ``scales`` float32, not negative, ``[T]`` where ``per_token``, else
@@ -43,17 +60,6 @@ class Int8:
                 f"Int8: scales must be [T] with T = {len(self.values)} where per_token, got [{len(self.scales)}]."
             )
 
-    def __len__(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def dim(self) -> int:
-        return self.values.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.values, self.scales
@@ -64,7 +70,7 @@ class Int8:
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8:
+class Fp8(_Numbers):
     """Token vectors as float8_e4m3fn ``[T, d]``: a number is value * ``scale``, a power of two."""
 
     values: Tensor
@@ -74,17 +80,6 @@ class Fp8:
         _require("Fp8", "values", self.values, 2, torch.float8_e4m3fn, "float8_e4m3fn [T, d]")
         if not _is_power_of_two(self.scale):
             raise ValueError(f"Fp8: scale must be a power of two from 2**-126 to 2**127, got {self.scale!r}.")
-
-    def __len__(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def dim(self) -> int:
-        return self.values.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -281,7 +276,7 @@ class CompressedBatch:
             exact = torch.float64 if dtype == torch.float64 else torch.float32
             scales = row_scales(self)
             values = torch.empty(len(tokens), tokens.dim, dtype=dtype, device=self.device)
-            for rows in _chunks(values):
+            for rows in chunks(*values.shape):
                 scale = scales if isinstance(scales, float) else scales[rows, None].to(exact)
                 values[rows] = tokens.values[rows].to(exact) * scale
         return TokenBatch(values, self.starts, self.lengths, self.max_length, self.keep, self.gapless)
@@ -375,7 +370,7 @@ def compress(
             largest = _largest_of_documents(largest, document, live, batch)
         scales = largest / torch.full_like(largest, _INT8_MAX)
         tokens = Int8(torch.empty(values.shape, dtype=torch.int8, device=batch.device), scales, per_token)
-        for rows in _chunks(values):
+        for rows in chunks(*values.shape):
             scale = scales[rows] if per_token else scales[document[rows]] if len(batch) else scales.new_zeros(1)
             tokens.values[rows] = _whole(_live(values, live, rows), scale)
     return CompressedBatch(tokens, batch.starts, batch.lengths, batch.max_length, batch.keep, batch.gapless)
@@ -400,7 +395,7 @@ def rounded_queries(values: Tensor, format: str) -> tuple[Tensor, Tensor]:
     dtype = torch.int8 if format == "int8" else torch.float8_e4m3fn
     rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
     scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
-    for rows in _chunks(values):
+    for rows in chunks(*values.shape):
         numbers = values[rows].float()
         largest = _amax(numbers.abs())
         finite = largest.isfinite()
@@ -453,11 +448,6 @@ def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[
     return document, (row >= first) & (row < first + batch.lengths[document])
 
 
-def _chunks(values: Tensor) -> list[slice]:
-    step = max(1, AT_ONCE // max(1, values.shape[1]))
-    return [slice(begin, begin + step) for begin in range(0, len(values), step)]
-
-
 def _amax(numbers: Tensor) -> Tensor:
     """The largest of each row, 0 where it has none."""
     return numbers.amax(dim=1) if numbers.shape[1] else numbers.new_zeros(len(numbers))
@@ -471,7 +461,7 @@ def _live(values: Tensor, live: Tensor, rows: slice) -> Tensor:
 def _largest(values: Tensor, live: Tensor) -> Tensor:
     """Largest magnitude of each row that counts, float32 ``[T]``."""
     largest = torch.empty(len(values), dtype=torch.float32, device=values.device)
-    for rows in _chunks(values):
+    for rows in chunks(*values.shape):
         largest[rows] = _amax(_live(values, live, rows).abs_())
     return largest
 
@@ -513,13 +503,13 @@ def _to_fp8(values: Tensor, live: Tensor, largest: Tensor, scale: float | None) 
             f"compress: numbers must be at most {_FP8_MAX * scale:g} in magnitude for the fp8 scale {scale:g}, got {most:g}."
         )
     tokens = Fp8(torch.empty(values.shape, dtype=torch.float8_e4m3fn, device=values.device), scale)
-    for rows in _chunks(values):
+    for rows in chunks(*values.shape):
         tokens.values[rows] = (_live(values, live, rows) / scale).to(torch.float8_e4m3fn)
     return tokens
 
 
 def _encoded(values: Tensor, live: Tensor, codec: ResidualCodec) -> Residual:
-    parts = [codec.encode(_live(values, live, rows)) for rows in _chunks(values)]
+    parts = [codec.encode(_live(values, live, rows)) for rows in chunks(*values.shape)]
     if not parts:
         parts = [codec.encode(values)]
     return Residual(*map(torch.cat, zip(*parts, strict=True)), codec)

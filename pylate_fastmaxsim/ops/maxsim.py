@@ -47,7 +47,7 @@ def maxsim(
         Nq queries: a ``TokenBatch``, or padded token vectors ``[Nq, Lq, d]``. bfloat16, float16, float32 or float64.
     documents
         Nd documents, likewise, of the same d, dtype and device. Or a ``CompressedBatch`` of the same d and device, which is
-        scored as it is stored (see Notes) and has no gradient.
+        scored as it is stored, as :func:`pylate_fastmaxsim.reference.compressed_maxsim` defines it, and has no gradient.
     candidates
         Which documents each query scores, ``[Nq, K]``, int64, indices from 0 to Nd - 1 in any order, repeats allowed.
         ``None``: all. The range is checked on a CPU only; on a GPU the check would have to wait for the device.
@@ -77,8 +77,8 @@ def maxsim(
     ValueError
         Shapes, dtypes or devices do not fit together, ``grad_filter`` is neither ``"auto"`` nor ``None``, or
         ``save_documents`` neither ``"int8"`` nor ``None``; or one of these, ``documents_mask`` or ``zero_floor`` comes with
-        a ``CompressedBatch``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences share rows where gradients are
-        wanted.
+        a ``CompressedBatch``. On a CPU also: a mask holds more than 0 and 1, a candidate is out of range, or sequences
+        share rows where gradients are wanted.
     TypeError
         An argument is of the wrong type.
     NotImplementedError
@@ -86,8 +86,8 @@ def maxsim(
 
     Notes
     -----
-    Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``.
-    Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32. Sums
+    Under autocast, float32, bfloat16 and float16 vectors are cast to the autocast dtype first, as in ``einsum``, but
+    not to score documents in int8 or fp8. Otherwise float32 products follow ``torch.set_float32_matmul_precision`` and PyTorch's other switches for TF32. Sums
     are taken in float32. On a CPU, products of equal vectors may differ in the last bit. Then they are not equal maxima,
     and another of these tokens than the first may win.
 
