@@ -76,8 +76,7 @@ def write_corpus(
 
     Notes
     -----
-    After a ValueError or TypeError in its first batch, and in any batch that is not from a function, the folder is left
-    empty.
+    If the first batch is refused, or any batch where ``batches`` is no function, the folder is left empty.
 
     Examples
     --------

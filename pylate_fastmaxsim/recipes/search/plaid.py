@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,8 +76,12 @@ class PlaidIndex:
         except ValueError as error:
             raise RecipeError(f"--plaid: {first_line(error)}") from error
 
-    def own_search(self, queries: TokenBatch, k: int) -> tuple[Tensor, Tensor]:
+    def own_search(
+        self, queries: TokenBatch, k: int, searching: Callable[[], AbstractContextManager]
+    ) -> tuple[Tensor, Tensor]:
         """Scores and positions ``[Nq, K]`` of what PLAID finds, best first; a position of -1 where it finds no more.
+
+        The search runs within ``searching()``, the loading of the index before.
 
         Raises
         ------
@@ -91,7 +96,7 @@ class PlaidIndex:
 
         padded, _ = queries.to_padded()
         try:
-            with fast_plaid.FastPlaid(str(folder), device=str(queries.device), low_memory=False) as plaid:
+            with fast_plaid.FastPlaid(str(folder), device=str(queries.device), low_memory=False) as plaid, searching():
                 found = plaid.search(padded, top_k=k, n_full_scores=FULL_SCORES, show_progress=False)
         except Exception as error:  # of fast-plaid, which is in Rust
             raise RecipeError(f"fast-plaid cannot search it: {first_line(error)}") from error

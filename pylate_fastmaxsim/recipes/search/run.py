@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -187,8 +188,9 @@ class _Search:
         """What the own search of an index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
         folder = {"folder": str(self.plaid.folder)}
         try:
-            with self.clock.during(PRUNED):
-                scores, own = self.plaid.own_search(self.queries, positions.shape[1])
+            with self.clock.during(INDEX):
+                searching = partial(self.clock.during, PRUNED)
+                scores, own = self.plaid.own_search(self.queries, positions.shape[1], searching)
         except RecipeError as error:
             return {**folder, "not_searched": str(error)}
         found = ranking(self.collection, scores, own, self.options.k)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from beir_folder import tables, write_folder
+from fast_plaid.search import FastPlaid
 from filelock import FileLock
 from pylate.indexes import PLAID
 from pylate.scores import colbert_scores
@@ -32,6 +33,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
 from pylate_fastmaxsim.recipes.search import index
+from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.retrieval.corpus import Corpus
 
 KINDS = ("sparse", "late interaction", "static late interaction")
@@ -317,14 +319,20 @@ def plaid(saved, files, tmp_path) -> PLAID:
     return index.remove_documents(["0003", "0110"])
 
 
-def test_an_index_of_plaid_is_searched_exhaustively_and_compared_with_its_own_search(plaid, saved, files, tmp_path):
+def test_an_index_of_plaid_is_searched_exhaustively_and_compared_with_its_own_search(
+    plaid, saved, files, tmp_path, monkeypatch
+):
     model, folder, run, result = (
         saved["late interaction"],
         tmp_path / "plaid" / "index",
         tmp_path / "run",
         tmp_path / "j",
     )
+    order, during, load = [], Clock.during, FastPlaid.__init__
+    monkeypatch.setattr(Clock, "during", lambda clock, task: order.append(task) or during(clock, task))
+    monkeypatch.setattr(FastPlaid, "__init__", lambda *args, **options: order.append("load") or load(*args, **options))
     done = search(model, *files, "--plaid", folder, "--run", run, "--json", result)
+    assert order[-2:] == ["load", "PLAID's search"]  # as the time of exhaustive search is without opening the index
     corpus = read_plaid(folder)
     (batch,) = corpus.batches()
     documents = [each[live] for each, live in zip(*batch.decompress(torch.float64).to_padded(), strict=True)]
