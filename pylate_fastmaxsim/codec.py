@@ -101,6 +101,8 @@ class ResidualCodec:
                 "ResidualCodec: bits must be 1, 2 or 4, with 2**bits weights and 2**bits - 1 cutoffs, "
                 f"got {len(self.weights)} weights and {len(self.cutoffs)} cutoffs."
             )
+        if self.cutoffs.is_cpu and bool((self.cutoffs.diff() < 0).any()):
+            raise ValueError("ResidualCodec: cutoffs must be ascending.")
         if len(self.centroids) == 0:
             raise ValueError("ResidualCodec: there must be at least one centroid.")
         if self.dim * self.bits % 8:

@@ -136,6 +136,7 @@ def changed(**tensors):
         (lambda: changed(weights=torch.zeros(8).half()), "bits must be 1, 2 or 4, .* got 8 weights and 3 cutoffs"),
         (lambda: changed(cutoffs=torch.zeros(4)), "got 4 weights and 4 cutoffs"),
         (lambda: changed(cutoffs=torch.full((3,), torch.nan)), "cutoffs must be finite"),
+        (lambda: changed(cutoffs=torch.tensor([0.1, -0.1, 0.2])), "cutoffs must be ascending"),
         (lambda: changed(centroids=torch.zeros(0, 8).half()), "at least one centroid"),
         (
             lambda: changed(centroids=torch.zeros(1, 6).half()),

@@ -100,6 +100,10 @@ class BatchShape:
             given = getattr(self, name)
             if isinstance(given, str) or not set(given) <= set(allowed):
                 raise ValueError(f"BatchShape: {name} must be a tuple of some of {', '.join(allowed)}, got {given!r}.")
+        if not self.masked:
+            raise ValueError("BatchShape: masked must have at least one of its values, got none.")
+        if not isinstance(self.poolings, (tuple, list)):
+            raise TypeError(f"BatchShape: poolings must be a tuple of poolings, got {self.poolings!r}.")
         if self.save_documents not in (None, "int8"):
             raise ValueError(f'BatchShape: save_documents must be "int8" or None, got {self.save_documents!r}.')
         for pooling in self.poolings:

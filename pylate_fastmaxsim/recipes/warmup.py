@@ -54,7 +54,7 @@ def warmup(shapes: BatchShape | Iterable[BatchShape] | str | os.PathLike, *, pro
         from pylate_fastmaxsim.recipes.training.warmup import compile_recipe
 
         return compile_recipe(load_recipe(shapes), processes)
-    shapes = [shapes] if isinstance(shapes, BatchShape) else list(shapes)
+    shapes = list(shapes) if isinstance(shapes, Iterable) else [shapes]
     for shape in shapes:
         if not isinstance(shape, BatchShape):
             raise TypeError(f"warmup: shapes must be BatchShapes or the file of a recipe, got {type(shape).__name__}.")

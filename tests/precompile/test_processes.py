@@ -71,6 +71,8 @@ def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch):
         ({"formats": ("residual-1",), "dim": 4}, "BatchShape: d * bits must be a multiple of 8 for residual-1, got d = 4."),
         ({"save_documents": "int4"}, "BatchShape: save_documents must be \"int8\" or None, got 'int4'."),
         ({"poolings": (TopK,)}, "BatchShape: pooling must be Max"),
+        ({"poolings": TopK(2)}, "BatchShape: poolings must be a tuple of poolings, got TopK(k=2)."),
+        ({"masked": ()}, "BatchShape: masked must have at least one of its values, got none."),
     ],
 )  # fmt: skip
 def test_a_wrong_shape_is_refused(change, said):
@@ -80,5 +82,6 @@ def test_a_wrong_shape_is_refused(change, said):
 
 
 def test_what_is_no_shape_is_refused():
-    with pytest.raises(TypeError, match="^warmup: shapes must be BatchShapes or the file of a recipe, got int.$"):
-        warmup([3])
+    for wrong in ([3], 3):
+        with pytest.raises(TypeError, match="^warmup: shapes must be BatchShapes or the file of a recipe, got int.$"):
+            warmup(wrong)
