@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -251,7 +252,7 @@ class CompressedBatch:
     def to(self, device: str | torch.device, non_blocking: bool = False) -> CompressedBatch:
         """The batch on a device; ``non_blocking`` as in ``torch.Tensor.to``."""
         starts, lengths, keep = (
-            tensor if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for tensor in (self.starts, self.lengths, self.keep)
         )
         tokens = self.tokens.to(device, non_blocking)
@@ -430,7 +431,7 @@ def _require(
 
 
 def _is_power_of_two(scale: object) -> bool:
-    return isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and scale.hex().startswith("0x1.0000000000000p")
+    return isinstance(scale, float) and 2.0**-126 <= scale <= 2.0**127 and math.frexp(scale)[0] == 0.5
 
 
 def _documents_of_rows(batch: TokenBatch | CompressedBatch, rows: int) -> tuple[Tensor, Tensor]:
