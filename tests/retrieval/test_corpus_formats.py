@@ -140,6 +140,18 @@ def test_what_is_damaged_is_refused_in_one_sentence(format, tmp_path):
     assert len(Corpus(tmp_path)) == 5
 
 
+def test_codes_that_are_damaged_are_refused_before_a_kernel_reads_them(tmp_path):
+    write_corpus(tmp_path, grouped(unit_documents(20), 5), format=codec())
+    file = tmp_path / "codes.bin"
+    content = bytearray(file.read_bytes())
+    content[-1] = 1  # of the last code, 2**24
+    file.write_bytes(content)
+    batches = Corpus(tmp_path).batches(tokens_per_batch=20)
+    next(batches)
+    with pytest.raises(ValueError, match="Corpus: codes of the documents of .*bounds.bin must be from 0 to"):
+        list(batches)
+
+
 def test_a_codec_that_is_not_that_of_the_corpus(tmp_path):
     write_corpus(tmp_path, grouped(unit_documents(5), 5), format=codec())
     codec(seed=1).save(tmp_path / "codec.safetensors")

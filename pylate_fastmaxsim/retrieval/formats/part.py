@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim.cpu.live_tokens import live_tokens
 from pylate_fastmaxsim.retrieval.formats.description import DESCRIPTION_FILE, JOURNAL_FILE, Held
-from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format
+from pylate_fastmaxsim.retrieval.formats.format import Arrays, Format, ResidualDocuments
 from pylate_fastmaxsim.retrieval.formats.writer import BOUNDS_FILE, file_of
 
 
@@ -70,6 +70,14 @@ class Part:
         arrays = {
             name: array[begin:end] if name in per_document else array[first:last] for name, array in self.arrays.items()
         }
+        if isinstance(self.format, ResidualDocuments) and last > first:
+            # A kernel would read beyond the centroids.
+            (lowest, highest), most = map(int, torch.aminmax(arrays["codes"])), len(self.format.codec.centroids) - 1
+            if lowest < 0 or highest > most:
+                raise ValueError(
+                    f"Corpus: codes of the documents of {self.file} must be from 0 to {most}, numbers of centroids, but "
+                    f"go from {lowest} to {highest}; write or build them anew."
+                )
         return arrays, bounds - first, int(bounds.diff().max())
 
     def gathered(self, documents: Tensor) -> tuple[Arrays, Tensor]:

@@ -94,18 +94,11 @@ def read_plaid(folder: str | os.PathLike) -> PlaidCorpus:
 
 
 class _Chunk(Part):
-    """A chunk of an index. A kernel would read beyond the centroids where a code is too large."""
+    """A chunk of an index."""
 
     def views(self, begin: int, end: int) -> tuple[Arrays, Tensor, int]:
         arrays, bounds, longest = super().views(begin, end)
-        codes, centroids = arrays["codes"], len(self.format.codec.centroids)
-        lowest, highest = map(int, torch.aminmax(codes)) if len(codes) else (0, 0)
-        if lowest < 0 or highest >= centroids:
-            raise ValueError(
-                f"read_plaid: codes of the documents of {self.file} must be from 0 to {centroids - 1}, the number of "
-                f"centroids, but go from {lowest} to {highest}; build the index anew."
-            )
-        return {**arrays, "codes": codes.int()}, bounds, longest
+        return {**arrays, "codes": arrays["codes"].int()}, bounds, longest
 
     def of(self, kept: Tensor) -> _Chunk:
         """The chunk without some documents, none of which has tokens."""
