@@ -180,7 +180,10 @@ class _LateInteraction:
     corpus: Corpus
 
     def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
-        return search(queries, self.corpus, k, progress=searched)
+        try:
+            return search(queries, self.corpus, k, progress=searched)
+        except ValueError as error:  # bounds or codes are damaged, which are looked at when they are read
+            raise RecipeError(f"--index: {first_line(error)}") from error
 
 
 def _build(folder: Path, stored: str, encode_from: EncodeFrom, encode_sample: EncodeSample) -> Corpus:

@@ -307,6 +307,16 @@ def test_an_interrupted_index_goes_on_with_its_codec(saved, files, small_parts, 
     assert_same(run, whole)
 
 
+def test_damage_that_is_found_while_searching_is_one_line(saved, files, tmp_path):
+    search(saved["late interaction"], *files, "--index", tmp_path / "index", "--format", "int8")
+    file = tmp_path / "index" / "documents" / "bounds.bin"
+    bounds = np.fromfile(file, np.int64)
+    bounds[3] = 10**6
+    bounds.tofile(file)
+    done = search(saved["late interaction"], *files, "--index", tmp_path / "index", "--format", "int8", code=2)
+    assert f"fastmaxsim: --index: Corpus: {file} must rise from 0 to" in done.stderr
+
+
 @pytest.fixture
 def plaid(saved, files, tmp_path) -> PLAID:
     """PyLate's index of the documents in another order, without two of them, in the folder plaid/index."""
