@@ -77,7 +77,8 @@ class ResidualCodec:
     cutoffs: Tensor
     # Bucket weights of the numbers that each byte holds, in their order, [256, 8 // bits], float16.
     byte_values: Tensor = field(init=False, repr=False)
-    _elsewhere: dict[torch.device, ResidualCodec] = field(init=False, repr=False)
+    # By device, made by `to`.
+    copies: dict[torch.device, ResidualCodec] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, shape, dtype in (
@@ -110,7 +111,7 @@ class ResidualCodec:
                 f"ResidualCodec: d * bits must be a multiple of 8, got d = {self.dim} and {self.bits} bits."
             )
         object.__setattr__(self, "byte_values", self.weights[_buckets_of_bytes(self.bits).to(self.device)])
-        object.__setattr__(self, "_elsewhere", {self.device: self})
+        object.__setattr__(self, "copies", {self.device: self})
 
     @property
     def bits(self) -> int:
@@ -139,10 +140,10 @@ class ResidualCodec:
     def to(self, device: str | torch.device) -> ResidualCodec:
         """The codec on a device. A copy is made once for each."""
         device = torch.empty(0, device=device).device  # with the index of "cuda", which changes
-        if device not in self._elsewhere:
+        if device not in self.copies:
             with torch.inference_mode(False):  # it is kept, also for backwards
-                self._elsewhere[device] = ResidualCodec(*(tensor.to(device) for tensor in self._tensors))
-        return self._elsewhere[device]
+                self.copies[device] = ResidualCodec(*(tensor.to(device) for tensor in self._tensors))
+        return self.copies[device]
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plaid_indexes import DIM, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
-from pylate.indexes import PLAID
+from plaid_indexes import DIM, PLAID, stored_vectors, unit_vectors, write_fast_plaid, write_stanford
 
 from pylate_fastmaxsim import TokenBatch, read_plaid
 from pylate_fastmaxsim.retrieval.search import search

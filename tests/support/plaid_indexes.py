@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
 from fast_plaid.search import FastPlaid
-from pylate.indexes.stanford_nlp import Indexer, IndexUpdater
-from pylate.indexes.stanford_nlp.infra import ColBERTConfig
+
+with mock.patch.dict(os.environ):
+    # PyLate turns parallel tokenizers on for the whole process here, with which workers that are forked wait forever.
+    from pylate.indexes import PLAID
+    from pylate.indexes.stanford_nlp import Indexer, IndexUpdater
+    from pylate.indexes.stanford_nlp.infra import ColBERTConfig
+
+__all__ = ["DIM", "PLAID", "stored_vectors", "unit_vectors", "write_fast_plaid", "write_stanford"]
 
 DIM = 32
 

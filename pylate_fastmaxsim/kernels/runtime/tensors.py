@@ -22,7 +22,7 @@ def contiguous(operands: Operands) -> Operands:
     """The operands with contiguous tensors."""
     if all(tensor.is_contiguous() for tensor in operands.tensors if tensor is not None):
         return operands
-    return type(operands)._make(value.contiguous() if isinstance(value, Tensor) else value for value in operands)
+    return type(operands)(*(value.contiguous() if isinstance(value, Tensor) else value for value in operands))
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

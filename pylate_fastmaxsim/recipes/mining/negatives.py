@@ -98,7 +98,8 @@ def load_compressor(
         with tqdm(total=len(documents), desc="Encoding a sample", unit=" documents", disable=bar.disable) as encoded:
             codec = train_codec(key, format, _encoded(model, documents, section.batch_size, encoded))
         bar.update()
-        return {field.name: getattr(codec, field.name).cpu().numpy() for field in dataclasses.fields(codec)}
+        given = [field.name for field in dataclasses.fields(codec) if field.init]
+        return {name: getattr(codec, name).cpu().numpy() for name in given}
 
     if needs_codec(format):
         (file,) = work.parts("codec", common | _format(section), "Training the codec", " codecs", 1, 1, train)

@@ -18,7 +18,7 @@ import torch
 from beir_folder import tables, write_folder
 from fast_plaid.search import FastPlaid
 from filelock import FileLock
-from pylate.indexes import PLAID
+from plaid_indexes import PLAID
 from pylate.scores import colbert_scores
 from sparse_encoders import build_sparse_encoder
 from tiny_recipe import text
@@ -388,7 +388,7 @@ def test_an_index_of_plaid_that_does_not_fit_is_one_line(plaid, saved, files, tm
     ids.write_bytes(pickle.dumps(known))
     codes = folder / "fast_plaid_index" / "0.codes.npy"
     np.save(codes, np.load(codes) + 10**6)
-    assert "--plaid: read_plaid: codes of the documents of " in refused(*files, "--plaid", folder)
+    assert "--plaid: Corpus: codes of the documents of " in refused(*files, "--plaid", folder)
     other = PLAID(str(tmp_path / "plaid"), "other", device="cpu", show_progress=False)
     other.add_documents(["0001", "0002"], [torch.eye(8), torch.eye(8)])
     said = refused(*files, "--plaid", tmp_path / "plaid" / "other")
