@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,14 @@ import numpy as np
 import torch
 from fast_plaid.search import FastPlaid
 
+# PyLate changes the whole process here: parallel tokenizers, with which workers that are forked wait forever, and spawn as
+# the way to start workers.
+start_method = multiprocessing.get_start_method(allow_none=True)
 with mock.patch.dict(os.environ):
-    # PyLate turns parallel tokenizers on for the whole process here, with which workers that are forked wait forever.
     from pylate.indexes import PLAID
     from pylate.indexes.stanford_nlp import Indexer, IndexUpdater
     from pylate.indexes.stanford_nlp.infra import ColBERTConfig
+multiprocessing.set_start_method(start_method, force=True)
 
 __all__ = ["DIM", "PLAID", "stored_vectors", "unit_vectors", "write_fast_plaid", "write_stanford"]
 
