@@ -135,7 +135,8 @@ def compressed_maxsim(queries: TokenBatch, documents: CompressedBatch, candidate
     padded_scales = queries.with_values(scales.double()[:, None]).to_padded()[0].transpose(1, 2)
     # A document without a live token scores 0, also for a query with NaN.
     maxima = (maxima * padded_scales).masked_fill(position < 0, 0)
-    padded, _ = vectors.to_padded()
+    # With one token more, so that there is one where all documents are empty.
+    padded = torch.nn.functional.pad(vectors.to_padded()[0], (0, 0, 0, 1))
     of_slot = padded[None].expand(len(queries), -1, -1, -1) if candidates is None else padded[candidates]
     index = position.clamp(min=0)[..., None].expand(-1, -1, -1, documents.dim)
     winners = of_slot.gather(2, index).masked_fill(position[..., None] < 0, 0)

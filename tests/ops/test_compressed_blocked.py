@@ -86,6 +86,9 @@ def test_empty_batches(format):
     assert maxsim(queries.select(none), documents).shape == (0, 6)
     assert maxsim(queries, documents, torch.zeros(5, 0, dtype=torch.int64)).shape == (5, 0)
     assert not maxsim(queries, documents.select(torch.tensor([1, 1]))).any()
+    nothing = compressed_as(TokenBatch.from_list([torch.empty(0, queries.dim)] * 2), format)
+    for function in (maxsim, reference.compressed_maxsim):
+        assert function(queries, nothing).shape == (5, 2) and not function(queries, nothing).any()
     with pytest.raises(ValueError, match="candidates must be from 0 to Nd - 1 = 5, got 6 to 6"):
         maxsim(queries, documents, torch.full((5, 1), 6))
 
