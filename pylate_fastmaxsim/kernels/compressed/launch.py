@@ -36,6 +36,11 @@ def forward(
     nothing_to_score = 0 in (
         num_queries, num_slots, operands.max_q_length, operands.max_d_length, operands.stored.shape[0], dim
     )  # fmt: skip
+    with_candidates = operands.candidates is not None
+    rows_in_all = query_rows(num_queries, operands.max_q_length, with_candidates)
+    if not nothing_to_score and not _in_tiles(operands, rows_in_all):
+        with on_device_of(q_values):
+            return _decompressed_forward(operands, want_winners, precision)
     winners = None
     if want_winners:
         winners = torch.empty((num_slots, num_rows), dtype=index_dtype, device=q_values.device)
@@ -44,11 +49,7 @@ def forward(
     if nothing_to_score:
         return torch.zeros((num_queries, num_slots), dtype=torch.float32, device=q_values.device), winners
 
-    with_candidates = operands.candidates is not None
-    rows_in_all = query_rows(num_queries, operands.max_q_length, with_candidates)
     with on_device_of(q_values):
-        if not _in_tiles(operands, rows_in_all):
-            return _decompressed_forward(operands, want_winners, precision)
         kind = "int8 by token" if operands.per_token else operands.format
         plan = _plan(
             architecture(q_values.device), kind, dim, num_queries, operands.max_q_length, num_slots,
