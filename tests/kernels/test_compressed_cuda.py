@@ -4,13 +4,12 @@ import random
 
 import pytest
 import torch
-from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged
+from on_gpu import DEVICE, DTYPES, captured, no_waiting, ragged, random_problem
 
 from pylate_fastmaxsim import TokenBatch, maxsim
 
 pytest.importorskip("triton")
 
-import ragged_batches  # noqa: E402
 from compressed_exactness import FORMATS, check, compressed_as  # noqa: E402
 
 from pylate_fastmaxsim.compressed import rounded_queries  # noqa: E402
@@ -53,29 +52,7 @@ def test_e4m3_without_hardware(slots, monkeypatch):
 @pytest.mark.parametrize("seed", range(40))
 def test_random_shapes(seed):
     draw = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    dim, dtype = draw.choice((16, 96, 128, 160)), draw.choice(DTYPES)
-
-    def lengths(count, longest):
-        return [draw.choice((0, 1, longest, draw.randint(0, longest))) for _ in range(count)]
-
-    queries, documents = (
-        ragged_batches.ragged(generator, lengths(count, longest), dim, dtype, False, draw.random() < 0.5)
-        for count, longest in (
-            (draw.choice((1, 5, 17)), draw.choice((1, 32, 140))),
-            (draw.choice((1, 9, 40)), draw.choice((1, 63, 65, 700))),
-        )
-    )
-    queries, documents = (
-        TokenBatch(
-            (batch.values / dim**0.5).to(DEVICE), batch.starts.to(DEVICE), batch.lengths.to(DEVICE), batch.max_length,
-            None if batch.keep is None else batch.keep.to(DEVICE),
-        )
-        for batch in (queries, documents)
-    )  # fmt: skip
-    candidates = None
-    if draw.random() < 0.5:
-        candidates = torch.randint(len(documents), (len(queries), 6), generator=generator).to(DEVICE)
+    queries, documents, candidates = random_problem(draw, seed)
     check(queries, compressed_as(documents, draw.choice(FORMATS)), candidates)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ragged_batches
 import torch
 
 from pylate_fastmaxsim import TokenBatch
@@ -35,6 +37,34 @@ def ragged(
     values = (torch.nn.functional.normalize(values, dim=-1) if dim > 1 else values).to(dtype)
     mask = None if keep is None else (torch.rand(len(values), generator=generator) < keep).to(DEVICE)
     return TokenBatch(values.to(DEVICE), starts.to(DEVICE), lengths.to(DEVICE), longest, mask, gapless=gap == 0)
+
+
+def random_problem(draw: random.Random, seed: int) -> tuple[TokenBatch, TokenBatch, torch.Tensor | None]:
+    """Queries, documents and perhaps candidates of random sizes, lengths, masks and dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    dim, dtype = draw.choice((16, 96, 128, 160)), draw.choice(DTYPES)
+
+    def lengths(count, longest):
+        return [draw.choice((0, 1, longest, draw.randint(0, longest))) for _ in range(count)]
+
+    queries, documents = (
+        ragged_batches.ragged(generator, lengths(count, longest), dim, dtype, False, draw.random() < 0.5)
+        for count, longest in (
+            (draw.choice((1, 5, 17)), draw.choice((1, 32, 140))),
+            (draw.choice((1, 9, 40)), draw.choice((1, 63, 65, 700))),
+        )
+    )
+    queries, documents = (
+        TokenBatch(
+            (batch.values / dim**0.5).to(DEVICE), batch.starts.to(DEVICE), batch.lengths.to(DEVICE), batch.max_length,
+            None if batch.keep is None else batch.keep.to(DEVICE),
+        )
+        for batch in (queries, documents)
+    )  # fmt: skip
+    candidates = None
+    if draw.random() < 0.5:
+        candidates = torch.randint(len(documents), (len(queries), 6), generator=generator).to(DEVICE)
+    return queries, documents, candidates
 
 
 @contextmanager
