@@ -67,7 +67,7 @@ ROOMS = {
         ("models",),
         ("compilation",),
         ("encoding",),
-        ("pylate", "sentence_transformers", "colpali"),
+        ("pylate", "sentence_transformers", "sparse_encoder", "colpali"),
         ("hosts",),
         ("enable",),
         ("run_script", "doctor"),

@@ -80,7 +80,7 @@ HOSTS = (
         "sentence_transformers.sparse_encoder",
         "5",
         "7",
-        ("sentence_transformers.sparse_search", "sentence_transformers.sparse_evaluation"),
+        ("sparse_encoder.search", "sparse_encoder.evaluation"),
         "exact search of sparse embeddings",
     ),
 )

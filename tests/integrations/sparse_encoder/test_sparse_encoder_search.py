@@ -18,7 +18,7 @@ from sentence_transformers import __version__ as version
 from sentence_transformers import util
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sentence_transformers import sparse_search as module
+from pylate_fastmaxsim.integrations.sparse_encoder import search as module
 
 FUNCTIONS = [util.dot_score, util.cos_sim]
 

@@ -16,7 +16,7 @@ from sentence_transformers import util
 from sentence_transformers.sparse_encoder import search_engines
 
 from pylate_fastmaxsim import SparseIndex
-from pylate_fastmaxsim.integrations.sentence_transformers.search_engines import semantic_search_fastmaxsim
+from pylate_fastmaxsim.integrations.sparse_encoder.search_engines import semantic_search_fastmaxsim
 
 
 def test_its_arguments_are_those_of_the_helpers():

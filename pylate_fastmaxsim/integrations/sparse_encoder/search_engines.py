@@ -57,7 +57,7 @@ def semantic_search_fastmaxsim(
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim.integrations.sentence_transformers.search_engines import semantic_search_fastmaxsim
+    >>> from pylate_fastmaxsim.integrations.sparse_encoder.search_engines import semantic_search_fastmaxsim
     >>> corpus = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 2.0, 1.0]]).to_sparse()
     >>> query = torch.tensor([0.0, 0.5, 0.0]).to_sparse()
     >>> results, seconds, index = semantic_search_fastmaxsim(query, corpus, output_index=True)

@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-from pylate_fastmaxsim.integrations.sentence_transformers.sparse_search import preparation, replaces, top, vectors
+from pylate_fastmaxsim.integrations.sparse_encoder.search import preparation, replaces, top, vectors
 
 # It encodes, searches and computes metrics for dense embeddings too.
 _Evaluator = SparseInformationRetrievalEvaluator.__base__

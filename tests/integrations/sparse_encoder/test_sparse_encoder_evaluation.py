@@ -22,7 +22,7 @@ from sentence_transformers.sparse_encoder.evaluation import (
 )
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.sentence_transformers import sparse_search as module
+from pylate_fastmaxsim.integrations.sparse_encoder import search as module
 
 DenseEvaluator = SparseInformationRetrievalEvaluator.__base__
 # From release 6 on stock orders equal scores by id, before by chance.
