@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
+    AutoModelForMaskedLM,
     BertConfig,
     CLIPTextConfig,
     ConvBertConfig,
@@ -75,16 +76,22 @@ def looking(hook: Callable) -> Callable:
     return FunctionType(hook.__code__, {**hook.__globals__, "__name__": "torch"}, closure=hook.__closure__)
 
 
-def build_model(folder: Path, family: str, new_weights: bool = False, **changes: object) -> str:
+def build_model(
+    folder: Path, family: str, new_weights: bool = False, masked_lm: bool = False, **changes: object
+) -> str:
     """Save a tiny encoder and its tokenizer for ``ColBERT(model_name_or_path=...)``.
 
     ``changes`` go to the encoder's configuration. Dropout is 0 unless they say otherwise. ``new_weights`` are
-    those that transformers gives an encoder nobody has trained.
+    those that transformers gives an encoder nobody has trained. A ``masked_lm`` has a head over its vocabulary.
     """
     torch.manual_seed(0)
     tokenizer = _tokenizer(family)
-    encoder = AutoModel.from_config(_config(family, len(tokenizer), tokenizer.pad_token_id, changes))
+    kind = AutoModelForMaskedLM if masked_lm else AutoModel
+    encoder = kind.from_config(_config(family, len(tokenizer), tokenizer.pad_token_id, changes))
     with torch.no_grad():
+        if masked_lm:
+            # Some terms of a text are positive, and some are not.
+            encoder.get_output_embeddings().bias.normal_(mean=-2.0)
         for name, weight in encoder.named_parameters():
             if weight.dim() == 2 and not new_weights:
                 # The usual scale of 0.02 makes attention all but uniform, and errors in it invisible.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,9 +10,57 @@ from sentence_transformers import SparseEncoder
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 try:
-    from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+    from sentence_transformers.base.modules import Router, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+    from sentence_transformers.sparse_encoder.modules import (
+        MLMTransformer,
+        SparseAutoEncoder,
+        SparseStaticEmbedding,
+        SpladePooling,
+    )
+
+    masked_lm = partial(Transformer, transformer_task="fill-mask")
 except ImportError:
-    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+    from sentence_transformers.models import Pooling, Router, Transformer
+    from sentence_transformers.sparse_encoder.models import (
+        MLMTransformer,
+        SparseAutoEncoder,
+        SparseStaticEmbedding,
+        SpladePooling,
+    )
+
+    masked_lm = MLMTransformer
+
+# Of the heads that are known. ``encoder(family, masked_lm=True)`` is the folder of a tiny model of one.
+FAMILIES = ("bert", "distilbert", "xlm-roberta", "modernbert")
+
+
+def splade(path: str, **pooling: object) -> SparseEncoder:
+    """A SPLADE model in training, in float64, of a folder with a masked language model."""
+    return _sparse_encoder(masked_lm(path), SpladePooling(**pooling))
+
+
+def inference_free(path: str) -> SparseEncoder:
+    """The same with a weight for each term of a query, and no encoder there."""
+    documents = [masked_lm(path), SpladePooling()]
+    queries = [SparseStaticEmbedding(AutoTokenizer.from_pretrained(path))]
+    return _sparse_encoder(Router.for_query_document(queries, documents, default_route="document"))
+
+
+def autoencoder(path: str) -> SparseEncoder:
+    """A CSR model: sparse by an autoencoder of dense embeddings, without a vocabulary."""
+    encoder = Transformer(path)
+    return _sparse_encoder(encoder, Pooling(32), SparseAutoEncoder(32, hidden_dim=64, k=8, k_aux=16))
+
+
+def transformer_of(model: SparseEncoder) -> torch.nn.Module:
+    """The module with the encoder of the documents."""
+    return model[0].sub_modules["document"][0] if isinstance(model[0], Router) else model[0]
+
+
+def _sparse_encoder(*modules: torch.nn.Module) -> SparseEncoder:
+    torch.manual_seed(0)
+    return SparseEncoder(modules=list(modules), device="cpu").double().train()
 
 
 def load_sparse(path: str, max_active_dims: int | None = 8) -> SparseEncoder:

@@ -1,0 +1,89 @@
+"""Losses of a tiny SPLADE model and their gradients, ours against stock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import compared
+import torch
+from models import sentences
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder import losses
+from sparse_encoders import transformer_of
+from torch import Tensor, nn
+
+import pylate_fastmaxsim
+
+COUNT = 6
+TASKS = ("query", "document", "document", "document")
+TEXTS = [sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3), (30, 4))]
+# For losses of pairs, of triplets and of several negatives; and vectors of a teacher.
+SCORES = torch.linspace(0, 1, COUNT).flip(0)
+MARGINS = torch.linspace(-1, 1, COUNT)
+TEACHER = torch.linspace(-1, 1, 3 * COUNT).view(COUNT, 3)
+
+assert_equal = partial(compared.assert_equal, tolerance=1e-9)
+
+
+def batch_of(model: SparseEncoder, columns: int, texts: Sequence[list[str]] = TEXTS) -> list[dict]:
+    """A tokenized batch, as the collator makes it."""
+    tokenize = model.preprocess if hasattr(model, "preprocess") else model.tokenize
+    columns = [tokenize(each, task=task) for each, task in zip(texts[:columns], TASKS, strict=False)]
+    return [{key: value for key, value in column.items() if value is not None} for column in columns]
+
+
+def splade_loss(model: SparseEncoder, base: type[nn.Module], kind: type[nn.Module] = losses.SpladeLoss, **options):
+    """A loss with regularisers. Those of the base loss are in ``base``, a class or a partial of one."""
+    weights = {"document_regularizer_weight": 3e-2}
+    if not options.get("use_document_regularizer_only"):
+        weights["query_regularizer_weight"] = 5e-2
+    return kind(model, base(model), **{**weights, **options})
+
+
+def run(model: SparseEncoder, loss: nn.Module, batch: list[dict], labels: Tensor | None = None, bf16: bool = False):
+    """The loss and the gradients of all parameters that have one."""
+    model.zero_grad(set_to_none=True)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+        value = loss([dict(column) for column in batch], labels)
+        # As the trainer adds them up.
+        value = sum(value.values()) if isinstance(value, dict) else value
+    value.backward()
+    weights = model.named_parameters()
+    return value.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+
+
+@dataclass
+class Decoded:
+    """How many tokens the decoder of a masked language model was called with, call by call."""
+
+    decoder: nn.Module
+    tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: SparseEncoder, monkeypatch) -> Decoded:
+        decoder = transformer_of(model).auto_model.get_output_embeddings()
+        seen, stock = cls(decoder), type(decoder).forward
+
+        # On the class: a forward or a hook of the decoder's own is a reason to leave it to stock.
+        def forward(self: nn.Module, input: Tensor) -> Tensor:
+            if self is seen.decoder:
+                seen.tokens.append(input.shape[:-1].numel())
+            return stock(self, input)
+
+        monkeypatch.setattr(type(decoder), "forward", forward)
+        return seen
+
+
+def assert_as_stock(model, loss, batch, labels, decoded: Decoded, **options) -> None:
+    """Loss and gradients are stock's, in a first step, which checks the head by numbers, and in a second one."""
+    labels = labels if labels is None else labels.to(next(model.parameters()).dtype)
+    decoded.tokens.clear()
+    stock = run(model, loss, batch, labels)
+    assert decoded.tokens, "the stock way does not call this decoder"
+    with pylate_fastmaxsim.enabled(**options):
+        assert_equal(run(model, loss, batch, labels), stock)
+        decoded.tokens.clear()
+        assert_equal(run(model, loss, batch, labels), stock)
+    assert not decoded.tokens, "the fast way was not taken"
