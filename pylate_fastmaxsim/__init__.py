@@ -7,7 +7,7 @@ from pylate_fastmaxsim.tokens import TokenBatch
 __version__ = "0.1.0"
 
 __all__ = [
-    "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "read_plaid", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "pooled_scores", "PooledScores",
+    "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "read_plaid", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "splade_pool", "pooled_scores", "PooledScores",
     "Max", "TopK", "Softmax", "LogSumExp", "warmup", "BatchShape", "enable", "disable", "enabled", "__version__",
 ]  # fmt: skip
 
@@ -26,6 +26,7 @@ _MODULES = {
     "maxsim": "pylate_fastmaxsim.ops.maxsim",
     "maxsim_from_hidden": "pylate_fastmaxsim.ops.projection",
     "xtr_scores": "pylate_fastmaxsim.ops.xtr",
+    "splade_pool": "pylate_fastmaxsim.ops.splade",
     "pooled_scores": "pylate_fastmaxsim.ops.pooled",
     "PooledScores": "pylate_fastmaxsim.integrations.score_metric",
     "Max": "pylate_fastmaxsim.ops.pooled",

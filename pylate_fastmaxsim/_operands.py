@@ -150,3 +150,39 @@ COMPRESSED_SCHEMA = (
     "Tensor d_starts, Tensor d_lengths, Tensor? d_keep, Tensor? candidates, "
     "SymInt max_q_length, SymInt max_d_length, bool q_gapless, bool per_token, float scale"
 )
+
+
+class SpladeOperands(NamedTuple):
+    """Hidden states of N texts, the output embedding of V vocabulary rows, and what comes after the maximum.
+
+    The fields of the texts are those of a :class:`~pylate_fastmaxsim.TokenBatch`. ``weight`` is ``[V, d]``, ``bias``
+    ``[V]`` or None. ``rectified``: relu after the maximum; ``logs``: how often log1p follows it, 0 to 2.
+    """
+
+    hidden: Tensor
+    starts: Tensor
+    lengths: Tensor
+    keep: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    max_length: int
+    gapless: bool
+    rectified: bool
+    logs: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields that a backward saves as tensors."""
+        return self[:_NUM_SPLADE_TENSORS]
+
+    @property
+    def sizes(self) -> tuple[int | bool, ...]:
+        """The other fields."""
+        return self[_NUM_SPLADE_TENSORS:]
+
+
+_NUM_SPLADE_TENSORS = SpladeOperands._fields.index("max_length")
+SPLADE_SCHEMA = (
+    "Tensor hidden, Tensor starts, Tensor lengths, Tensor? keep, Tensor weight, Tensor? bias, "
+    "SymInt max_length, bool gapless, bool rectified, int logs"
+)

@@ -1,4 +1,4 @@
-"""Scores, projection, attention and sparse search in plain PyTorch: the definitions that tests compare with.
+"""Scores, projection, SPLADE's head, attention and sparse search in plain PyTorch: the definitions that tests compare with.
 
 Everything is padded, and the whole similarity tensor or score matrix is held.
 """
@@ -503,6 +503,73 @@ def xtr_winners(
     """Which token of each document :func:`xtr_scores` takes its value from, in the form of :func:`maxsim_winners`."""
     _, winner, query_mask = _xtr_token_maxima(queries, documents, k, candidates, zero_floor, normalizer)
     return _by_row(winner, query_mask, queries)
+
+
+def _logit_maxima(hidden: TokenBatch, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Best logit of each text for each vocabulary row in float64, ``[N, V]``, and which token gives it, -1 for none."""
+    padded, live = hidden.to_padded()
+    logits = torch.einsum("ntd,vd->nvt", padded.double(), weight.double())
+    if bias is not None:
+        logits = logits + bias.double()[:, None]
+    return _best(logits, live[:, None], ~live.any(dim=1)[:, None])
+
+
+def splade_pool(
+    hidden: TokenBatch,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation_function: str | None = "relu",
+    log1p: bool = True,
+) -> Tensor:
+    """SPLADE's max pooling in float64: ``f(max over live tokens t of <weight[v], hidden[t]> + bias[v])``.
+
+    f is ``log1p(relu(m))``, with ``"log1p_relu"`` ``log1p(log1p(relu(m)))``, and m itself without an activation function;
+    ``log1p=False`` leaves the last logarithm out. The first of equal maxima receives the gradient. A text without a live
+    token gives 0. NaN in a live token, in ``weight`` or in ``bias`` gives NaN in every value that uses it.
+
+    Parameters
+    ----------
+    hidden
+        Hidden states of N texts, of size d.
+    weight
+        Output embedding, ``[V, d]``.
+    bias
+        ``[V]`` or ``None``.
+
+    Returns
+    -------
+    Tensor
+        ``[N, V]``, float64.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, reference
+    >>> hidden = TokenBatch.from_list([torch.tensor([[1.0, 0.0], [0.0, -1.0]]), torch.ones(1, 2)])
+    >>> reference.splade_pool(hidden, torch.eye(2), log1p=False)
+    tensor([[1., 0.],
+            [1., 1.]], dtype=torch.float64)
+    """
+    values, _ = _logit_maxima(hidden, weight, bias)
+    if activation_function is not None:
+        values = values.relu()
+    for _ in range(log1p + (activation_function == "log1p_relu")):
+        values = values.log1p()
+    return values
+
+
+def splade_winners(
+    hidden: TokenBatch, weight: Tensor, bias: Tensor | None = None, activation_function: str | None = "relu"
+) -> Tensor:
+    """Position in its text of the token that gets the gradient of each value of :func:`splade_pool`.
+
+    Returns
+    -------
+    Tensor
+        ``[N, V]``, int64; -1 where no token gets it.
+    """
+    maxima, winners = _logit_maxima(hidden, weight, bias)
+    return winners if activation_function is None else winners.masked_fill(maxima <= 0, -1)
 
 
 def sparse_scores(queries: SparseBatch, documents: SparseBatch) -> Tensor:

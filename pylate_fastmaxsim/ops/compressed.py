@@ -18,7 +18,6 @@ from pylate_fastmaxsim._tracing import is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual, rounded_queries
 from pylate_fastmaxsim.cpu import compressed as blocked
-from pylate_fastmaxsim.ops.autograd import refuse_transforms
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.operands import (
     as_batch,
@@ -26,6 +25,7 @@ from pylate_fastmaxsim.ops.operands import (
     check_numbers,
     check_winners,
     fake_scores,
+    refuse_transforms,
     require_one_device_and_dim,
 )
 from pylate_fastmaxsim.tokens import TokenBatch

@@ -1,19 +1,31 @@
-"""Checks, autocast and whether a backward is wanted, for all operators that score."""
+"""Checks, autocast, whether a backward is wanted, and what no operator supports, for all operators that score."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import sum_dtype
 from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
-from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._tracing import inside_transform, is_plain
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
-from pylate_fastmaxsim.ops.autograd import refuse_transforms
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES
 from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+
+
+def refuse_transforms(operator: str) -> None:
+    """Raise NotImplementedError inside of torch.vmap, a transform of torch.func or a level of forward-mode derivatives.
+
+    A registered operator would leave forward-mode derivatives out silently.
+    """
+    if inside_transform() or forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            f"{operator}: torch.vmap, torch.func (grad, vjp, jvp, ...) and forward-mode derivatives are not supported; call "
+            "it on whole batches, and differentiate with backward or torch.autograd.grad."
+        )
 
 
 def prepared(
@@ -63,12 +75,13 @@ def recording(operator: str, operands: ScoringOperands) -> bool:
 
 def _refuse_shared_rows(operator: str, operands: ScoringOperands, and_documents: bool) -> None:
     if not operands.q_gapless and share_rows(operands.q_starts, operands.q_lengths):
-        _raise_shared_rows(operator, "queries", "repeat the vectors")
+        raise_shared_rows(operator, "queries", "repeat the vectors")
     if and_documents and not operands.d_gapless and share_rows(operands.d_starts, operands.d_lengths):
-        _raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
+        raise_shared_rows(operator, "documents", "name documents more than once in candidates, or repeat the vectors")
 
 
-def _raise_shared_rows(operator: str, name: str, instead: str) -> None:
+def raise_shared_rows(operator: str, name: str, instead: str) -> None:
+    """Raise ValueError for sequences that share rows; ``instead`` is what to do."""
     raise ValueError(
         f"{operator}: {name} must not share rows of values where gradients are wanted, as they do after "
         f"TokenBatch.select with a repeated index; {instead}."

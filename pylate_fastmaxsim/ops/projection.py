@@ -13,11 +13,10 @@ from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim.cpu import projection as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
-from pylate_fastmaxsim.ops.autograd import refuse_transforms
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.operands import as_batch, check_choice
+from pylate_fastmaxsim.ops.operands import as_batch, check_choice, refuse_transforms
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Projected = Literal["documents", "queries", "both"]

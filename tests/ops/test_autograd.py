@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, xtr_scores
+from pylate_fastmaxsim import TokenBatch, maxsim, maxsim_from_hidden, splade_pool, xtr_scores
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 from pylate_fastmaxsim.ops.projection import project_normalize
 
@@ -19,6 +19,7 @@ OPERATORS = {
     "ring_maxsim": lambda x: ring_maxsim(x, TokenBatch.from_padded(DOCUMENTS)),
     "project_normalize": lambda x: project_normalize(x, WEIGHT),
     "maxsim_from_hidden": lambda x: maxsim_from_hidden(DOCUMENTS, x, WEIGHT),
+    "splade_pool": lambda x: splade_pool(x, WEIGHT),
 }
 
 

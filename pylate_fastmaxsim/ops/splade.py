@@ -1,0 +1,351 @@
+"""SPLADE's head as a differentiable operator: the best logit of a text for each vocabulary row, without all logits."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._checks import require_tensor
+from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
+from pylate_fastmaxsim._operands import SPLADE_SCHEMA, SpladeOperands
+from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._winners import winner_layout
+from pylate_fastmaxsim.cpu import splade as blocked
+from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
+from pylate_fastmaxsim.ops.operands import check_winners, raise_shared_rows, refuse_transforms
+from pylate_fastmaxsim.tokens import TokenBatch, share_rows
+
+ActivationFunction = Literal["relu", "log1p_relu"] | None
+
+
+def splade_pool(
+    hidden: TokenBatch | Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    activation_function: ActivationFunction = "relu",
+    log1p: bool = True,
+) -> Tensor:
+    """Max pooling of SPLADE: the best logit of each text for each vocabulary row, then ``log(1 + relu(...))``.
+
+    ``m[n, v] = max over live tokens t of (<weight[v], hidden[n, t]> + bias[v])``, without holding the logits: the
+    projection to the vocabulary and the pooling are one operator. Relu and logarithm are monotone, so they come after the
+    maximum. Differentiable once in ``hidden``, ``weight`` and ``bias``; gradients go to the token that gave the maximum,
+    and with relu only where it is positive. The first of equal maxima wins. A text without a live token gives 0 and
+    passes no gradient. NaN in a live token, in ``weight`` or in ``bias`` gives NaN in every value that uses it, and in the
+    gradients. Repeatable bit by bit.
+
+    Parameters
+    ----------
+    hidden
+        Hidden states of N texts, as the last projection of a masked language model takes them: a ``TokenBatch``, or padded
+        ``[N, L, d]``. bfloat16, float16, float32 or float64.
+    weight
+        Output embedding, ``[V, d]``, of the same dtype and device.
+    bias
+        ``[V]``, of any floating dtype. ``None``: none.
+    mask
+        With padded hidden states: tokens that count, ``[N, L]``, bool or 0/1, any pattern. ``None``: all.
+    activation_function
+        ``"relu"``: ``log1p(relu(m))``. ``"log1p_relu"``: ``log1p(log1p(relu(m)))``. Both as in Sentence Transformers'
+        ``SpladePooling``. ``None``: m itself, which needs ``log1p=False``.
+    log1p
+        ``False`` leaves the last logarithm out.
+
+    Returns
+    -------
+    Tensor
+        ``[N, V]``, float32, or float64 for float64 input.
+
+    Raises
+    ------
+    ValueError
+        Shapes, dtypes or devices do not fit together, or ``activation_function`` is none of the above. On a CPU also: the
+        mask holds more than 0 and 1, or texts share rows where gradients are wanted.
+    TypeError
+        An argument is of the wrong type.
+    NotImplementedError
+        Second derivatives are asked for, or the call is inside of torch.vmap, torch.func or forward-mode derivatives.
+
+    Notes
+    -----
+    Autocast, float32 precision and sums are as in :func:`pylate_fastmaxsim.maxsim`: under autocast hidden states and weight
+    are cast to its dtype. The bias is added in float32. The backward keeps ``hidden``, ``weight``, the result and, of each
+    value, the position of its token in one or two bytes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim import TokenBatch, splade_pool
+    >>> texts = TokenBatch.from_list([torch.tensor([[3.0, -1.0], [1.0, 1.0]]), torch.tensor([[0.0, -2.0]])])
+    >>> weight, bias = torch.eye(2), torch.tensor([0.0, 1.0])
+    >>> splade_pool(texts, weight, bias)
+    tensor([[1.3863, 1.0986],
+            [0.0000, 0.0000]])
+    >>> splade_pool(texts, weight, bias, activation_function=None, log1p=False)
+    tensor([[ 3.,  2.],
+            [ 0., -1.]])
+    """
+    operands = _prepared(hidden, weight, bias, mask, activation_function, log1p)
+    differentiate = _recording(operands)
+    if torch.compiler.is_compiling():
+        values, _ = torch.ops.pylate_fastmaxsim.splade_forward(*operands, differentiate)
+    elif differentiate:
+        values, _ = _Eager.apply(operands.hidden, operands.weight, operands.bias, operands)
+    else:
+        values, _ = _eager_forward(operands, False)
+    return values
+
+
+def _prepared(
+    hidden: TokenBatch | Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    activation_function: ActivationFunction,
+    log1p: bool,
+) -> SpladeOperands:
+    """The arguments of a call after all checks, with hidden states and weight cast as autocast casts them."""
+    refuse_transforms("splade_pool")
+    rectified, logs = _activation(activation_function, log1p)
+    texts = _as_texts(hidden, mask)
+    require_tensor("splade_pool", "weight", weight, "[V, d]")
+    if bias is not None:
+        require_tensor("splade_pool", "bias", bias, "[V]")
+    values = texts.values
+    device = values.device.type
+    if device == "meta":
+        raise ValueError("splade_pool: hidden states are on the meta device, which holds no numbers to pool.")
+    if torch.is_autocast_enabled(device) and values.dtype in KERNEL_DTYPES and weight.dtype in KERNEL_DTYPES:
+        dtype = torch.get_autocast_dtype(device)
+        values, weight = values.to(dtype), weight.to(dtype)
+    _check(values, weight, bias)
+    return SpladeOperands(
+        values, texts.starts, texts.lengths, texts.keep, weight, bias, texts.max_length, texts.gapless, rectified, logs
+    )
+
+
+def _activation(activation_function: ActivationFunction, log1p: bool) -> tuple[bool, int]:
+    """Whether relu follows the maximum, and how many logarithms."""
+    if not isinstance(log1p, bool):
+        raise TypeError(f"splade_pool: log1p must be True or False, got {log1p!r}.")
+    if activation_function is None:
+        if log1p:
+            raise ValueError("splade_pool: activation_function=None needs log1p=False, since maxima may be negative.")
+        return False, 0
+    if activation_function not in ("relu", "log1p_relu"):
+        raise ValueError(
+            f'splade_pool: activation_function must be "relu", "log1p_relu" or None, got {activation_function!r}.'
+        )
+    return True, (activation_function == "log1p_relu") + log1p
+
+
+def _as_texts(hidden: TokenBatch | Tensor, mask: Tensor | None) -> TokenBatch:
+    if isinstance(hidden, TokenBatch):
+        if mask is not None:
+            raise ValueError("splade_pool: mask goes with padded hidden states; a TokenBatch carries its own `keep`.")
+        return hidden
+    if not isinstance(hidden, Tensor):
+        raise TypeError(
+            f"splade_pool: hidden states must be a TokenBatch or a tensor [N, L, d], got {type(hidden).__name__}."
+        )
+    return TokenBatch._of_padded("splade_pool", "hidden states", hidden, "mask", mask)
+
+
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"splade_pool: hidden states are {hidden.dtype} and weight {weight.dtype}; both must have one dtype."
+        )
+    if hidden.dtype not in KERNEL_DTYPES and hidden.dtype != torch.float64:
+        raise ValueError(
+            f"splade_pool: hidden states must be bfloat16, float16, float32 or float64, got {hidden.dtype}."
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"splade_pool: weight must be [V, d] with d = {hidden.shape[1]}, got shape {tuple(weight.shape)}."
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(
+            f"splade_pool: bias must be floating point [V] with V = {weight.shape[0]}, "
+            f"got {bias.dtype} of shape {tuple(bias.shape)}."
+        )
+    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, bias)):
+        raise ValueError(
+            f"splade_pool: hidden states are on {hidden.device} and weight on {weight.device}"
+            + ("" if bias is None else f", bias on {bias.device}")
+            + "; all must be on one."
+        )
+
+
+def _recording(operands: SpladeOperands) -> bool:
+    """Whether winners have to be kept for a backward; ValueError where texts on a CPU share rows that get a gradient."""
+    hidden, weight, bias = operands.hidden, operands.weight, operands.bias
+    if not torch.is_grad_enabled():
+        return False
+    checkable = hidden.requires_grad and hidden.is_cpu and not operands.gapless and is_plain(operands.starts)
+    if checkable and share_rows(operands.starts, operands.lengths):
+        raise_shared_rows("splade_pool", "texts", "repeat the vectors")
+    return hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+
+
+def _path(values: Tensor) -> ModuleType:
+    """The module of forward and backward of such hidden states."""
+    return _kernels() if runs_kernels(values) else blocked
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from pylate_fastmaxsim.kernels.splade import launch
+
+    return launch
+
+
+# Schemas rather than `torch.library.custom_op`, whose wrappers cost the host more per call.
+torch.library.define(
+    "pylate_fastmaxsim::splade_forward",
+    f"({SPLADE_SCHEMA}, bool want_winners) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "pylate_fastmaxsim::splade_backward",
+    f"(Tensor grad, Tensor values, Tensor winners, {SPLADE_SCHEMA}, "
+    "bool need_hidden, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+# The float32 precision is read where the products run, as torch does: in a compiled graph and in the backward too.
+def _values_and_winners(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
+    return _path(operands.hidden).forward(operands, want_winners, float32_precision(operands.hidden.dtype))
+
+
+def _gradients(
+    grad: Tensor, values: Tensor, winners: Tensor, operands: SpladeOperands, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    precision = float32_precision(operands.hidden.dtype)
+    return _path(operands.hidden).backward(grad, values, winners, operands, precision, *needs)
+
+
+@torch.library.impl("pylate_fastmaxsim::splade_forward", "CompositeExplicitAutograd")
+def _forward(*arguments):
+    *fields, want_winners = arguments
+    operands = SpladeOperands(*fields)
+    if operands.hidden.is_cpu:
+        # In a graph the numbers are known only when it runs.
+        TokenBatch(
+            operands.hidden, operands.starts, operands.lengths, operands.max_length, operands.keep, operands.gapless
+        )
+    values, winners = _values_and_winners(operands, want_winners)
+    if winners is None:
+        # A registered operator returns tensors.
+        shape, dtype = winner_layout(0, 0, 0, want=False)
+        winners = values.new_empty(shape, dtype=dtype)
+    return values, winners
+
+
+@torch.library.impl("pylate_fastmaxsim::splade_backward", "CompositeExplicitAutograd")
+def _backward(grad, values, winners, *arguments):
+    *fields, need_hidden, need_weight, need_bias = arguments
+    return _gradients(grad, values, winners, SpladeOperands(*fields), (need_hidden, need_weight, need_bias))
+
+
+@torch.library.register_fake("pylate_fastmaxsim::splade_forward")
+def _forward_fake(*arguments):
+    *fields, want_winners = arguments
+    operands = SpladeOperands(*fields)
+    texts, vocabulary = operands.starts.shape[0], operands.weight.shape[0]
+    values = operands.hidden.new_empty((texts, vocabulary), dtype=sum_dtype(operands.hidden.dtype))
+    shape, dtype = winner_layout(texts, vocabulary, operands.max_length, want_winners)
+    return values, values.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::splade_backward")
+def _backward_fake(grad, values, winners, *arguments):
+    *fields, need_hidden, need_weight, need_bias = arguments
+    operands = SpladeOperands(*fields)
+    hidden, weight = operands.hidden, operands.weight
+    bias = weight if operands.bias is None else operands.bias
+    return (
+        hidden.new_empty(hidden.shape if need_hidden else 0),
+        weight.new_empty(weight.shape if need_weight else 0),
+        bias.new_empty(weight.shape[0] if need_bias else 0),
+    )
+
+
+def _save(ctx, operands: SpladeOperands, want_winners: bool, values: Tensor, winners: Tensor) -> None:
+    ctx.save_for_backward(values, winners, *operands.tensors)
+    ctx.sizes, ctx.has_winners = operands.sizes, want_winners
+    ctx.set_materialize_grads(False)
+
+
+def _needed_gradients(ctx, grad: Tensor | None, needs: tuple[bool, bool, bool]) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden states, weight and bias, None for one that is not needed."""
+    if grad is None:
+        return None, None, None
+    check_winners("splade_pool", ctx.has_winners)
+    values, winners, *tensors = ctx.saved_tensors
+    operands = SpladeOperands(*tensors, *ctx.sizes)
+    # As in MaxSim: the dispatcher costs the host more than a launch, but second derivatives, compiled backwards and
+    # batches of gradients need the registered operator.
+    directly = is_plain(grad) and not torch.is_grad_enabled() and not torch._C._functorch.is_legacy_batchedtensor(grad)
+    if directly:
+        gradients = _gradients(grad, values, winners, operands, needs)
+    else:
+        gradients = torch.ops.pylate_fastmaxsim.splade_backward(grad, values, winners, *operands, *needs)
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
+
+
+def _setup_context(ctx, inputs, output):
+    *fields, want_winners = inputs
+    _save(ctx, SpladeOperands(*fields), want_winners, *output)
+
+
+_NO_GRADIENTS = SpladeOperands(*[None] * len(SpladeOperands._fields))
+
+
+def _differentiate(ctx, grad, _):
+    *needs, _ = ctx.needs_input_grad
+    needs = SpladeOperands(*needs)
+    hidden, weight, bias = _needed_gradients(ctx, grad, (needs.hidden, needs.weight, needs.bias))
+    return *_NO_GRADIENTS._replace(hidden=hidden, weight=weight, bias=bias), None
+
+
+def _differentiate_twice(ctx, *_):
+    raise NotImplementedError(
+        "splade_pool: second derivatives are not supported; its backward cannot be differentiated."
+    )
+
+
+torch.library.register_autograd("pylate_fastmaxsim::splade_forward", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd("pylate_fastmaxsim::splade_backward", _differentiate_twice)
+
+
+def _eager_forward(operands: SpladeOperands, want_winners: bool) -> tuple[Tensor, Tensor | None]:
+    # The dispatcher costs the host more than a launch.
+    if is_plain(operands.hidden, operands.weight):
+        return _values_and_winners(operands, want_winners)
+    return torch.ops.pylate_fastmaxsim.splade_forward(*operands, want_winners)
+
+
+class _Eager(torch.autograd.Function):
+    """The registered autograd formula in a third of its host time. A compiled graph takes only the registered one.
+
+    ``hidden``, ``weight`` and ``bias`` are those of ``operands``, named once more for autograd to see them.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, operands):
+        values, winners = _eager_forward(operands, True)
+        ctx.mark_non_differentiable(winners)
+        _save(ctx, operands, True, values, winners)
+        return values, winners
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return *_needed_gradients(ctx, grad, ctx.needs_input_grad[:3]), None
