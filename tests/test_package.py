@@ -51,7 +51,7 @@ ROOMS = {
         ("runtime",),
         ("primitives",),
         ("maxsim", "winner_backward", "projection", "attention", "sparse"),
-        ("xtr", "pooled", "compressed"),
+        ("xtr", "pooled", "compressed", "splade"),
     ),
     "retrieval": (
         ("checks", "topk", "impacts", "folders"),

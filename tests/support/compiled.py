@@ -32,16 +32,17 @@ NAMES = {
     "*i16": "groups",
     "*fp16": "centroids",
     "*i32": """codes byte_words buckets counts begins row_query live_tokens live_lengths rows q_rows d_rows bounds pending pool cu_seqlens
-        key_cu_seqlens""",
+        key_cu_seqlens slot_rows group_texts""",
     "*i64": """q_starts q_lengths d_starts d_lengths candidates pairs pair_offsets starts lengths offsets q_offsets
-        d_offsets""",
+        d_offsets keys""",
     "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares bias scales shifts
-        q_scales grad_weights grad_biases pooled constants slopes grad_parts""",
+        q_scales grad_weights grad_biases pooled constants slopes grad_parts values
+        grad_values""",
     "fp32": "scale factor over_temperature",
     "i32": """num_queries num_documents num_slots num_tiles num_rows num_entries num_chunks num_pairs first_document
         documents_per_program row_blocks tiles_per_document programs_per_document first_row num_groups rows_per_part
         num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head reach
-        blocks_per_document max_length""",
+        blocks_per_document max_length num_texts""",
 }
 TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}
 SIZES = NAMES["i32"].split()

@@ -6,9 +6,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands
+from pylate_fastmaxsim._operands import CompressedOperands, ScoringOperands, SpladeOperands
 
-Operands = TypeVar("Operands", ScoringOperands, CompressedOperands)
+Operands = TypeVar("Operands", ScoringOperands, CompressedOperands, SpladeOperands)
 
 
 def on_device_of(tensor: Tensor):

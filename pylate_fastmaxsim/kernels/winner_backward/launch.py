@@ -83,7 +83,7 @@ def backward(
             grid = (operands.q_starts.shape[0],)
             row_query_kernel[grid](operands.q_starts, operands.q_lengths, row_query, BLOCK=128, num_warps=1)
         if need_d and operands.candidates is None:
-            _document_gradient(grad_scores, winners, row_query, operands, precision, tiles, grad_d)
+            document_gradient(grad_scores, winners, row_query, operands, precision, tiles, grad_d)
         elif need_d:
             _candidate_document_gradient(grad_scores, winners, operands, precision, tiles, grad_d)
     return grad_q, grad_d
@@ -153,7 +153,7 @@ def _query_gradient(
     )
 
 
-def _document_gradient(
+def document_gradient(
     grad_scores: Tensor,
     winners: Tensor,
     row_query: Tensor,

@@ -1,0 +1,124 @@
+"""SPLADE's pooling on CUDA: launches the Triton kernels. Never waits for the device."""
+
+import torch
+from torch import Tensor
+
+from pylate_fastmaxsim._operands import ScoringOperands, SpladeOperands
+from pylate_fastmaxsim._winners import no_winner, winner_dtype
+from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
+from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, next_power_of_2
+from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
+from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, values_kernel
+from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, weight_gradient_kernel
+from pylate_fastmaxsim.kernels.splade.slots import slots_kernel
+from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles, maxima_tiles
+from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient, gradient_of
+from pylate_fastmaxsim.kernels.winner_backward.tiles import FROM_TABLES
+
+# Slots whose maximum is taken at once: those of 4 threads of a matrix unit.
+_GROUP = 8
+
+
+def forward(
+    operands: SpladeOperands, want_winners: bool, precision: str, tiles: MaximaTiles | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Values ``[N, V]`` (float32) and winners ``[N, V]``, which are ``None`` unless wanted."""
+    operands = contiguous(operands)
+    hidden, weight = operands.hidden, operands.weight
+    (num_rows, dim), num_texts = weight.shape, operands.starts.shape[0]
+    index_dtype = winner_dtype(operands.max_length)
+    size = num_texts, num_rows
+    if 0 in (*size, dim, operands.max_length, hidden.shape[0]):
+        values = torch.zeros(size, dtype=torch.float32, device=hidden.device)
+        winners = torch.full(size, no_winner(index_dtype), dtype=index_dtype, device=hidden.device)
+        return values, winners if want_winners else None
+    kind = arithmetic(hidden.dtype, precision)
+    tile = tiles or maxima_tiles(architecture(hidden.device), kind, dim)
+    # Where texts may overlap, each may be as long as the longest.
+    longest = cdiv(operands.max_length, _GROUP) * _GROUP
+    most_slots = num_texts * longest
+    if operands.gapless:
+        most_slots = min(most_slots, hidden.shape[0] + (_GROUP - 1) * num_texts)
+    num_tiles, row_blocks = cdiv(most_slots, tile.block_n), cdiv(num_rows, tile.block_m)
+    values = hidden.new_empty(size, dtype=torch.float32)
+    winners = hidden.new_empty(size, dtype=index_dtype) if want_winners else None
+    bias = None if operands.bias is None else operands.bias.float()
+    smallest = 0 if operands.rectified else NO_KEY.value
+    with on_device_of(hidden):
+        live_tokens, lengths = None, operands.lengths
+        if operands.keep is not None:
+            live_tokens, lengths = live_tokens_of(operands.starts, lengths, operands.keep)
+        slot_rows = hidden.new_empty(most_slots, dtype=torch.int32)
+        group_texts = hidden.new_empty(most_slots // _GROUP, dtype=torch.int32)
+        counts = hidden.new_empty(1, dtype=torch.int32)
+        slots_kernel[(num_texts,)](
+            operands.starts, lengths, live_tokens, slot_rows, group_texts, counts, num_texts,
+            GROUP=_GROUP, BLOCK=256, num_warps=2,
+        )  # fmt: skip
+        keys = torch.full(size, smallest, dtype=torch.int64, device=hidden.device)
+        maxima_kernel[(num_tiles * row_blocks,)](
+            hidden, weight, bias, slot_rows, group_texts, counts, keys, num_rows, row_blocks, num_tiles,
+            DIM=dim,
+            RECTIFIED=operands.rectified,
+            PRECISION=INPUT_PRECISION[precision],
+            GROUP=_GROUP,
+            TILES_TOGETHER=tile.tiles_together,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
+        )  # fmt: skip
+        blocks = cdiv(num_rows, 1024)
+        values_kernel[(num_texts * blocks,)](
+            keys, slot_rows, operands.starts, values, winners, num_rows, blocks,
+            RECTIFIED=operands.rectified, LOGS=operands.logs, SENTINEL=no_winner(index_dtype), BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return values, winners
+
+
+def backward(
+    grad_values: Tensor,
+    values: Tensor,
+    winners: Tensor,
+    operands: SpladeOperands,
+    precision: str,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``hidden``, ``weight`` and ``bias``; an empty tensor for one that is not needed."""
+    operands = contiguous(operands)
+    hidden, weight, bias = operands.hidden, operands.weight, operands.bias
+    (num_rows, dim), num_texts = weight.shape, operands.starts.shape[0]
+    nothing_pooled = 0 in (num_texts, num_rows, dim, operands.max_length, hidden.shape[0])
+    grad_hidden = gradient_of(hidden, need_hidden, operands.gapless and not nothing_pooled)
+    grad_weight = gradient_of(weight, need_weight, not nothing_pooled)
+    grad_bias = gradient_of(bias if need_bias else values, need_bias, not nothing_pooled)
+    if nothing_pooled:
+        return grad_hidden, grad_weight, grad_bias
+    sentinel = no_winner(winners.dtype)
+    with on_device_of(hidden):
+        slopes = hidden.new_empty((num_rows, num_texts), dtype=torch.float32)
+        blocks = cdiv(num_rows, 64)
+        slopes_kernel[(cdiv(num_texts, 32) * blocks,)](
+            grad_values.contiguous(), values, winners, slopes, num_texts, num_rows, blocks,
+            LOGS=operands.logs, SENTINEL=sentinel, BLOCK_N=32, BLOCK_M=64, num_warps=4,
+        )  # fmt: skip
+        if need_weight or need_bias:
+            block_d = min(1024, next_power_of_2(dim))
+            weight_gradient_kernel[(num_rows, cdiv(dim, block_d) if need_weight else 1)](
+                slopes, winners, hidden, operands.starts,
+                grad_weight if need_weight else None, grad_bias if need_bias else None, num_texts, num_rows,
+                DIM=dim, BLOCK_N=4, BLOCK_D=block_d, num_warps=1,
+            )  # fmt: skip
+        if need_hidden:
+            row = torch.arange(num_rows, dtype=torch.int32, device=hidden.device)
+            # Each vocabulary row is a query of one token.
+            scored = ScoringOperands(
+                weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
+                1, operands.max_length, True, operands.gapless,
+            )  # fmt: skip
+            document_gradient(slopes, winners, row, scored, precision, FROM_TABLES, grad_hidden)
+    return grad_hidden, grad_weight, grad_bias

@@ -1,0 +1,82 @@
+"""The kernels of SPLADE's pooling through Triton's interpreter. Run with TRITON_INTERPRET=1."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from interpreter import interpreted, spread_out  # noqa: F401
+from splade_exactness import ACTIVATIONS, check
+from splade_problems import random_splade_problem
+
+from pylate_fastmaxsim._winners import no_winner
+from pylate_fastmaxsim.kernels.splade import launch
+from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles
+
+pytestmark = [pytest.mark.interpret, pytest.mark.usefixtures("interpreted")]
+
+SMALL = MaximaTiles(16, 32, 16, 2, 4, 1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(activation):
+    """Several tiles of texts and of vocabulary rows; masked tokens, empty texts, several chunks of d."""
+    check(random_splade_problem(0, dim=40, vocabulary=50), activation, SMALL)
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, masked", [(torch.bfloat16, 24, False), (torch.float16, 1, True), (torch.float32, 17, False)], ids=str
+)
+def test_dtypes_and_dimensions(dtype, dim, masked):
+    check(random_splade_problem(1, dim=dim, vocabulary=33, dtype=dtype, masked=masked), tiles=SMALL)
+
+
+def test_no_bias_and_one_row():
+    check(random_splade_problem(2, vocabulary=1, with_bias=False), tiles=SMALL)
+
+
+def test_the_first_of_equal_maxima_wins():
+    """Of a text with more tokens than a tile, in integers, whose sums are exact."""
+    problem = random_splade_problem(3, lengths=(70, 9, 1), dim=4, integers=True, masked=False)
+    operands = problem.operands()
+    values, winners = launch.forward(operands, True, "highest", SMALL)
+    hidden = problem.hidden
+    for text, (start, length) in enumerate(zip(hidden.starts.tolist(), hidden.lengths.tolist(), strict=True)):
+        logits = hidden.values[start : start + length] @ problem.weight.T + problem.bias
+        best = (logits == logits.amax(dim=0)).int().argmax(dim=0)
+        best[logits.amax(dim=0) <= 0] = no_winner(winners.dtype)
+        assert torch.equal(winners[text].long(), best)
+
+
+@pytest.mark.parametrize("where", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize("activation", [("relu", True), (None, False)], ids=str)
+def test_not_a_number_shows(where, activation):
+    problem = random_splade_problem(4, lengths=(5, 9), masked=False, vocabulary=20)
+    hidden = problem.hidden
+    if where == "hidden":
+        hidden.values[hidden.starts[1] + 3, 2] = torch.nan
+    elif where == "weight":
+        problem.weight[7, 0] = torch.nan
+    else:
+        problem.bias[7] = -torch.tensor(torch.nan)
+    operands = problem.operands(*ACTIVATIONS[activation])
+    values, winners = launch.forward(operands, True, "highest", SMALL)
+    expected = torch.zeros(2, 20, dtype=torch.bool)
+    expected[(1, slice(None)) if where == "hidden" else (slice(None), 7)] = True
+    assert torch.equal(values.isnan(), expected)
+    if not operands.logs:
+        return
+    grads = launch.backward(torch.ones_like(values), values, winners, operands, "highest", True, True, True)
+    assert all(grad.isnan().any() for grad in grads)
+    assert torch.equal(grads[2].isnan(), expected.any(dim=0))
+
+
+def test_strided_tensors_and_texts_that_share_rows():
+    problem = random_splade_problem(5, vocabulary=20)
+    values, _ = check(problem, tiles=SMALL)
+    operands = problem.operands()
+    strided = type(operands)(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in operands))
+    assert torch.equal(launch.forward(strided, False, "highest", SMALL)[0], values)
+    repeated = torch.tensor([4, 2, 4, 4, 2, 4, 4, 4, 2, 2])
+    shared = problem._replace(hidden=problem.hidden.select(repeated)).operands()
+    assert torch.equal(launch.forward(shared, False, "highest", SMALL)[0], values[repeated])
