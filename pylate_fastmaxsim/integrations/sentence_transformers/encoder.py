@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
+from pylate_fastmaxsim.integrations.encoding import gradcache as encoding_gradcache
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
 from pylate_fastmaxsim.integrations.encoding.calls import positioned
@@ -40,7 +41,6 @@ from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.sentence_transformers import gradcache as sentence_transformers_gradcache
 from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
 
 _stock_transformer = detached(Transformer.forward)
@@ -150,8 +150,8 @@ def _without_padding(
     apart = _reason_apart(batch, model, transformer, behind) if behind else None
     if apart is None:
         columns += map(_understood, behind)
-    backwards = sentence_transformers_gradcache.inside()
-    mode = sentence_transformers_gradcache.replay(
+    backwards = encoding_gradcache.inside()
+    mode = encoding_gradcache.replay(
         lambda: mode_for(
             transformer, _as_wide_as_ever(transformer, columns), None, backwards, host="Sentence Transformers"
         )
@@ -164,7 +164,7 @@ def _without_padding(
         documents = Documents.from_columns(columns)
         if not documents.gaps and sentence_transformers_joint.are_few(documents):
             return batch.keep(transformer, documents, _packed(transformer, documents, features))
-    documents = sentence_transformers_gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
+    documents = encoding_gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
     if len(documents.token_index) == 0:
         return None
     if mode == "packed" and documents.gaps:

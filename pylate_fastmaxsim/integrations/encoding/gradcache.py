@@ -1,0 +1,137 @@
+"""GradCache of Sentence Transformers: the second pass encodes as the first did, in the same precision.
+
+Where ``backward()`` is called outside of autocast, stock makes the second pass in float32, whose embeddings are not those
+that the cached gradients belong to. Without padding, dropout would be drawn differently as well.
+
+The second pass reuses what the first found out about its texts. So it does not wait for the device, and the host launches
+a mini-batch while the backward of the last is still running.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache, wraps
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
+from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
+from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.options import current_options
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.integrations.patching.redirect import detached
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class _First:
+    """What the second pass over some texts is to have in common with the first."""
+
+    autocast: dict[str, object]
+    writes: int
+    found: list[object] = field(default_factory=list)
+
+
+@dataclass
+class _Pass:
+    """The pass that is being made: the first notes what it finds, the second has it again."""
+
+    found: list[object] | Iterator[object]
+    texts_changed: bool = False
+
+
+_pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
+
+# By the random numbers that the second pass is to draw again.
+_firsts: WeakKeyDictionary[object, _First] = WeakKeyDictionary()
+
+_NOTHING = object()
+
+
+def replay(find: Callable[[], Found], of_texts: bool = False) -> Found:
+    """What ``find`` found in the first pass over some texts, in the order of the questions, or finds now.
+
+    Answers are ``of_texts`` that do not hold any more once somebody has written to the texts in between.
+    """
+    current = _pass.get()
+    if current is None:
+        return find()
+    if isinstance(current.found, list):
+        current.found.append(found := find())
+        return found
+    found = next(current.found, _NOTHING)
+    return find() if found is _NOTHING or (of_texts and current.texts_changed) else found
+
+
+def inside() -> bool:
+    """Whether a mini-batch is encoded, which is to have a backward of its own."""
+    return _pass.get() is not None
+
+
+def two_passes(
+    stock: Callable[..., tuple],
+    check: Callable[[nn.Module], None] = lambda loss: None,
+    advise: Callable[[nn.Module, dict, list[object]], None] = lambda loss, features, found: None,
+) -> Callable[..., tuple]:
+    """The ``embed_minibatch`` of a loss, whose second pass over some texts encodes as the first did.
+
+    Parameters
+    ----------
+    stock
+        What it replaces, :func:`~pylate_fastmaxsim.integrations.patching.redirect.detached`.
+    check
+        Called with the loss before each first pass.
+    advise
+        Called after it with the loss, the texts of the whole column, and what was found out about those encoded.
+    """
+    parameters = inspect.signature(stock)
+
+    @wraps(stock)
+    def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
+        given = parameters.bind(self, *args, **kwargs).arguments
+        state = given.get("random_state")
+        tensors = [value for value in given["sentence_feature"].values() if isinstance(value, Tensor)]
+        writes = sum(map(writes_to, tensors))
+        if state is not None and state in _firsts:
+            first = _firsts[state]
+            again = _Pass(iter(first.found), texts_changed=writes != first.writes)
+            with setting(_pass, again), torch.autocast(**first.autocast):
+                return stock(self, *args, **kwargs)
+        if state is not None or current_options() is None:
+            return stock(self, *args, **kwargs)
+        check(self)
+        first = _First(autocast_in_force(tensors[0].device.type), writes)
+        with setting(_pass, _Pass(first.found)):
+            *embedded, state = stock(self, *args, **kwargs)
+        if state is not None:
+            _firsts[state] = first
+            advise(self, given["sentence_feature"], first.found)
+        return *embedded, state
+
+    return embed_minibatch
+
+
+@lru_cache(maxsize=1)
+def cutting() -> tuple[Patch, ...]:
+    """What is replaced in releases that cut mini-batches to their longest text, which waits for the device."""
+    try:
+        from sentence_transformers.base.losses import gradcache
+    except ImportError:  # before release 6
+        return ()
+    stock = detached(gradcache._create_minibatch)
+
+    @wraps(stock)
+    def create_minibatch(*args, **kwargs) -> dict[str, object]:
+        if not inside():  # of other losses
+            return stock(*args, **kwargs)
+        # A copy, because whoever encodes texts adds to them.
+        return dict(replay(lambda: dict(stock(*args, **kwargs)), of_texts=True))
+
+    return (Patch(gradcache, "_create_minibatch", create_minibatch),)
