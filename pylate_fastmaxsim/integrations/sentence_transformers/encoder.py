@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
 from pylate_fastmaxsim.integrations.encoding import gradcache as encoding_gradcache
+from pylate_fastmaxsim.integrations.encoding import loss_columns
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, padded_again
 from pylate_fastmaxsim.integrations.encoding.calls import positioned
@@ -41,7 +42,7 @@ from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.sentence_transformers import joint as sentence_transformers_joint
+from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
 
 _stock_transformer = detached(Transformer.forward)
 
@@ -136,7 +137,7 @@ def _without_padding(
         _compile_layers(transformer)
     if not _has_texts(features) or not options.padding_free or _EXPANDED in features:
         return None
-    batch = sentence_transformers_joint.current()
+    batch = loss_columns.current()
     if batch is not None and (hidden := batch.take(transformer, features)) is not None:
         return hidden
     reason = _reason_in_features(transformer, features, kwargs) or _reason_in_transformer(transformer)
@@ -162,7 +163,7 @@ def _without_padding(
         log_once(APART, apart, about=transformer)
     if mode == "packed" and len(columns) > 1:
         documents = Documents.from_columns(columns)
-        if not documents.gaps and sentence_transformers_joint.are_few(documents):
+        if not documents.gaps and loss_columns.are_few(documents):
             return batch.keep(transformer, documents, _packed(transformer, documents, features))
     documents = encoding_gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
     if len(documents.token_index) == 0:
@@ -207,7 +208,7 @@ def _understood(features: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reason_apart(
-    batch: sentence_transformers_joint.Batch,
+    batch: Batch,
     model: MultiVectorEncoder,
     transformer: Transformer,
     documents: Sequence[dict[str, Tensor]],
@@ -220,7 +221,7 @@ def _reason_apart(
         return reason
     if _counts_calls(transformer):
         return _COUNTED
-    return batch.reason_apart(model, transformer)
+    return batch.reason_apart(model, transformer, known=(MultiVectorEncoder, Transformer))
 
 
 def _has_texts(features: dict[str, Tensor]) -> bool:
