@@ -248,6 +248,13 @@ def test_the_examples_of_static_late_interaction_find_documents(monkeypatch, tmp
     assert names["scores"].shape == (2, 2)
 
 
+def test_the_example_of_the_head_of_splade_runs():
+    script, *_ = examples("docs/splade.md")
+    names: dict = {}
+    exec(script, names)
+    assert names["values"].shape == (3, 1000) and names["weight"].grad is not None
+
+
 def test_the_losses_with_other_poolings_train(encoder):
     pytest.importorskip("pylate")
     script, *_ = examples("docs/pooling.md")

@@ -57,15 +57,13 @@ def backward(
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``hidden``, ``weight`` and ``bias`` (empty if not needed) from what :func:`forward` returned."""
-    dtype, bias = values.dtype, operands.bias
-    grad = grad.to(dtype) * slope(values, operands.logs)
+    grad = grad.to(values.dtype) * slope(values, operands.logs)
     grad = grad.masked_fill_(winners == no_winner(winners.dtype), 0)
-    of_bias = operands.weight if bias is None else bias
-    grad_bias = grad.sum(dim=0) if need_bias else grad.new_empty(0)
+    grad_bias = grad.sum(dim=0).to(operands.bias.dtype) if need_bias else grad.new_empty(0)
     grad_weight, grad_hidden = blocked.backward(
         grad.t(), winners, _as_maxsim(operands, operands.weight), precision, need_weight, need_hidden
     )
-    return grad_hidden, grad_weight, grad_bias.to(of_bias.dtype)
+    return grad_hidden, grad_weight, grad_bias
 
 
 def slope(values: Tensor, logs: int) -> Tensor:

@@ -270,11 +270,10 @@ def _backward_fake(grad, values, winners, *arguments):
     *fields, need_hidden, need_weight, need_bias = arguments
     operands = SpladeOperands(*fields)
     hidden, weight = operands.hidden, operands.weight
-    bias = weight if operands.bias is None else operands.bias
     return (
         hidden.new_empty(hidden.shape if need_hidden else 0),
         weight.new_empty(weight.shape if need_weight else 0),
-        bias.new_empty(weight.shape[0] if need_bias else 0),
+        operands.bias.new_empty(weight.shape[0]) if need_bias else values.new_empty(0),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -10,16 +12,21 @@ from pylate_fastmaxsim.compressed import CompressedBatch, Fp8, Int8, Residual
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import is_maximum, pooled_scores
 from pylate_fastmaxsim.ops.projection import project_normalize
+from pylate_fastmaxsim.ops.splade import splade_pool
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.precompile.shapes import FORMATS, Call
 from pylate_fastmaxsim.tokens import TokenBatch
 
 
 def run(call: Call, device: torch.device) -> None:
-    """Make a batch of the sizes of a call, score or project it, and go back through that if gradients are wanted."""
-    result = _projected(call, device) if call.score == "project" else _scores(call, device)
-    if call.gradients is not None:
-        result.sum().backward()
+    """Make a batch of the sizes of a call, score, project or pool it, and go back through that if gradients are wanted."""
+    if call.score == "splade":
+        results = _splade_pooled(call, device)
+    else:
+        results = [_projected(call, device) if call.score == "project" else _scores(call, device)]
+    for result in results:
+        if call.gradients is not None:
+            result.sum().backward()
 
 
 def _scores(call: Call, device: torch.device) -> Tensor:
@@ -82,3 +89,16 @@ def _projected(call: Call, device: torch.device) -> Tensor:
     weight = torch.zeros(shape.dim, shape.hidden, **options)
     bias = torch.zeros(shape.dim, **options) if call.option else None
     return project_normalize(hidden, weight, bias)
+
+
+def _splade_pooled(call: Call, device: torch.device) -> Iterator[Tensor]:
+    """Values of both activation functions, without a bias and with one of each dtype that occurs."""
+    shape = call.shape
+    texts = _batch(call, 1, 1, shape.document_tokens, call.documents_masked, device)
+    options = {"device": device, "requires_grad": call.gradients is not None}
+    texts.values.requires_grad_(call.gradients is not None)
+    weight = torch.zeros(1, shape.dim, dtype=shape.dtype, **options)
+    for dtype in (None, *dict.fromkeys((torch.float32, shape.dtype))):
+        bias = None if dtype is None else torch.zeros(1, dtype=dtype, **options)
+        for activation_function in ("relu", "log1p_relu"):
+            yield splade_pool(texts, weight, bias, activation_function=activation_function)

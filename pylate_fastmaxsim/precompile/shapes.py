@@ -53,6 +53,10 @@ class BatchShape:
         The k of :func:`pylate_fastmaxsim.xtr_scores`. None: no XTR scores.
     hidden
         Size of the hidden states that are projected to ``dim``. None: nothing is projected.
+    splade
+        :func:`pylate_fastmaxsim.splade_pool` of texts that are as long as the documents and have hidden states of size
+        ``dim``, with both activation functions, with and without a bias. Vocabulary and number of texts do not matter.
+        ``poolings=()`` leaves MaxSim out.
 
     Raises
     ------
@@ -84,6 +88,7 @@ class BatchShape:
     save_documents: str | None = None
     xtr: int | None = None
     hidden: int | None = None
+    splade: bool = False
 
     def __post_init__(self) -> None:
         for name in ("queries", "query_tokens", "documents", "document_tokens", "dim"):
@@ -115,7 +120,8 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: ``score`` names it, a pooling, a format, or "saved", "xtr" or "project" with an option.
+    """One call of an operator: ``score`` names it, a pooling, a format, "splade", or "saved", "xtr" or "project" with an
+    option.
 
     ``query_rows`` is how many tokens the queries have in all. ``gapless``: every row of the vectors belongs to a text, as
     of packed ones and not of padded ones with a mask. ``gradients`` are those of "queries", of "documents" or of "both".
@@ -151,6 +157,12 @@ def calls_of(shape: BatchShape) -> Iterator[Call]:
         for gradients, option in product((None, "both") if shape.gradients else (None,), (False, True)):
             # Without or with a bias.
             yield Call(shape, "project", shape.queries, gradients=gradients, option=option)
+    for masked in sorted({masked in ("documents", "both") for masked in shape.masked}) if shape.splade else ():
+        yield Call(shape, "splade", shape.queries, documents_masked=masked)
+        if shape.gradients:
+            # Each gradient has kernels of its own, so that those of all are those of any.
+            for gapless in (True, False):
+                yield Call(shape, "splade", shape.queries, False, masked, gapless, "both")
 
 
 def _backwards(shape: BatchShape, score: Pooling | str, first: bool) -> Iterator[tuple[str, bool, int]]:

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", SHAPES, ids=range(len(SHAPES)))
 def test_batches_of_the_same_sizes_launch_nothing_else(shape, architecture):
     # All modules with kernels are there to be patched.
-    for family in ("maxsim", "winner_backward", "pooled", "xtr", "projection", "compressed"):
+    for family in ("maxsim", "winner_backward", "pooled", "xtr", "projection", "compressed", "splade"):
         importlib.import_module(f"pylate_fastmaxsim.kernels.{family}.launch")
     with recorded_launches(architecture) as ready:
         for call in shapes.calls_of(shape):

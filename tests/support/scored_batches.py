@@ -21,6 +21,7 @@ from pylate_fastmaxsim import (
     compress,
     maxsim,
     pooled_scores,
+    splade_pool,
     xtr_scores,
 )
 from pylate_fastmaxsim.ops.projection import project_normalize
@@ -36,9 +37,11 @@ SHAPES = [
     ),
     BatchShape(130, 2, 140, 3, dim=16, candidates=140, xtr=4, save_documents="int8"),
     BatchShape(4, 300, 4, 20, dim=256, dtype=torch.float32, poolings=(Max(), Softmax(0.1)), formats=FORMATS),
+    BatchShape(1, 1, 5, 30, dim=48, poolings=(), splade=True),
+    BatchShape(1, 1, 3, 300, dim=16, dtype=torch.float32, poolings=(), splade=True),
 ]
 # Those with the fewest kernels, and yet all kinds of them.
-ON_GPU = SHAPES[2:5]
+ON_GPU = [*SHAPES[2:5], *SHAPES[6:]]
 
 
 def drawn(
@@ -99,6 +102,13 @@ def score(shape: BatchShape, draw: random.Random, device: torch.device) -> None:
         options = {"dtype": shape.dtype, "device": device, "requires_grad": shape.gradients}
         hidden, weight = (torch.randn(rows, shape.hidden, **options) for rows in (77, shape.dim))
         scores.append(project_normalize(hidden, weight))
+    if shape.splade:
+        options = {"device": device, "requires_grad": sides[0]}
+        weight = torch.randn(draw.choice([1, 16, 301]), shape.dim, dtype=shape.dtype, **options)
+        bias_dtype = draw.choice([None, torch.float32, shape.dtype])
+        bias = None if bias_dtype is None else torch.randn(len(weight), dtype=bias_dtype, **options)
+        activation_function = draw.choice(["relu", "log1p_relu"])
+        scores.append(splade_pool(documents, weight, bias, activation_function=activation_function))
     for each in scores:
         if each.requires_grad:
             each.backward(torch.randn_like(each))
