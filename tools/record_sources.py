@@ -89,7 +89,13 @@ def also_relied_on() -> list[object]:
     """What is not replaced, but computes nothing beside what a replacement takes it to compute."""
     colbert = sys.modules.get("pylate.models.colbert")
     host = importlib.import_module("sentence_transformers")
-    functions = [host.util.cos_sim, host.util.dot_score, host.SparseEncoder.similarity]
+    names = importlib.import_module("pylate_fastmaxsim.integrations.sparse_encoder.names")
+    functions = [
+        host.util.cos_sim,
+        host.util.dot_score,
+        host.SparseEncoder.similarity,
+        names.MaskedLanguageModel.forward,
+    ]
     return functions if colbert is None else [*functions, colbert.ColBERT.forward]
 
 

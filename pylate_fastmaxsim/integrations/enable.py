@@ -302,7 +302,11 @@ def _refuse_unpooled(pooling: Pooling) -> None:
 
 
 def _providers(hosts: Iterable[Host]) -> list[tuple[Host, str]]:
-    return [(host, name) for host in hosts for name in host.providers]
+    found: dict[str, Host] = {}
+    for host in hosts:
+        for name in host.providers:
+            found.setdefault(name, host)
+    return [(host, name) for name, host in found.items()]
 
 
 def _provider(name: str) -> ModuleType:

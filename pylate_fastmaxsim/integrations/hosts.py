@@ -80,8 +80,8 @@ HOSTS = (
         "sentence_transformers.sparse_encoder",
         "5",
         "7",
-        ("sparse_encoder.search", "sparse_encoder.evaluation"),
-        "exact search of sparse embeddings",
+        ("sparse_encoder.encoder", "sparse_encoder.search", "sparse_encoder.evaluation", "encoding.mask_sync"),
+        "SPLADE without vocabulary logits, exact search of sparse embeddings",
     ),
 )
 HOST_PACKAGES = frozenset(host.package for host in HOSTS)

@@ -13,6 +13,7 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import transformer_of
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pylate_fastmaxsim
 
@@ -63,16 +64,15 @@ class Decoded:
 
     @classmethod
     def of(cls, model: SparseEncoder, monkeypatch) -> Decoded:
-        decoder = transformer_of(model).auto_model.get_output_embeddings()
-        seen, stock = cls(decoder), type(decoder).forward
+        seen, stock = cls(transformer_of(model).auto_model.get_output_embeddings()), F.linear
 
-        # On the class: a forward or a hook of the decoder's own is a reason to leave it to stock.
-        def forward(self: nn.Module, input: Tensor) -> Tensor:
-            if self is seen.decoder:
+        # Not its forward, nor that of Linear: a model with code of the user's own is encoded with padding.
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            if weight is seen.decoder.weight:
                 seen.tokens.append(input.shape[:-1].numel())
-            return stock(self, input)
+            return stock(input, weight, bias)
 
-        monkeypatch.setattr(type(decoder), "forward", forward)
+        monkeypatch.setattr(F, "linear", linear)
         return seen
 
 

@@ -166,7 +166,7 @@ def _verify(core: nn.Module, documents: Documents, plans: Sequence[EncodingPlan]
     """
     padded = documents.column
     before = masks_of(padded)
-    with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
+    with untouched(core), evaluating(core), _recorded_dtypes(core) as dtypes:
         expected = core(padded)["token_embeddings"].flatten(0, 1)[documents.token_index]
         values = [[token_embeddings(core, call) for call in plan.calls] for plan in plans]
         other_masks = changed(padded, before)
@@ -203,7 +203,7 @@ def _verify_joint(core: nn.Module, documents: Documents, queries: dict[str, Tens
     queries["attention_mask"][1, 1:][-1:] = 0
     (of_documents,) = _packed(core, documents).calls
     call = joint_call(core, of_documents, queries)
-    with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
+    with untouched(core), evaluating(core), _recorded_dtypes(core) as dtypes:
         apart = [of_documents, queries]
         expected = torch.cat([token_embeddings(core, features).flatten(0, 1) for features in apart])
         joint = token_embeddings(core, call).flatten(0, 1)
@@ -223,7 +223,7 @@ def _verify_alone(core: nn.Module, queries: dict[str, Tensor]) -> None:
     if not core.attend_to_expansion_tokens and twice["attention_mask"].shape[1] > 1:
         # With padding, which later queries will have.
         twice["attention_mask"][:, -1] = 0
-    with untouched(core), _evaluating(core), _recorded_dtypes(core) as dtypes:
+    with untouched(core), evaluating(core), _recorded_dtypes(core) as dtypes:
         beside, alone = (token_embeddings(core, rows_of(twice, 0, count))[0] for count in (2, 1))
     if not core.do_query_expansion:
         attended = twice["attention_mask"][0] != 0
@@ -288,7 +288,8 @@ def _compare(core: nn.Module, ours: Tensor, expected: Tensor, dtypes: set[torch.
 
 
 @contextmanager
-def _evaluating(core: nn.Module) -> Iterator[None]:
+def evaluating(core: nn.Module) -> Iterator[None]:
+    """Context without gradients in which every module of a model is in evaluation."""
     training = {module: module.training for module in core.modules()}
     # Not core.eval(): a model's train() may do more, such as merging adapters.
     for module in training:

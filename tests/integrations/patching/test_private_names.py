@@ -31,6 +31,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.models import Transformer
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp._dynamo_utils import _annotate_modules_for_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from transformers import Trainer, TrainingArguments
@@ -57,6 +58,12 @@ def checkpointed_layer() -> nn.Module:
     encoder = transformers.BertModel(transformers.BertConfig(**sizes))
     encoder.gradient_checkpointing_enable()
     return encoder.encoder.layer[0]
+
+
+def inside_fsdp() -> nn.Module:
+    linear = nn.Linear(1, 1)
+    _annotate_modules_for_dynamo(linear, set(), use_orig_params=True)
+    return linear
 
 
 LINEAR = nn.Linear(1, 1)
@@ -116,6 +123,7 @@ NAMES = [
     (own(Transformer), "auto_model model_forward_params", "packing"),
     (PeftModel, "get_base_model", "the model inside adapters"),
     (nn.Linear(1, 1)._replicate_for_data_parallel(), "_is_replica", "a MultiVectorEncoder in DataParallel"),
+    (inside_fsdp(), "_is_fsdp_managed_module", "a SparseEncoder in FSDP"),
     (XTRScores, "_score", "XTR scores"),
     (ColbertModule, "_aggregate _apply_normalization _inbatch_scores _smooth_max", "losses of colpali-engine"),
     (Dataset.from_dict({}), "_fingerprint", "the cache of distillation data"),

@@ -1,0 +1,139 @@
+"""The head of a masked language model up to its decoder, whose vocabulary logits need not be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating
+from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
+from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
+from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
+from pylate_fastmaxsim.integrations.models.user_code import has_hooks
+from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+
+# Texts and tokens that the check by numbers computes logits of.
+_SAMPLE = 2, 16
+
+# Of the largest logit. Both ways make the same calls.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.02}
+
+_found: WeakKeyDictionary[nn.Module, tuple[Hashable, str | None]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a masked language model does with hidden states: the steps, and the projection to the vocabulary.
+
+    Parameters
+    ----------
+    holders
+        Modules around the steps, which are not called.
+    steps
+        What is called one after the other, from hidden states to hidden states ``[..., d]``.
+    decoder
+        Rows of the vocabulary, ``weight`` ``[V, d]``, and ``bias`` ``[V]`` or None.
+    """
+
+    holders: tuple[nn.Module, ...]
+    steps: tuple[Callable[[Tensor], Tensor], ...]
+    decoder: nn.Module
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        for step in self.steps:
+            hidden = step(hidden)
+        return hidden
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [*self.holders, *(step for step in self.steps if isinstance(step, nn.Module)), self.decoder]
+
+
+def head_of(model: nn.Module) -> Head | None:
+    """The head of a masked language model of transformers, if its structure is a known one."""
+    for find in (_of_bert, _of_distilbert, _of_roberta, _of_modernbert):
+        try:
+            return find(model)
+        except AttributeError:
+            continue
+    return None
+
+
+def _of_bert(model: nn.Module) -> Head:
+    predictions = model.cls.predictions
+    return Head((model.cls, predictions), (predictions.transform,), predictions.decoder)
+
+
+def _of_distilbert(model: nn.Module) -> Head:
+    return Head((), (model.vocab_transform, model.activation, model.vocab_layer_norm), model.vocab_projector)
+
+
+def _of_roberta(model: nn.Module) -> Head:
+    head = model.lm_head
+    return Head((head,), (head.dense, F.gelu, head.layer_norm), head.decoder)
+
+
+def _of_modernbert(model: nn.Module) -> Head:
+    return Head((), (model.head,), model.decoder)
+
+
+def why_not(transformer: nn.Module, hidden: HiddenStates, stock: Callable, features: dict[str, Tensor]) -> str | None:
+    """Why the head of a Transformer has to run as it is; None if its decoder can be left out.
+
+    Parameters
+    ----------
+    transformer
+        Of Sentence Transformers, with a masked language model.
+    hidden
+        Its encoder.
+    stock
+        The Transformer's forward, which gives logits as token embeddings.
+    features
+        Texts of the batch: ids, mask and perhaps token types.
+    """
+    model = encoder_of(transformer)
+    head = head_of(model)
+    name = type(model).__name__
+    if head is None or not defined_in(type(model).forward, ("transformers",)):
+        return f"{name} has no head that is known"
+    if type(head.decoder) is not nn.Linear:
+        return f"the decoder of {name} is a {type(head.decoder).__name__}"
+    for module in (model, *head.modules):
+        if getattr(module, "_is_fsdp_managed_module", False):
+            return f"FSDP divides the weights of {name}"
+        # They are not called as stock calls them, or not called at all.
+        if has_hooks(module) or "forward" in vars(module):
+            return f"a hook or another forward is on {type(module).__name__}"
+    device = head.decoder.weight.device.type
+    situation = (
+        *map(ref, (with_adapters(transformer), hidden, *head.modules)),
+        head.decoder.weight.dtype,
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+    )
+    if model not in _found or _found[model][0] != situation:
+        with torch.compiler.set_stance("force_eager"):
+            _found[model] = situation, _compare(transformer, hidden, head, stock, features)
+    return _found[model][1]
+
+
+def _compare(
+    transformer: nn.Module, hidden: HiddenStates, head: Head, stock: Callable, features: dict[str, Tensor]
+) -> str | None:
+    """Compare logits of a few tokens with those of the model."""
+    texts, tokens = _SAMPLE
+    sample = {key: value[:texts, :tokens] for key, value in features.items()}
+    with untouched(transformer), evaluating(transformer):
+        expected = stock(transformer, dict(sample))["token_embeddings"]
+        ours = F.linear(head(hidden(sample)["token_embeddings"]), head.decoder.weight, head.decoder.bias)
+    # Up to PyTorch 2.10 autocast would give the next step weights that were cast here without gradients.
+    torch.clear_autocast_cache()
+    if ours.shape == expected.shape and ours.dtype == expected.dtype:
+        error = (ours.double() - expected.double()).abs().max()
+        if error <= _TOLERANCE[ours.dtype] * expected.double().abs().max():
+            return None
+    return f"{type(encoder_of(transformer)).__name__} gives other logits than its encoder, head and decoder"
