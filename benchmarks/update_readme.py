@@ -18,6 +18,7 @@ from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.compressed_table import docs_table as compressed_operators_table
 from benchmarks.operators.pooling_table import docs_table as pooling_tables
+from benchmarks.operators.splade_table import docs_table as splade_head_tables
 from benchmarks.operators.table import docs_table
 from benchmarks.pooling_study.table import tables as pooling_study_tables
 from benchmarks.quality.compressed_fidelity_table import markdown as compressed_fidelity_markdown
@@ -34,6 +35,7 @@ from benchmarks.training.lengths import live_share, mean_lengths
 from benchmarks.training.lengths import markdown_table as lengths_table
 from benchmarks.training.multi_vector_step import markdown_table as multi_vector_markdown
 from benchmarks.training.page_step import markdown_table as page_table
+from benchmarks.training.splade_step import steps_table as splade_steps_table
 from benchmarks.training.train_step import PATHS, cell_name, mark_of_runs, markdown_table, row_title
 
 
@@ -63,6 +65,11 @@ def summary_table() -> str:
     multi_vector = results("multi_vector_step")
     stock, peer, ours = (multi_vector[f"{path}/batch=64/compile=0"] for path in ("stock", "flash", "fast"))
     lines.append(compared("MultiVectorEncoder, 64 queries, one negative each (H100)", stock, peer, ours))
+    if (RESULTS / "splade_step.json").exists():
+        splade = results("splade_step")
+        stock, ours = (splade[f"{path}/batch=128/compile=0"] for path in ("stock", "fast"))
+        title = f"SparseEncoder (SPLADE), 128 queries, one negative each ({gpu(stock)})"
+        lines.append(compared(title, stock, None, ours))
     return table(["step", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
@@ -93,9 +100,14 @@ def h100_table() -> str:
     return table(["queries, `document_length`", "stock", "best peer", "this package", "speed", "memory"], lines)
 
 
-def compared(title: str, stock: dict, peer: dict, ours: dict) -> list[str]:
+def gpu(cell: dict) -> str:
+    """The short name of the GPU that measured a cell."""
+    return re.search(r"\b[A-Z]\d+\b|$", cell["environment"]["device"])[0] or cell["environment"]["device"]
+
+
+def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str]:
     """A row: three steps, and speed and memory of the last relative to the first."""
-    entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in (stock, peer, ours)]
+    entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" if cell else "" for cell in (stock, peer, ours)]
     mark = mark_of_runs(ours, stock)
     ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
     return [title, *entries, *ratios]
@@ -286,6 +298,7 @@ def tables() -> dict[str, dict[str, str]]:
             "lengths-table": lengths_table(results("lengths")["cells"]),
             "encoders-table": encoders_table(),
             "multi-vector-gradcache-table": multi_vector_gradcache_table(),
+            "splade-step-table": measured("splade_step", splade_steps_table),
             "queries-table": queries_table(),
             "page-step-table": page_table(results("page_step")),
             "allocator-table": allocator_table(),
@@ -310,6 +323,9 @@ def tables() -> dict[str, dict[str, str]]:
             ),
         },
         "docs/pooling.md": {"pooling-operators-table": measured("pooling_operators", pooling_tables)},
+        "docs/splade.md": {
+            "splade-head-table": measured("splade_head", lambda content: splade_head_tables(content["cells"])),
+        },
         "docs/sparse.md": {
             "sparse-search-table": measured("sparse_search", sparse_search_tables),
             "sparse-two-gpus-table": measured("sparse_two_gpus", sparse_two_gpus_table),

@@ -57,11 +57,13 @@ ENCODERS = {
 SCORING = {"stock": "torch", "lik": "lik", "flash": "flash", "fast": "auto"}
 
 
-def save_encoder(directory: Path, layers: int | None, encoder: str = "modernbert") -> None:
-    """An encoder with random weights and a word-level tokenizer."""
+def save_encoder(
+    directory: Path, layers: int | None, encoder: str = "modernbert", masked_lm: bool = False, **sizes: int
+) -> None:
+    """An encoder with random weights and a word-level tokenizer; ``masked_lm``: with the head that predicts words."""
     from tokenizers import Tokenizer, pre_tokenizers, processors
     from tokenizers import models as token_models
-    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(VOCABULARY))])}
@@ -77,12 +79,12 @@ def save_encoder(directory: Path, layers: int | None, encoder: str = "modernbert
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     ids |= {"cls_token_id": 2, "sep_token_id": 3} if encoder == "modernbert" else {}
-    config = AutoConfig.for_model(encoder, **ENCODERS[encoder], **ids)
+    config = AutoConfig.for_model(encoder, **ENCODERS[encoder], **ids, **sizes)
     if layers is not None:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-    AutoModel.from_config(config).save_pretrained(directory)
+    (AutoModelForMaskedLM if masked_lm else AutoModel).from_config(config).save_pretrained(directory)
 
 
 def build_model(directory: Path, layers: int | None, document_length: int, encoder: str = "modernbert"):
