@@ -80,7 +80,10 @@ HOSTS = (
         "sentence_transformers.sparse_encoder",
         "5",
         "7",
-        ("sparse_encoder.encoder", "sparse_encoder.search", "sparse_encoder.evaluation", "encoding.mask_sync"),
+        (
+            *("sparse_encoder.encoder", "sparse_encoder.joint", "sparse_encoder.gradcache"),
+            *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.mask_sync"),
+        ),
         "SPLADE without vocabulary logits, exact search of sparse embeddings",
     ),
 )

@@ -20,10 +20,10 @@ import pylate_fastmaxsim
 COUNT = 6
 TASKS = ("query", "document", "document", "document")
 TEXTS = [sentences(COUNT, longest, seed) for longest, seed in ((6, 1), (20, 2), (20, 3), (30, 4))]
-# For losses of pairs, of triplets and of several negatives; and vectors of a teacher.
-SCORES = torch.linspace(0, 1, COUNT).flip(0)
-MARGINS = torch.linspace(-1, 1, COUNT)
-TEACHER = torch.linspace(-1, 1, 3 * COUNT).view(COUNT, 3)
+# Labels of pairs, of triplets and of several negatives.
+SCORES = torch.linspace(1, 0, COUNT, dtype=torch.float64)
+MARGINS = torch.linspace(-1, 1, COUNT, dtype=torch.float64)
+TEACHER = torch.linspace(-1, 1, 3 * COUNT, dtype=torch.float64).view(COUNT, 3)
 
 assert_equal = partial(compared.assert_equal, tolerance=1e-9)
 
@@ -76,14 +76,17 @@ class Decoded:
         return seen
 
 
-def assert_as_stock(model, loss, batch, labels, decoded: Decoded, **options) -> None:
-    """Loss and gradients are stock's, in a first step, which checks the head by numbers, and in a second one."""
-    labels = labels if labels is None else labels.to(next(model.parameters()).dtype)
-    decoded.tokens.clear()
-    stock = run(model, loss, batch, labels)
-    assert decoded.tokens, "the stock way does not call this decoder"
-    with pylate_fastmaxsim.enabled(**options):
-        assert_equal(run(model, loss, batch, labels), stock)
-        decoded.tokens.clear()
-        assert_equal(run(model, loss, batch, labels), stock)
-    assert not decoded.tokens, "the fast way was not taken"
+def assert_as_stock(model: SparseEncoder, decoded: Decoded, steps: dict[str, tuple], **options: object) -> None:
+    """Loss and gradients of steps are stock's, and their logits are not computed. The package stays on.
+
+    A step is a loss, a batch and perhaps labels. It is made twice, because the first one checks the head by numbers.
+    """
+    stock = {name: run(model, *step) for name, step in steps.items()}
+    assert decoded.tokens, "stock does not call this decoder"
+    pylate_fastmaxsim.enable(**options)
+    for name, step in steps.items():
+        for _ in range(2):
+            print(name)
+            decoded.tokens.clear()
+            assert_equal(run(model, *step), stock[name])
+        assert not decoded.tokens, "the fast way was not taken"

@@ -16,6 +16,7 @@ from sentence_transformers import SparseEncoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pylate_fastmaxsim.integrations.encoding import gradcache, loss_columns
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.columns import (
     COUNTED,
@@ -33,7 +34,7 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
     say_padded,
     understood,
 )
-from pylate_fastmaxsim.integrations.encoding.modes import mode_for
+from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
 from pylate_fastmaxsim.integrations.encoding.reasons import UNDERSTOOD
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
@@ -47,10 +48,12 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 from pylate_fastmaxsim.integrations.patching.redirect import detached
 from pylate_fastmaxsim.integrations.sparse_encoder.heads import head_of, why_not
+from pylate_fastmaxsim.integrations.sparse_encoder.joint import Batch
 from pylate_fastmaxsim.integrations.sparse_encoder.names import (
     DIMENSION,
     LOGITS,
     MaskedLanguageModel,
+    MLMTransformer,
     Router,
     SpladePooling,
     gives_logits,
@@ -141,6 +144,10 @@ def _pooled(model: SparseEncoder, transformer: nn.Module, features: dict[str, Te
         compile_layers(transformer)
     if not has_texts(features):
         return None
+    batch = loss_columns.current()
+    batch = batch if isinstance(batch, Batch) else None
+    if batch is not None and (pooled := batch.take(transformer, features)) is not None:
+        return pooled
     reason = (
         _reason_in_model(model, transformer)
         or _reason_in_features(transformer, features, kwargs)
@@ -153,39 +160,67 @@ def _pooled(model: SparseEncoder, transformer: nn.Module, features: dict[str, Te
     if reason is not None:
         log_once(_LOGITS, reason, about=None if is_copy(transformer) else transformer)
         return None
-    # Columns that share a call would be put below each other here.
-    documents = Documents.from_columns([understood(features)])
-    states = _states(transformer, hidden, documents)
-    return _pool(_behind(model, transformer), transformer, documents, states)
+    pooling = _behind(model, transformer)
+    columns = [understood(features)]
+    behind = () if batch is None else batch.behind(features)
+    apart = _reason_apart(batch, model, transformer, pooling, behind) if behind else None
+    if apart is None:
+        columns += map(understood, behind)
+    mode = gradcache.replay(lambda: _mode(hidden, columns))
+    if mode == "packed" and apart is not None:
+        log_once(APART, apart, about=transformer)
+    if mode == "packed" and len(columns) > 1:
+        documents = Documents.from_columns(columns)
+        if not documents.gaps and loss_columns.are_few(documents):
+            states = _states(transformer, hidden, documents, mode)
+            return batch.keep(transformer, _pool(pooling, transformer, documents, states))
+    documents = gradcache.replay(lambda: Documents.from_columns(columns[:1]), of_texts=True)
+    return _pool(pooling, transformer, documents, _states(transformer, hidden, documents, mode))
 
 
-def _states(transformer: nn.Module, hidden: HiddenStates, documents: Documents) -> Tensor:
+def _mode(hidden: HiddenStates, columns: list[dict[str, Tensor]]) -> str:
+    # encode() sorts texts by length, so that there is little padding, and comes in batches of any size.
+    if not current_options().padding_free or torch.is_inference_mode_enabled():
+        return "padded"
+    columns = as_wide_as_ever(hidden, columns)
+    return mode_for(hidden, columns, None, gradcache.inside(), host="Sentence Transformers")
+
+
+def _states(transformer: nn.Module, hidden: HiddenStates, documents: Documents, mode: str) -> Tensor:
     """Hidden states of the attended tokens of texts, ``[T, d]``."""
 
     def call(features: dict[str, Tensor]) -> Tensor:
         return hidden(features)["token_embeddings"]
 
-    mode = _mode(transformer, hidden, documents)
-    if mode == "packed":
-        return packed_states(hidden, documents, call)
-    if mode == "grouped":
-        return grouped_states(documents, call)
-    return call(documents.column).flatten(0, 1)[documents.token_index]
-
-
-def _mode(transformer: nn.Module, hidden: HiddenStates, documents: Documents) -> str:
-    # encode() sorts texts by length, so that there is little padding, and comes in batches of any size.
-    if not current_options().padding_free or torch.is_inference_mode_enabled() or not len(documents.token_index):
-        return "padded"
-    mode = mode_for(hidden, as_wide_as_ever(hidden, [documents.column]), None, host="Sentence Transformers")
+    reason = None
     if mode == "packed" and documents.gaps:
         reason = "one has a gap in its attention_mask"
     elif mode == "grouped" and counts_calls(transformer):
         reason = COUNTED
-    else:
-        return mode
-    say_padded(transformer, reason)
-    return "padded"
+    if reason is not None:
+        say_padded(transformer, reason)
+    elif mode != "padded" and len(documents.token_index):
+        return packed_states(hidden, documents, call) if mode == "packed" else grouped_states(documents, call)
+    return call(documents.column).flatten(0, 1)[documents.token_index]
+
+
+def _reason_apart(
+    batch: Batch,
+    model: SparseEncoder,
+    transformer: nn.Module,
+    pooling: nn.Module,
+    documents: Sequence[dict[str, Tensor]],
+) -> str | None:
+    """Why documents need calls of their own."""
+    if not all(map(has_texts, documents)):
+        return "a column of documents has no texts"
+    reasons = (_reason_in_features(transformer, each, {}) for each in documents)
+    if (reason := next(filter(None, reasons), None)) is not None:
+        return reason
+    if counts_calls(transformer):
+        return COUNTED
+    known = SparseEncoder, MaskedLanguageModel, MLMTransformer, SpladePooling
+    return batch.reason_apart(model, transformer, pooling, known=known)
 
 
 def _pool(pooling: SpladePooling, transformer: nn.Module, documents: Documents, states: Tensor) -> Tensor:

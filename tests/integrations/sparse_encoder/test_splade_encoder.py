@@ -9,7 +9,7 @@ pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE
 
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import FAMILIES, splade, transformer_of
-from splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, run, splade_loss
+from splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
@@ -35,10 +35,8 @@ def loss_of(model):
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
 def test_steps_are_those_of_stock(encoder, mode, monkeypatch, family, activation):
     model = splade(encoder(family, masked_lm=True), activation_function=activation)
-    assert_as_stock(model, loss_of(model), batch_of(model, 3), None, Decoded.of(model, monkeypatch))
-    assert modes(model) == set()  # disable() forgets it
-    pylate_fastmaxsim.enable()
-    run(model, loss_of(model), batch_of(model, 3))
+    steps = {"contrastive": (loss_of(model), batch_of(model, 3))}
+    assert_as_stock(model, Decoded.of(model, monkeypatch), steps)
     assert modes(model) == {mode}
 
 
