@@ -122,11 +122,12 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
 
 def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
     """How to use less memory: first without, then with an effect on what is learned."""
-    free, changes = [], {"colbert": ["model.document_length"], "colqwen2": ["model.max_visual_tokens"], "colpali": []}
-    lower = changes[recipe.model.kind]
+    lengths = {"colbert": "document_length", "splade": "max_seq_length", "colqwen2": "max_visual_tokens"}
+    free, length = [], lengths.get(recipe.model.kind)
+    lower = [f"model.{length}"] if length else []
     if not recipe.training.gradient_checkpointing:
         free.append("set training.gradient_checkpointing to true")
-    if recipe.loss.name == "cached_contrastive":
+    if recipe.loss.name == "cached_contrastive" or recipe.loss.mini_batch_size is not None:
         free.append("lower loss.mini_batch_size")
     else:
         lower = ["training.per_device_train_batch_size", *lower]
@@ -221,7 +222,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Train a recipe with stock PyLate and with this package, and compare them."""
+    """Train a recipe with the stock library and with this package, and compare them."""
     with _one_sentence_instead_of_a_traceback():
         # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)

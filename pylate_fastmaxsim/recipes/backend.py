@@ -1,4 +1,4 @@
-"""What differs between texts and pages: each package has it in its modules ``text`` and ``visual``."""
+"""What differs between kinds of model: each package has it in its modules ``text``, ``sparse`` and ``visual``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
 def backend(model: ModelSection, package: str) -> ModuleType:
-    """The module ``text`` or ``visual`` of a package, by the kind of model. Both have the same functions.
+    """The module ``text``, ``sparse`` or ``visual`` of a package, by the kind of model. They have the same functions.
 
     Raises
     ------
@@ -25,7 +25,7 @@ def backend(model: ModelSection, package: str) -> ModuleType:
     'PyLate'
     """
     if not model.visual:
-        return import_module(f"{package}.text")
+        return import_module(f"{package}.{'sparse' if model.kind == 'splade' else 'text'}")
     try:
         return import_module(f"{package}.visual")
     except ModuleNotFoundError as error:

@@ -35,7 +35,9 @@ VISUAL_LOSS_OPTIONS = {
     "max_batch_size",
 }
 VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
+SPLADE_MODEL_KEYS = ("max_seq_length", "inference_free", "kind", "name_or_path", "build", "config_kwargs", "trust_remote_code")
 VISUAL_FAST_KEYS = ("enabled", "grad_filter")
+SPLADE_FAST_KEYS = ("enabled", "padding_free", "compile")
 LOSS_OPTIONS = {
     "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices", "pooling"},
     "cached_contrastive": {
@@ -49,6 +51,11 @@ LOSS_OPTIONS = {
     "distillation": {"size_average", "normalize_scores", "pooling"},
     **dict.fromkeys(VISUAL_LOSSES, VISUAL_LOSS_OPTIONS),
     **{name: VISUAL_LOSS_OPTIONS | {"in_batch_term_weight"} for name in LOSSES_WITH_NEGATIVES},
+}
+SPLADE_LOSS_OPTIONS = {
+    "contrastive": {"temperature", "gather_across_devices", "regularizers"},
+    "cached_contrastive": {"temperature", "gather_across_devices", "regularizers", "mini_batch_size"},
+    "distillation": {"temperature", "objective", "regularizers", "mini_batch_size"},
 }
 
 
@@ -68,13 +75,15 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(f"loss.name must be distillation with data.source distillation, got {recipe.loss.name!r}.")
     if recipe.data.source == "distillation" and recipe.data.columns is not None:
         raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
+    splade = recipe.model.kind == "splade"
+    options = (SPLADE_LOSS_OPTIONS if splade else LOSS_OPTIONS)[recipe.loss.name]
     for option in dataclasses.fields(recipe.loss):
         if option.name == "name" or getattr(recipe.loss, option.name) is None:
             continue
-        if option.name not in LOSS_OPTIONS[recipe.loss.name]:
-            allowed = ", ".join(sorted(LOSS_OPTIONS[recipe.loss.name]))
+        if option.name not in options:
             raise RecipeError(
-                f"loss.{option.name} does not apply to the {recipe.loss.name} loss, which takes {allowed}."
+                f"loss.{option.name} does not apply to the {recipe.loss.name} loss{' of a splade' if splade else ''}, which "
+                f"takes {', '.join(sorted(options))}."
             )
     for option in ("temperature", "tau"):
         if getattr(recipe.loss, option) == 0:
@@ -116,11 +125,13 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _check_kind(recipe: Recipe) -> None:
-    """Refuse keys and losses of text encoders for models of pages, and the other way round."""
+    """Refuse keys and losses of another kind of model."""
     model = recipe.model
     for field in dataclasses.fields(model):
-        visual_only = field.name in VISUAL_MODEL_KEYS and field.name not in ("kind", "name_or_path")
-        applies = field.name in VISUAL_MODEL_KEYS if model.visual else not visual_only
+        if model.kind == "colbert":
+            applies = field.name not in (*VISUAL_MODEL_KEYS[2:], *SPLADE_MODEL_KEYS[:2])
+        else:
+            applies = field.name in (VISUAL_MODEL_KEYS if model.visual else SPLADE_MODEL_KEYS)
         if not applies and getattr(model, field.name) != getattr(ModelSection(), field.name):
             raise RecipeError(f"model.{field.name} does not apply to model.kind {model.kind}.")
     if model.visual != (recipe.loss.name in VISUAL_LOSSES):
@@ -130,6 +141,8 @@ def _check_kind(recipe: Recipe) -> None:
         )
     if model.visual:
         _check_visual(recipe)
+    if model.kind == "splade":
+        _check_splade(recipe)
 
 
 def _check_visual(recipe: Recipe) -> None:
@@ -145,14 +158,43 @@ def _check_visual(recipe: Recipe) -> None:
         "evaluation.beir": recipe.evaluation.beir is not None,
         "evaluation.nano_beir": recipe.evaluation.nano_beir is not None,
         "mining": recipe.mining is not None,
-        **{
-            f"fast.{field.name}": getattr(recipe.fast, field.name) != field.default
-            for field in dataclasses.fields(FastSection)
-            if field.name not in VISUAL_FAST_KEYS
-        },
+        **_other_fast_keys(recipe.fast, VISUAL_FAST_KEYS),
     }.items():
         if given:
             raise RecipeError(f"{key} does not apply to model.kind {kind}.")
+
+
+def _other_fast_keys(fast: FastSection, own: tuple[str, ...]) -> dict[str, bool]:
+    """Whether keys of ``fast`` that are not in ``own`` differ from their defaults."""
+    return {
+        f"fast.{field.name}": getattr(fast, field.name) != field.default
+        for field in dataclasses.fields(FastSection)
+        if field.name not in own
+    }
+
+
+def _check_splade(recipe: Recipe) -> None:
+    if recipe.mining is not None:
+        raise RecipeError(
+            "mining does not apply to model.kind splade: mine with a colbert, and distil what that writes into the splade."
+        )
+    for key, given in {
+        "training.log_gradient_concentration": recipe.training.log_gradient_concentration is not None,
+        "evaluation.corpus_format": recipe.evaluation.corpus_format is not None,
+        **_other_fast_keys(recipe.fast, SPLADE_FAST_KEYS),
+    }.items():
+        if given:
+            raise RecipeError(f"{key} does not apply to model.kind splade.")
+    regularizers = recipe.loss.regularizers
+    if regularizers is None:
+        raise RecipeError("loss.regularizers is missing; model.kind splade needs the weights of its regularizers.")
+    if recipe.loss.objective == "margin_mse" and recipe.loss.temperature is not None:
+        raise RecipeError("loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are.")
+    if regularizers.warmup_ratio == 0:
+        raise RecipeError("loss.regularizers.warmup_ratio must be greater than 0, got 0.0.")
+    for side in ("query", "document"):
+        if getattr(regularizers, f"{side}_threshold") is not None and getattr(regularizers, side) != "flops":
+            raise RecipeError(f"loss.regularizers.{side}_threshold applies to the regularizer flops only.")
 
 
 def _check_pooling(recipe: Recipe) -> None:

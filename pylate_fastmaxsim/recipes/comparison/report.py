@@ -20,8 +20,11 @@ METRICS = {
     "recall@100": "Recall@100",
     "accuracy": "Triplet accuracy",
     "kl_divergence": "KL divergence",
+    "flops": "FLOPS",
+    "query_nonzeros": "Non-zeros of a query",
+    "document_nonzeros": "Non-zeros of a document",
 }
-LABELS = {"stock": "stock PyLate", "fast": "pylate-fastmaxsim"}
+LABELS = {"stock": "stock", "fast": "pylate-fastmaxsim"}
 
 # Memory held by PyTorch's allocator over memory in use, from which on the report suggests another setting.
 _MUCH_MORE = 1.25

@@ -25,7 +25,7 @@ def key(
 class BuildSection:
     """A small ModernBERT with random weights, and a BPE tokenizer trained on the recipe's own text.
 
-    The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
+    For ``model.kind: splade`` it has the head of a masked language model. The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
     """
 
     vocab_size: int = key(8192, minimum=512)
@@ -62,13 +62,17 @@ class ModelSection:
     checkpoint. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
     only if ``trust_remote_code`` is true.
 
+    ``kind: splade`` is a SparseEncoder of Sentence Transformers, saved by it or made of a masked language model.
+    ``max_seq_length`` is the largest number of tokens of a text; null keeps that of the checkpoint. ``inference_free``
+    gives queries a weight for each token of the vocabulary in place of the encoder.
+
     ``kind: colpali`` and ``colqwen2`` retrieve images of pages and are trained with colpali-engine (the extra
     [colpali]). ``lora`` trains adapters only; null trains all weights. ``dtype`` is that of the weights: auto is
     bfloat16 for adapters on a GPU that has it, and float32 otherwise. ``attn_implementation`` is that of transformers.
     ``max_visual_tokens`` is the largest number of tokens of a page (colqwen2 only).
     """
 
-    kind: Literal["colbert", "colpali", "colqwen2"] = "colbert"
+    kind: Literal["colbert", "splade", "colpali", "colqwen2"] = "colbert"
     name_or_path: str | None = key(None, path=True)
     build: BuildSection | None = None
     token_table: str | None = key(None, path=True)
@@ -77,6 +81,8 @@ class ModelSection:
     document_length: int | None = key(None, minimum=3)
     do_query_expansion: bool | None = None
     attend_to_expansion_tokens: bool | None = None
+    max_seq_length: int | None = key(None, minimum=3)
+    inference_free: bool = False
     config_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -87,7 +93,7 @@ class ModelSection:
     @property
     def visual(self) -> bool:
         """Whether the documents are images."""
-        return self.kind != "colbert"
+        return self.kind in ("colpali", "colqwen2")
 
 
 # The keys of each source; the first one is required.
@@ -237,11 +243,36 @@ class PoolingSection:
 
 
 @dataclass(frozen=True)
+class RegularizersSection:
+    """What makes the vectors of a SPLADE sparse: the regularizers of Sentence Transformers' ``SpladeLoss``.
+
+    ``flops`` is the sum over the vocabulary of the squared mean weight in a batch, ``l1`` the mean sum of a vector's
+    weights. A side without a weight has none. Of ``flops``, vectors with at most ``threshold`` non-zeros count as zero.
+    The weights rise from 0 over the part ``warmup_ratio`` of the training, in proportion to the steps (``linear``) or to
+    their square (``quadratic``).
+    """
+
+    document_weight: float = key(minimum=0)
+    query_weight: float | None = key(None, minimum=0)
+    document: Literal["flops", "l1"] = "flops"
+    query: Literal["flops", "l1"] = "flops"
+    document_threshold: int | None = key(None, minimum=0)
+    query_threshold: int | None = key(None, minimum=0)
+    schedule: Literal["linear", "quadratic"] = "quadratic"
+    warmup_ratio: float = key(1 / 3, minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
 class LossSection:
     """A loss of colpali-engine, if its name begins with ``colbert``, or of PyLate. null keeps the default of an option.
 
     ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``pooling`` is that of the scores of
     PyLate's losses and of the evaluation; null or ``max`` is the maximum.
+
+    With ``model.kind: splade`` it is Sentence Transformers' ``SpladeLoss`` with ``regularizers``, or ``CachedSpladeLoss``
+    for ``cached_contrastive`` and for distillation with a ``mini_batch_size``. Scores are divided by ``temperature``; null
+    is 1, or 2 for the KL divergence. ``objective`` is what a distillation minimises: the KL divergence from the teacher's
+    scores (null too), or the mean squared error of the margins between the first document and the others.
     """
 
     name: Literal[
@@ -269,10 +300,12 @@ class LossSection:
     norm_tol: float | None = key(None, minimum=0)
     max_batch_size: int | None = key(None, minimum=1)
     pooling: PoolingSection | None = key(None, null="max")
+    objective: Literal["kl_divergence", "margin_mse"] | None = None
+    regularizers: RegularizersSection | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the loss that are not null, under its own names."""
+        """The arguments of a loss of PyLate or colpali-engine that are not null, under its own names."""
         own = {name: value for name, value in asdict(self).items() if name not in ("name", "pooling")}
         return {name: value for name, value in own.items() if value is not None}
 
@@ -317,7 +350,8 @@ class TrainingSection:
 class FastSection:
     """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
 
-    All but ``enabled`` and ``grad_filter`` concern ``model.kind`` colbert only.
+    ``stock_masking``, ``ring`` and ``fused_head`` concern ``model.kind`` colbert only, ``padding_free`` and ``compile``
+    also splade; ``grad_filter`` is for losses of late interaction.
     """
 
     enabled: bool = True

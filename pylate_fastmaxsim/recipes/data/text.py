@@ -50,7 +50,7 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
                 f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
             )
         require_text(dataset, [query], "data")
-        _require_a_score_each(dataset, *others)
+        require_a_score_each(dataset, *others)
         return
     if labels:
         raise RecipeError(
@@ -63,11 +63,11 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
             "a column with _id in its name counts as an id."
         )
     if recipe.data.columns is None:
-        _require_positive_first(others, query)
+        require_positive_first(others, query)
     require_text(dataset, columns, "data")
 
 
-def _require_positive_first(documents: list[str], query: str) -> None:
+def require_positive_first(documents: list[str], query: str) -> None:
     """Refuse an order of columns in which a negative would be trained as the positive."""
     positives = [column for column in documents if "positive" in column]
     if positives and "negative" in documents[0]:
@@ -78,7 +78,7 @@ def _require_positive_first(documents: list[str], query: str) -> None:
         )
 
 
-def _require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
+def require_a_score_each(dataset: Dataset, documents: str, scores: str) -> None:
     """Refuse rows with different numbers of documents and teacher scores, in one row or between rows.
 
     Every document must be a text and every score a finite number.

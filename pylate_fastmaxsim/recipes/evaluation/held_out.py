@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -43,30 +44,48 @@ def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
     return ["ndcg@10", "accuracy"] if len(held_out.column_names) > 2 else ["ndcg@10"]
 
 
-def retrieval_evaluator(recipe: Recipe, held_out: Dataset, model: ColBERT) -> PyLateInformationRetrievalEvaluator:
-    """nDCG@10 of the held-out queries over all held-out documents.
+@dataclass(frozen=True)
+class HeldOutTask:
+    """Ids of queries and documents by their texts, and the relevant documents of each query."""
+
+    queries: dict[str, str]
+    documents: dict[str, str]
+    relevant: dict[str, set[str]]
+
+
+def task_of(recipe: Recipe, held_out: Dataset) -> HeldOutTask:
+    """The held-out queries, over all held-out documents.
 
     The relevant document of a query is its first one, or for distillation the teacher's best. Equal texts are one query
     or one document, so that a query that stands in several rows has the relevant documents of all of them.
     """
-    query_column, *document_columns = held_out.column_names
-    queries: dict[str, str] = {}
-    corpus: dict[str, str] = {}
-    relevant: dict[str, set[str]] = {}
+    task = HeldOutTask({}, {}, {})
     for number, row in enumerate(held_out):
+        text, documents = texts_of(recipe, row)
+        best = 0
         if recipe.loss.name == "distillation":
-            documents, scores = (row[column] for column in document_columns)
+            scores = list(row.values())[-1]
             best = scores.index(max(scores))
-        else:
-            documents, best = [row[column] for column in document_columns], 0
-        query = queries.setdefault(row[query_column], f"q{number}")
-        ids = [corpus.setdefault(document, f"d{number}-{place}") for place, document in enumerate(documents)]
-        relevant.setdefault(query, set()).add(ids[best])
+        query = task.queries.setdefault(text, f"q{number}")
+        ids = [task.documents.setdefault(document, f"d{number}-{place}") for place, document in enumerate(documents)]
+        task.relevant.setdefault(query, set()).add(ids[best])
+    return task
+
+
+def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
+    """The query of a row and its documents."""
+    query, *columns = row.values()
+    return query, columns[0] if recipe.loss.name == "distillation" else columns
+
+
+def retrieval_evaluator(recipe: Recipe, held_out: Dataset, model: ColBERT) -> PyLateInformationRetrievalEvaluator:
+    """nDCG@10 of the held-out queries over all held-out documents."""
+    task = task_of(recipe, held_out)
     return PyLateInformationRetrievalEvaluator(
-        {query: text for text, query in queries.items()},
-        {document: text for text, document in corpus.items()},
-        relevant,
-        corpus_chunk_size=at_once(len(queries), model),
+        {query: text for text, query in task.queries.items()},
+        {document: text for text, document in task.documents.items()},
+        task.relevant,
+        corpus_chunk_size=at_once(len(task.queries), model),
         score_functions=score_functions(final_pooling(recipe.loss.pooling)),
         **_options(recipe),
     )

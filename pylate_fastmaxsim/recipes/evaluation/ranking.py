@@ -52,10 +52,10 @@ def retrieve(
     key, format = f"evaluation.corpus_format {corpus_format}", corpus_format
     if needs_codec(format):
         sample = encode_sample(model, collection.corpus, batch_size)
-        format = train_codec(key, format, _shown(sample, len(sampled(len(collection.corpus))), "Encoding a sample"))
+        format = train_codec(key, format, shown(sample, len(sampled(len(collection.corpus))), "Encoding a sample"))
     queries = encode(model, list(collection.queries.values()), batch_size, is_query=True, show_progress=True)
     documents = map(compressor(key, format), encode_corpus(model, collection.corpus, batch_size))
-    documents = _shown(documents, len(collection.corpus), "Searching")
+    documents = shown(documents, len(collection.corpus), "Searching")
     return ranking(collection, *exact_search(queries, documents, DEPTH + 1, pooling), DEPTH)
 
 
@@ -70,9 +70,10 @@ def encode_sample(model: TextRetriever, corpus: Dataset, batch_size: int) -> Ite
     return encode_corpus(model, corpus.select(sampled(len(corpus))), batch_size)
 
 
-def _shown(
+def shown(
     batches: Iterator[Encoded | CompressedBatch], documents: int, title: str
 ) -> Iterator[Encoded | CompressedBatch]:
+    """The same batches, with a progress bar."""
     with tqdm(total=documents, desc=title, unit=" documents", unit_scale=True) as progress:
         for batch in batches:
             yield batch

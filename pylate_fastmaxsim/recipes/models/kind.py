@@ -15,6 +15,7 @@ from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.load import is_missing_folder, load_model, model_failure
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.models.sparse import require_inner_product
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
@@ -61,10 +62,7 @@ def load_retriever(
         model = SparseEncoder(name, device=str(device), trust_remote_code=trust_remote_code)
     except Exception as error:  # each library that reads the files has its own errors
         raise model_failure(key, section, error) from error
-    if model.similarity_fn_name != "dot":
-        raise RecipeError(
-            f"{key} {name} must score by the inner product (dot), but its similarity is {model.similarity_fn_name}."
-        )
+    require_inner_product(model, key, name)
     return model
 
 

@@ -30,6 +30,11 @@ class VisualRetriever:
 
 
 # What a recipe trains.
-Retriever = ColBERT | VisualRetriever
+Retriever = ColBERT | SparseEncoder | VisualRetriever
 # What encodes texts: late interaction, learned-sparse, or static.
 TextRetriever = ColBERT | SparseEncoder | StaticLateInteraction
+
+
+def encoder_of(model: ColBERT | SparseEncoder) -> PreTrainedModel:
+    """The model of transformers in a text encoder, also below the route of a Router."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))

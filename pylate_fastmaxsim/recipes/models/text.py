@@ -85,7 +85,7 @@ def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
     length: documents longer than the encoder was trained for are common.
     """
     encoder = model[0].auto_model
-    learned, made_for = _learned_positions(encoder), getattr(encoder.config, "max_position_embeddings", None)
+    learned, made_for = learned_positions(encoder), getattr(encoder.config, "max_position_embeddings", None)
     for key, limit in {
         "query_length": min(learned, default=made_for),
         "document_length": min(learned, default=None),
@@ -100,10 +100,11 @@ def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
 def positions(model: models.ColBERT) -> int | None:
     """How many tokens of a text the encoder was made for; None if it does not say."""
     encoder = model[0].auto_model
-    return min(_learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
+    return min(learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
 
 
-def _learned_positions(encoder: torch.nn.Module) -> list[int]:
+def learned_positions(encoder: torch.nn.Module) -> list[int]:
+    """How many tokens of a text each table of learned positions has."""
     # In RoBERTa the positions of a text begin after that of padding.
     return [
         table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)

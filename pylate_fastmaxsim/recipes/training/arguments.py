@@ -38,11 +38,12 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     precision = _precision(recipe, on_gpu)
     if options["report_to"] == "auto":
         options["report_to"] = [name for name, is_available in REPORTERS.items() if is_available()]
+    kind = backend(recipe.model, __package__)
     try:
-        arguments = SentenceTransformerTrainingArguments(
+        arguments = kind.ARGUMENTS_CLASS(
             **{
                 **options,
-                **backend(recipe.model, __package__).ARGUMENTS,
+                **kind.ARGUMENTS,
                 "output_dir": recipe.output_dir,
                 "run_name": recipe.name,
                 "max_steps": recipe.training.max_steps or -1,

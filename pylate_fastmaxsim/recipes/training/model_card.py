@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pylate.models import ColBERT
-from sentence_transformers import SentenceTransformerTrainer
+from sentence_transformers import SentenceTransformerTrainer, SparseEncoder
 from sentence_transformers.model_card import SentenceTransformerModelCardCallback
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -15,6 +15,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.models.retriever import encoder_of
 from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
 
@@ -33,7 +34,9 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
             )
 
 
-def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT) -> None:
+def restore_card_metadata(
+    trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT | SparseEncoder
+) -> None:
     """Restore what a finished training had written into the card of its model, for a model loaded from a checkpoint.
 
     Without a training in this process, Sentence Transformers would copy the card of the checkpoint.
@@ -53,7 +56,7 @@ def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerSta
         begun.model_card_data.base_model_revision,
     )
     # Sentence Transformers looks the base model up on the Hub by this name.
-    trainer.model[0].auto_model.config.name_or_path = begun[0].auto_model.config.name_or_path
+    encoder_of(trainer.model).config.name_or_path = encoder_of(begun).config.name_or_path
     replayed = TrainerState()
     for callback in trainer.callback_handler.callbacks:
         if not isinstance(callback, SentenceTransformerModelCardCallback):

@@ -138,7 +138,7 @@ def _require_same_processes(checkpoint: Path, processes: int) -> None:
 def _warn_of_other_masking(recipe: Recipe, earlier: dict[str, Any]) -> None:
     before = earlier["fast"]["enabled"]
     pooled = recipe.loss.pooling is not None  # masked tokens are left out with and without the plugin
-    if recipe.fast.enabled != before and not (recipe.fast.stock_masking or recipe.model.visual or pooled):
+    if recipe.fast.enabled != before and not (recipe.fast.stock_masking or recipe.model.kind != "colbert" or pooled):
         logger.warning(
             "pylate-fastmaxsim is %s, but the checkpoints in %s were made with it %s: stock PyLate lets masked document "
             "tokens win and this package does not, so scores differ from here on.",

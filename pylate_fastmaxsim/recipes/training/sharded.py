@@ -40,13 +40,19 @@ def require_reduced_once(recipe: Recipe, arguments: TrainingArguments) -> None:
     Raises
     ------
     RecipeError
-        CachedContrastive is to be trained under ZeRO 2 or 3.
+        A loss with GradCache is to be trained under ZeRO 2 or 3.
     """
     plugin = arguments.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage >= 2 and recipe.loss.name == "cached_contrastive":
+    if plugin is None or plugin.zero_stage < 2:
+        return
+    if recipe.loss.name == "cached_contrastive":
         raise RecipeError(
             f"loss.name must not be cached_contrastive under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one "
             "backward a step; use ZeRO 1 or another loss."
+        )
+    if recipe.loss.mini_batch_size is not None:
+        raise RecipeError(
+            f"loss.mini_batch_size must be null under DeepSpeed's ZeRO {plugin.zero_stage}, which allows one backward a step."
         )
 
 

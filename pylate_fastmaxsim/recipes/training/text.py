@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 from pylate import losses, models, utils
-from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import Trainer
 
 from pylate_fastmaxsim.ops.pooled import Max
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 HOST = "PyLate"
 ARGUMENTS: dict[str, Any] = {}
-CARD_HAS_TRAINING = True
+ARGUMENTS_CLASS = SentenceTransformerTrainingArguments
+CARD_TRAINER = SentenceTransformerTrainer
 
 LOSSES = {
     "contrastive": losses.Contrastive,

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import ProgressCallback, Trainer, TrainerState
 
 from pylate_fastmaxsim.recipes.backend import backend
@@ -102,8 +102,8 @@ def _train(
         else:
             with unsharded_loading(arguments):
                 begun, model = model, load_trained(prepared.model, checkpoint, arguments.device)
-            if backend(recipe.model, __package__).CARD_HAS_TRAINING:
-                trainer = build_trainer(trained_with, model, data.train, arguments, SentenceTransformerTrainer)
+            if plain := backend(recipe.model, __package__).CARD_TRAINER:
+                trainer = build_trainer(trained_with, model, data.train, arguments, plain)
                 restore_card_metadata(trainer, state, begun)
             del begun
         result = {
@@ -185,7 +185,7 @@ def _save(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
 
 def _save_metrics(recipe: Recipe, model: Retriever, result: dict[str, Any]) -> None:
     """Add the metrics to the card and to ``train.json``; the weights on disk stay as they are."""
-    if backend(recipe.model, __package__).CARD_HAS_TRAINING:
+    if backend(recipe.model, __package__).CARD_TRAINER:
         directory = Path(recipe.output_dir, MODEL_DIRECTORY)
         model._create_model_card(str(directory))
         name_recipe(directory, recipe)

@@ -19,7 +19,7 @@ def build_trainer(
     arguments: SentenceTransformerTrainingArguments,
     trainer_class: type[Trainer] | None = None,
 ) -> Trainer:
-    """A trainer with the loss and the collator of PyLate or colpali-engine, as they document it."""
+    """A trainer with the loss and the collator of PyLate, Sentence Transformers or colpali-engine, as they document it."""
     return backend(recipe.model, __package__).build_trainer(recipe.loss, model, rows, arguments, trainer_class)
 
 

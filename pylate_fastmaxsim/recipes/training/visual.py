@@ -9,6 +9,7 @@ from colpali_engine.collators import VisualRetrieverCollator
 from colpali_engine.data import ColPaliEngineDataset
 from colpali_engine.trainer.contrastive_trainer import ContrastiveTrainer
 from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import TrainingArguments
 
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max
@@ -21,8 +22,9 @@ from pylate_fastmaxsim.tokens import TokenBatch
 HOST = "colpali-engine"
 # The collator needs the images; with adapters the inputs of a layer have no gradient.
 ARGUMENTS = {"remove_unused_columns": False, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+ARGUMENTS_CLASS = SentenceTransformerTrainingArguments
 # colpali-engine's cards say nothing of the training or the evaluation.
-CARD_HAS_TRAINING = False
+CARD_TRAINER = None
 
 LOSSES = {
     "colbert": losses.ColbertLoss,

@@ -127,9 +127,9 @@ def calls_of_recipe(
     """What batches of these sizes run: the projection and the scores, alone and with all gradients.
 
     Documents are as PyLate's losses have them under the flag: with a mask of the tokens that count, and in another order
-    than their columns. Of models of pages there are none.
+    than their columns. Of other models there are none.
     """
-    if recipe.model.visual:
+    if recipe.model.kind != "colbert":
         return []
     shapes = shapes_of_recipe(recipe, model, rows, sizes, dtype)
     return [call for shape in shapes for call in calls_of(shape) if call.gradients in (None, "both")]

@@ -1,0 +1,45 @@
+"""Columns of texts for Sentence Transformers, whose collator takes them in their order."""
+
+from __future__ import annotations
+
+from datasets import Dataset
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data.text import is_query, require_a_score_each, require_positive_first, require_text
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+# Read as teacher scores by the collator, whatever the loss, or as the name of a data set.
+RESERVED = ("label", "labels", "score", "scores", "dataset_name", "return_loss")
+
+
+def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
+    """Refuse columns that do not fit the loss, or that the collator would not take as texts."""
+    query, *others = columns
+    reserved = [column for column in columns if column in RESERVED]
+    if recipe.loss.name == "distillation":
+        if len(others) != 2 or reserved != others[1:]:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
+            )
+        require_text(dataset, [query], "data")
+        require_a_score_each(dataset, *others)
+        return
+    if reserved:
+        raise RecipeError(
+            f"data.columns: {reserved[0]!r} is no text for Sentence Transformers; name only the query, its positive and any "
+            "negatives, and rename the column if it holds texts."
+        )
+    if not others:
+        raise RecipeError(f"data.columns must be the query, its positive and any negatives, got [{query}].")
+    if recipe.data.columns is None:
+        _require_query_first(others, query)
+        require_positive_first(others, query)
+    require_text(dataset, columns, "data")
+
+
+def _require_query_first(documents: list[str], query: str) -> None:
+    """Refuse an order of columns in which a document would be trained as the query."""
+    if not is_query(query) and (named := next(filter(is_query, documents), None)):
+        raise RecipeError(
+            f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the query."
+        )

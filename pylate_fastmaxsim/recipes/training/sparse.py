@@ -1,0 +1,115 @@
+"""Training of SPLADE models with the losses and the trainer of Sentence Transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from sentence_transformers import SparseEncoder
+from sentence_transformers.models import Router
+from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments, losses
+from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
+from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
+from torch import Tensor, nn
+from transformers import Trainer
+
+from pylate_fastmaxsim.recipes.config.schema import LossSection
+from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+
+HOST = "sentence-transformers"
+ARGUMENTS: dict[str, Any] = {}
+ARGUMENTS_CLASS = SparseEncoderTrainingArguments
+CARD_TRAINER = SparseEncoderTrainer
+
+
+class SparseRecipeTrainer(RecipeTrainer, SparseEncoderTrainer):
+    """The trainer of sparse encoders, which saves and resumes as that of the other text recipes."""
+
+
+def build_trainer(
+    loss: LossSection,
+    model: SparseEncoder,
+    rows: Dataset,
+    arguments: SparseEncoderTrainingArguments,
+    trainer_class: type[Trainer] | None,
+) -> Trainer:
+    """The trainer of Sentence Transformers, with its collator, the loss of the recipe and the schedule of its weights."""
+    function = build_loss(loss, model)
+    section = loss.regularizers
+    schedule = SpladeRegularizerWeightSchedulerCallback(function, section.schedule, section.warmup_ratio)
+    first = _spread(rows[0])
+    # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
+    model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
+    query, *others = first
+    routes = {query: "query", **dict.fromkeys(others, "document")} if isinstance(model[0], Router) else {}
+    return (trainer_class or SparseRecipeTrainer)(
+        model=model,
+        args=arguments,
+        train_dataset=rows,
+        loss=function,
+        data_collator=DocumentsCollator(tokenize_fn=model.tokenize, router_mapping=routes),
+        callbacks=[schedule],
+    )
+
+
+def build_loss(section: LossSection, model: SparseEncoder) -> losses.SpladeLoss:
+    """``SpladeLoss`` or ``CachedSpladeLoss`` over the loss that a recipe names."""
+    temperature = {} if section.temperature is None else {"temperature": section.temperature}
+    if section.name != "distillation":
+        main = losses.SparseMultipleNegativesRankingLoss(
+            model,
+            scale=1 / (section.temperature or 1.0),
+            gather_across_devices=bool(section.gather_across_devices),
+        )
+    elif section.objective == "margin_mse":
+        main = losses.SparseMarginMSELoss(model)
+    else:
+        main = losses.SparseDistillKLDivLoss(model, **temperature)
+    weights = section.regularizers
+    options: dict[str, Any] = {
+        "document_regularizer_weight": weights.document_weight,
+        "query_regularizer_weight": weights.query_weight,
+    }
+    for side in ("query", "document"):
+        if getattr(weights, side) == "l1":
+            options[f"{side}_regularizer"] = L1Regularizer()
+        options[f"{side}_regularizer_threshold"] = getattr(weights, f"{side}_threshold")
+    if section.name == "cached_contrastive" or section.mini_batch_size is not None:
+        cached = {} if section.mini_batch_size is None else {"mini_batch_size": section.mini_batch_size}
+        return losses.CachedSpladeLoss(model, main, **options, **cached)
+    return losses.SpladeLoss(model, main, **options)
+
+
+class L1Regularizer(nn.Module):
+    """The mean over texts of the sum of their weights, as a regularizer of ``SpladeLoss``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim.recipes.training.sparse import L1Regularizer
+    >>> L1Regularizer().compute_loss_from_embeddings(torch.tensor([[1.0, 2.0], [0.0, 5.0]]))
+    tensor(4.)
+    """
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
+        """A scalar of the vectors ``[N, V]``."""
+        return torch.sum(embeddings.abs(), dim=-1).mean()
+
+
+class DocumentsCollator(SparseEncoderDataCollator):
+    """Takes rows with a list of documents as well, as those of a distillation have, as columns of one document each."""
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return super().__call__([_spread(row) for row in features])
+
+
+def _spread(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with a column for each document of a list; lists of scores stay."""
+    columns = {}
+    for name, value in row.items():
+        if isinstance(value, list) and isinstance(value[0], str):
+            columns |= {f"{name}_{place}": text for place, text in enumerate(value)}
+        else:
+            columns[name] = value
+    return columns

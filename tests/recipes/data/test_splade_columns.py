@@ -1,0 +1,43 @@
+"""Columns of texts as the collator of Sentence Transformers takes them."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+from splade_recipe import tiny_splade
+from tiny_recipe import write
+
+from pylate_fastmaxsim.recipes.data.sparse import check_columns
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import load_recipe
+
+KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("row", "loss", "sentence"),
+    [
+        ({"a": "q", "label": "d"}, "contrastive", "data.columns: 'label' is no text for Sentence Transformers; name only"),
+        ({"a": "q"}, "contrastive", r"data.columns must be the query, its positive and any negatives, got \[a\]."),
+        ({"a": "q", "b": 1}, "contrastive", "data.columns: 'b' must hold text, but it holds Value"),
+        ({"text": "d", "query": "q"}, "contrastive", "given where the data has 'text' before 'query', because the first"),
+        (
+            {"q": "q", "negative": "n", "positive": "p"},
+            "contrastive",
+            r"because the first column after the query is its positive; for example \[q, positive, negative\].",
+        ),
+        ({"q": "q", "scores": [1.0]}, "distillation", r"must be \[query, documents, scores\] for distillation, got \[q, sc"),
+        ({"q": "q", **KD, "scores": [1.0]}, "distillation", "every row must have 2 documents and a score for each, but "),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(row, loss, sentence, tmp_path):
+    recipe = load_recipe(write(tmp_path, tiny_splade(tmp_path, loss={"name": loss})))
+    with pytest.raises(RecipeError, match=sentence):
+        check_columns(recipe, Dataset.from_list([row]), list(row))
+
+
+def test_names_are_free_otherwise(tmp_path):
+    for loss, row in {"contrastive": {"a": "q", "b": "d", "query": "n"}, "distillation": {"a": "q", **KD}}.items():
+        override = [f"data.columns=[{', '.join(row)}]"]
+        recipe = load_recipe(write(tmp_path, tiny_splade(tmp_path, loss={"name": loss})), override)
+        check_columns(recipe, Dataset.from_list([row]), list(row))
