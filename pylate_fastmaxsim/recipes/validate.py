@@ -35,7 +35,15 @@ VISUAL_LOSS_OPTIONS = {
     "max_batch_size",
 }
 VISUAL_MODEL_KEYS = ("kind", "name_or_path", "dtype", "attn_implementation", "max_visual_tokens", "lora")
-SPLADE_MODEL_KEYS = ("max_seq_length", "inference_free", "kind", "name_or_path", "build", "config_kwargs", "trust_remote_code")
+SPLADE_MODEL_KEYS = (
+    "max_seq_length",
+    "inference_free",
+    "kind",
+    "name_or_path",
+    "build",
+    "config_kwargs",
+    "trust_remote_code",
+)
 VISUAL_FAST_KEYS = ("enabled", "grad_filter")
 SPLADE_FAST_KEYS = ("enabled", "padding_free", "compile")
 LOSS_OPTIONS = {
@@ -189,7 +197,9 @@ def _check_splade(recipe: Recipe) -> None:
     if regularizers is None:
         raise RecipeError("loss.regularizers is missing; model.kind splade needs the weights of its regularizers.")
     if recipe.loss.objective == "margin_mse" and recipe.loss.temperature is not None:
-        raise RecipeError("loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are.")
+        raise RecipeError(
+            "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are."
+        )
     if regularizers.warmup_ratio == 0:
         raise RecipeError("loss.regularizers.warmup_ratio must be greater than 0, got 0.0.")
     for side in ("query", "document"):

@@ -118,7 +118,7 @@ class DataSection:
 
     ``columns`` lists the columns to use in order, the query first. Without it all are used except ``dataset_name`` and
     those with ``_id`` in their name, which PyLate's collator leaves out. Only the query column may have query or anchor
-    in its name, by which the collator recognises queries. For distillation the columns are the
+    in its name, by which the collator recognises queries. For ``model.kind: splade`` names are free. For distillation the columns are the
     query, a list of documents and a list of teacher scores. For retrieval of pages they are the query, the image of its
     page and, for losses with negatives, a list of images of other pages.
 

@@ -93,8 +93,7 @@ def _scores_of_rows(
         own_queries += [places[0][query]] * len(texts)
         own_documents += [places[1][text] for text in texts]
     left, right = (
-        batch.to_scipy().astype(np.float64)[own]
-        for batch, own in ((queries, own_queries), (documents, own_documents))
+        batch.to_scipy().astype(np.float64)[own] for batch, own in ((queries, own_queries), (documents, own_documents))
     )
     return torch.from_numpy(np.asarray((left * right).sum(axis=1))).reshape(len(rows), -1)
 

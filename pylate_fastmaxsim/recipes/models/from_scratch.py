@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
-from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
 from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel, PreTrainedTokenizerFast, set_seed
 
 from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection

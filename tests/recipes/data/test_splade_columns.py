@@ -17,17 +17,33 @@ KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
 @pytest.mark.parametrize(
     ("row", "loss", "sentence"),
     [
-        ({"a": "q", "label": "d"}, "contrastive", "data.columns: 'label' is no text for Sentence Transformers; name only"),
+        (
+            {"a": "q", "label": "d"},
+            "contrastive",
+            "data.columns: 'label' is no text for Sentence Transformers; name only",
+        ),
         ({"a": "q"}, "contrastive", r"data.columns must be the query, its positive and any negatives, got \[a\]."),
         ({"a": "q", "b": 1}, "contrastive", "data.columns: 'b' must hold text, but it holds Value"),
-        ({"text": "d", "query": "q"}, "contrastive", "given where the data has 'text' before 'query', because the first"),
+        (
+            {"text": "d", "query": "q"},
+            "contrastive",
+            "given where the data has 'text' before 'query', because the first",
+        ),
         (
             {"q": "q", "negative": "n", "positive": "p"},
             "contrastive",
             r"because the first column after the query is its positive; for example \[q, positive, negative\].",
         ),
-        ({"q": "q", "scores": [1.0]}, "distillation", r"must be \[query, documents, scores\] for distillation, got \[q, sc"),
-        ({"q": "q", **KD, "scores": [1.0]}, "distillation", "every row must have 2 documents and a score for each, but "),
+        (
+            {"q": "q", "scores": [1.0]},
+            "distillation",
+            r"must be \[query, documents, scores\] for distillation, got \[q, sc",
+        ),
+        (
+            {"q": "q", **KD, "scores": [1.0]},
+            "distillation",
+            "every row must have 2 documents and a score for each, but ",
+        ),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(row, loss, sentence, tmp_path):

@@ -32,7 +32,9 @@ def test_a_masked_language_model_and_a_saved_model_are_those_of_sentence_transfo
     short = load_model(section(mlm, max_seq_length=4, config_kwargs={"hidden_dropout_prob": 0.0}), "cpu", seed=0)
     assert short.tokenize(TEXTS)["input_ids"].shape == (3, 4)
     assert short[0].auto_model.config.hidden_dropout_prob == 0.0
-    with pytest.raises(RecipeError, match="model.max_seq_length must be at most 512, as many positions as BertForMasked"):
+    with pytest.raises(
+        RecipeError, match="model.max_seq_length must be at most 512, as many positions as BertForMasked"
+    ):
         load_model(section(mlm, max_seq_length=513), "cpu", seed=0)
 
 
@@ -50,7 +52,9 @@ def test_an_inference_free_model_weighs_the_tokens_of_a_query_and_survives_a_che
     expected = SparseEncoder(saved, device="cpu")
     expected.max_seq_length = 6
     assert torch.equal(again.encode_document(TEXTS).to_dense(), expected.encode(TEXTS).to_dense())
-    with pytest.raises(RecipeError, match="model.inference_free must be true for output_dir .*, which has a route for q"):
+    with pytest.raises(
+        RecipeError, match="model.inference_free must be true for output_dir .*, which has a route for q"
+    ):
         load_trained(section(saved), tmp_path / "checkpoint", "cpu")
 
 
