@@ -197,7 +197,9 @@ def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch
         assert run["status"] == "finished" and run["steps"] == 4 and 0 <= run["padding"] < 1
         assert 0 < run["flops"] < run["document_nonzeros"] and run["query_nonzeros"] > 0
         assert all(seconds > 0 for seconds in run["phases"].values())
-    assert stock["padding"] > 0 and comparison["summary"]["largest_loss_difference"] < 1e-4
+    # What is measured is what trains: measuring does not keep the encoder from leaving padding out.
+    assert stock["warnings"] == fast["warnings"] == []
+    assert stock["padding"] > 5 * fast["padding"] >= 0 and comparison["summary"]["largest_loss_difference"] < 1e-4
     assert fast["untrained"]["flops"] > 0
     assert (
         "FLOPS" in done.stdout and "Non-zeros of a query" in Page((tmp_path / "out" / "compare.html").read_text()).text
