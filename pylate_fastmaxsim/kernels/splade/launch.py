@@ -94,31 +94,32 @@ def backward(
     (num_rows, dim), num_texts = weight.shape, operands.starts.shape[0]
     nothing_pooled = 0 in (num_texts, num_rows, dim, operands.max_length, hidden.shape[0])
     grad_hidden = gradient_of(hidden, need_hidden, operands.gapless and not nothing_pooled)
+    if not nothing_pooled:
+        sentinel = no_winner(winners.dtype)
+        with on_device_of(hidden):
+            slopes = hidden.new_empty((num_rows, num_texts), dtype=torch.float32)
+            blocks = cdiv(num_rows, 64)
+            slopes_kernel[(cdiv(num_texts, 32) * blocks,)](
+                grad_values.contiguous(), values, winners, slopes, num_texts, num_rows, blocks,
+                LOGS=operands.logs, SENTINEL=sentinel, BLOCK_N=32, BLOCK_M=64, num_warps=4,
+            )  # fmt: skip
+            if need_hidden:
+                row = torch.arange(num_rows, dtype=torch.int32, device=hidden.device)
+                # Each vocabulary row is a query of one token.
+                scored = ScoringOperands(
+                    weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
+                    1, operands.max_length, True, operands.gapless,
+                )  # fmt: skip
+                document_gradient(slopes, winners, row, scored, precision, FROM_TABLES, grad_hidden)
+    # Only now, in the memory that the gradient of hidden states took for its buckets.
     grad_weight = gradient_of(weight, need_weight, not nothing_pooled)
     grad_bias = gradient_of(bias if need_bias else values, need_bias, not nothing_pooled)
-    if nothing_pooled:
-        return grad_hidden, grad_weight, grad_bias
-    sentinel = no_winner(winners.dtype)
-    with on_device_of(hidden):
-        slopes = hidden.new_empty((num_rows, num_texts), dtype=torch.float32)
-        blocks = cdiv(num_rows, 64)
-        slopes_kernel[(cdiv(num_texts, 32) * blocks,)](
-            grad_values.contiguous(), values, winners, slopes, num_texts, num_rows, blocks,
-            LOGS=operands.logs, SENTINEL=sentinel, BLOCK_N=32, BLOCK_M=64, num_warps=4,
-        )  # fmt: skip
-        if need_weight or need_bias:
-            block_d = min(1024, next_power_of_2(dim))
+    if not nothing_pooled and (need_weight or need_bias):
+        block_d = min(1024, next_power_of_2(dim))
+        with on_device_of(hidden):
             weight_gradient_kernel[(num_rows, cdiv(dim, block_d) if need_weight else 1)](
                 slopes, winners, hidden, operands.starts,
                 grad_weight if need_weight else None, grad_bias if need_bias else None, num_texts, num_rows,
                 DIM=dim, BLOCK_N=4, BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
-        if need_hidden:
-            row = torch.arange(num_rows, dtype=torch.int32, device=hidden.device)
-            # Each vocabulary row is a query of one token.
-            scored = ScoringOperands(
-                weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
-                1, operands.max_length, True, operands.gapless,
-            )  # fmt: skip
-            document_gradient(slopes, winners, row, scored, precision, FROM_TABLES, grad_hidden)
     return grad_hidden, grad_weight, grad_bias
