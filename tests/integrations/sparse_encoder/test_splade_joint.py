@@ -15,6 +15,8 @@ from pylate_fastmaxsim.integrations.encoding import loss_columns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
+# Of the queries; the columns of documents are wider.
+WIDTH = 9
 # Releases from 6 on merge the columns of documents themselves.
 try:
     import sentence_transformers.base.losses.merged_forward  # noqa: F401
@@ -81,7 +83,9 @@ def many_tokens(model, patch):
 
 class Calls(SparseEncoder):
     def __call__(self, features, **kwargs):
-        return super().__call__({**features, "input_ids": features["input_ids"].flip(0)}, **kwargs)
+        ids = features["input_ids"]
+        # Not the queries, whose call could tell.
+        return super().__call__({**features, "input_ids": ids.flip(0)} if ids.shape[1] > WIDTH else features, **kwargs)
 
 
 def of_ones_own(model, patch):
