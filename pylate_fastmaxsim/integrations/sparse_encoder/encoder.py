@@ -139,15 +139,15 @@ def _pooled(model: SparseEncoder, transformer: nn.Module, features: dict[str, Te
     if FLATTENED in features:
         say_flattened(transformer, bool(options.padding_free), options.compile)
         return None
-    # Before anything is encoded: checkpointing needs the same layers in forward and backward.
-    if options.compile:
-        compile_layers(transformer)
     if not has_texts(features):
         return None
     batch = loss_columns.current()
     batch = batch if isinstance(batch, Batch) else None
     if batch is not None and (pooled := batch.take(transformer, features)) is not None:
         return pooled
+    # Before anything is encoded: checkpointing needs the same layers in forward and backward.
+    if options.compile:
+        compile_layers(transformer)
     reason = (
         _reason_in_model(model, transformer)
         or _reason_in_features(transformer, features, kwargs)
