@@ -19,7 +19,7 @@ from pylate_fastmaxsim.precompile.shapes import BatchShape, Call, calls_of
 from pylate_fastmaxsim.recipes.config.schema import PoolingSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
 from pylate_fastmaxsim.recipes.plugin import plugin_off, switched
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.arguments import require_trainable, training_arguments
@@ -127,12 +127,23 @@ def calls_of_recipe(
     """What batches of these sizes run: the projection and the scores, alone and with all gradients.
 
     Documents are as PyLate's losses have them under the flag: with a mask of the tokens that count, and in another order
-    than their columns. Of other models there are none.
+    than their columns. Of SPLADE models it is the pooling of packed texts, of models of pages nothing.
     """
-    if recipe.model.kind != "colbert":
+    if recipe.model.kind == "splade":
+        shapes = splade_shapes(encoder_of(model).get_output_embeddings().weight.shape[1], dtype)
+    elif recipe.model.kind == "colbert":
+        shapes = shapes_of_recipe(recipe, model, rows, sizes, dtype)
+    else:
         return []
-    shapes = shapes_of_recipe(recipe, model, rows, sizes, dtype)
     return [call for shape in shapes for call in calls_of(shape) if call.gradients in (None, "both")]
+
+
+def splade_shapes(dim: int, dtype: torch.dtype) -> list[BatchShape]:
+    """Texts whose winners are stored in one byte, and longer ones; other sizes do not matter to the kernels."""
+    return [
+        BatchShape(1, 1, 1, tokens, dim=dim, dtype=dtype, masked=("nothing",), poolings=(), splade=True)
+        for tokens in (255, 256)
+    ]
 
 
 def shapes_of_recipe(

@@ -4,11 +4,13 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from datasets import Dataset
 from recorded_launches import recorded_launches
+from splade_recipe import tiny_splade
 from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
@@ -119,14 +121,18 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [*LOSSES, "splade", "splade of long texts"])
 def test_what_is_compiled_ahead_is_what_the_steps_launch(name, tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    for family in ("maxsim", "winner_backward", "pooled", "projection"):
+    for family in ("maxsim", "winner_backward", "pooled", "projection", "splade"):
         importlib.import_module(f"pylate_fastmaxsim.kernels.{family}.launch")
-    content = tiny(tmp_path, **FAST)
-    for section, keys in LOSSES[name].items():
+    content = tiny_splade(tmp_path, **FAST) if name.startswith("splade") else tiny(tmp_path, **FAST)
+    for section, keys in LOSSES.get(name, {}).items():
         content[section] = {**content.get(section, {}), **keys}
+    monkeypatch.setattr(warmup_module, "load_model", _copied)
+    if name == "splade of long texts":
+        content["model"]["max_seq_length"] = 300
+        monkeypatch.setattr(warmup_module, "load_data", _of_long_texts)
     content["training"] |= {"per_device_train_batch_size": 8, "dataloader_drop_last": False}
     recipe = load_recipe(write(tmp_path, content))
     prepared = prepare(recipe)
@@ -140,3 +146,16 @@ def test_what_is_compiled_ahead_is_what_the_steps_launch(name, tmp_path, monkeyp
     scoring = {program for program in launched if "attention" not in program[0]}
     assert scoring
     assert scoring <= ready, scoring - ready
+
+
+def _copied(*arguments):
+    """As on a GPU, where weights do not begin anywhere in the memory of a file."""
+    model = load_model(*arguments)
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model
+
+
+def _of_long_texts(prepared):
+    data = load_data(prepared)
+    return replace(data, train=data.train.map(lambda row: {name: value * 300 for name, value in row.items()}))
