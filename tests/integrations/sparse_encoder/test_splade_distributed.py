@@ -12,7 +12,7 @@ from models import attend_to_own_document, build_model, sentences
 from sentence_transformers.sparse_encoder import losses
 from sharding import data_parallel
 from sparse_encoders import splade, transformer_of
-from splade_steps import assert_equal, batch_of, run, splade_loss
+from splade_steps import CACHED, assert_equal, batch_of, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
@@ -52,7 +52,6 @@ def compare(packs: tuple[bool, bool] = (True, True), checkpointing: bool = False
     return compared
 
 
-CACHED = {"kind": losses.CachedSpladeLoss, "mini_batch_size": 4}
 CASES = {
     "packed": compare(),
     "one-packs": compare((True, False)),

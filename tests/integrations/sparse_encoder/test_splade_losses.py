@@ -8,6 +8,7 @@ import torch
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import autoencoder, inference_free, splade
 from splade_steps import (
+    CACHED,
     MARGINS,
     SCORES,
     TEACHER,
@@ -23,7 +24,6 @@ from torch import nn
 import pylate_fastmaxsim
 
 CONTRASTIVE = losses.SparseMultipleNegativesRankingLoss
-CACHED = {"kind": losses.CachedSpladeLoss, "mini_batch_size": 4}
 
 
 class L1(nn.Module):

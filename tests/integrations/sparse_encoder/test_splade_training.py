@@ -10,7 +10,7 @@ from datasets import Dataset
 from sentence_transformers import SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import splade, transformer_of
-from splade_steps import TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, run, splade_loss
+from splade_steps import CACHED, TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
@@ -80,7 +80,7 @@ def error(found: tuple, exact: tuple) -> float:
     return sum((found[1][name] - gradient).norm() for name, gradient in exact[1].items()).item()
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": losses.CachedSpladeLoss, "mini_batch_size": 4}])
+@pytest.mark.parametrize("options", [{}, CACHED])
 def test_dropout(encoder, packed, monkeypatch, options):
     model = splade(encoder("bert", masked_lm=True, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3))
     loss, batch = splade_loss(model, CONTRASTIVE, **options), batch_of(model, 3)
@@ -102,10 +102,7 @@ def test_gradient_checkpointing(model, mode, monkeypatch, reentrant):
     transformer_of(model).auto_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     steps = {
         "contrastive": (splade_loss(model, CONTRASTIVE), batch_of(model, 3)),
-        "cached": (
-            splade_loss(model, CONTRASTIVE, losses.CachedSpladeLoss, mini_batch_size=4),
-            batch_of(model, 3),
-        ),
+        "cached": (splade_loss(model, CONTRASTIVE, **CACHED), batch_of(model, 3)),
     }
     assert_as_stock(model, Decoded.of(model, monkeypatch), steps)
 
