@@ -147,6 +147,8 @@ def _check_kind(recipe: Recipe) -> None:
         raise RecipeError(
             f"loss.name must be one of {', '.join(allowed)} with model.kind {model.kind}, got {recipe.loss.name!r}."
         )
+    if recipe.training.query_learning_rate is not None and not model.inference_free:
+        raise RecipeError("training.query_learning_rate applies to model.inference_free only.")
     if model.visual:
         _check_visual(recipe)
     if model.kind == "splade":

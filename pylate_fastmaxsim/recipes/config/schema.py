@@ -318,7 +318,8 @@ class TrainingSection:
     where given, overrides ``num_train_epochs``. ``save_steps`` is how much work an interruption can
     cost at most; null saves no checkpoint. A run goes on with as many processes as it began with.
     ``log_gradient_concentration`` is every how many steps it is logged how concentrated gradients are on few document
-    tokens (docs/diagnostics.md); null: never.
+    tokens (docs/diagnostics.md); null: never. ``query_learning_rate`` is that of the weights of queries of an
+    inference-free SPLADE, which need a larger one than an encoder; null: ``learning_rate``.
     """
 
     per_device_train_batch_size: int = key(32, minimum=1)
@@ -326,6 +327,7 @@ class TrainingSection:
     num_train_epochs: float = key(1.0, minimum=0)
     max_steps: int | None = key(None, minimum=1)
     learning_rate: float = key(3e-6, minimum=0)
+    query_learning_rate: float | None = key(None, minimum=0)
     lr_scheduler_type: str = "linear"
     warmup_steps: int = key(0, minimum=0)
     weight_decay: float = key(0.0, minimum=0)

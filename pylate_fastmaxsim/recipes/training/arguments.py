@@ -33,6 +33,9 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
             "recipe has one at its end."
         )
     del options["precision"], options["log_gradient_concentration"]
+    query_rate = options.pop("query_learning_rate")
+    if query_rate is not None:
+        options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
     precision = _precision(recipe, on_gpu)

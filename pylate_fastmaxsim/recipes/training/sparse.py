@@ -42,13 +42,18 @@ def build_trainer(
     # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
     model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
     query, *others = first
-    routes = {query: "query", **dict.fromkeys(others, "document")} if isinstance(model[0], Router) else {}
+    sides = {query: "query", **dict.fromkeys(others, "document")}
     return (trainer_class or SparseRecipeTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
         loss=function,
-        data_collator=DocumentsCollator(tokenize_fn=model.tokenize, router_mapping=routes),
+        data_collator=DocumentsCollator(
+            tokenize_fn=model.tokenize,
+            router_mapping=sides if isinstance(model[0], Router) else {},
+            # As in the evaluation.
+            prompts={column: model.prompts[side] for column, side in sides.items() if model.prompts.get(side)},
+        ),
         callbacks=[schedule],
     )
 

@@ -42,6 +42,7 @@ MINING = "{teacher: some/teacher, pairs: {source: hub, name: some/rows}}"
             "loss={name: distillation, objective: margin_mse, temperature: 2, regularizers: {document_weight: 1}}",
             "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are.",
         ),
+        ("training.query_learning_rate=0.1", "training.query_learning_rate applies to model.inference_free only."),
         ("fast.grad_filter=auto", "fast.grad_filter does not apply to model.kind splade."),
         ("fast.ring=true", "fast.ring does not apply to model.kind splade."),
         ("fast.fused_head=false", "fast.fused_head does not apply to model.kind splade."),

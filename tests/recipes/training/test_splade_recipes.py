@@ -106,6 +106,27 @@ def test_documents_of_a_list_are_columns_and_go_their_route(saved, tmp_path):
     assert labels.tolist() == [pytest.approx(KD["scores"])]
 
 
+def test_prompts_of_a_model_are_those_of_its_training(saved, tmp_path):
+    model = SparseEncoder(saved, device="cpu")
+    model.prompts = {"query": "rivers carry ", "document": "bees tell "}
+    model.save_pretrained(str(tmp_path / "model"))
+    row = {"query": "late", "positive": "fused"}
+    trainer = trainer_of(tmp_path, str(tmp_path / "model"), row)
+    features, _ = trainer.collect_features(next(iter(trainer.get_train_dataloader())))
+    expected = [trainer.model.tokenize([words])["input_ids"] for words in ("rivers carry late", "bees tell fused")]
+    assert all(torch.equal(each["input_ids"], ids) for each, ids in zip(features, expected, strict=True))
+
+
+def test_weights_of_queries_have_their_learning_rate(saved, tmp_path):
+    sections = {"model": {"inference_free": True}, "training": {"query_learning_rate": 0.5}}
+    trainer = trainer_of(tmp_path, saved, {"query": text(0, 4), "positive": text(0, 9)}, **sections)
+    trainer.create_optimizer()
+    (weight,) = trainer.model[0].sub_modules["query"].parameters()
+    rates = {id(each): group["lr"] for group in trainer.optimizer.param_groups for each in group["params"]}
+    assert rates.pop(id(weight)) == 0.5 and set(rates.values()) == {1e-3}
+    assert len(rates) == len(list(trainer.model.parameters())) - 1
+
+
 def test_weights_follow_the_schedule_of_the_recipe(saved, tmp_path):
     schedule = {"schedule": "linear", "warmup_ratio": 0.5}
     row = {"query": text(0, 4), "positive": text(0, 9)}
@@ -137,7 +158,7 @@ def test_stock_and_fast_training_agree_for_every_loss(saved, tmp_path):
     cases = {
         "contrastive": ({}, {}, "pairs.jsonl"),
         "cached": ({"name": "cached_contrastive", "mini_batch_size": 3}, {}, "pairs.jsonl"),
-        "static": ({}, {"inference_free": True}, "pairs.jsonl"),
+        "static": ({"name": "cached_contrastive", "mini_batch_size": 3}, {"inference_free": True}, "pairs.jsonl"),
         "divergence": ({"name": "distillation"}, {}, "kd.jsonl"),
         "margins": ({"name": "distillation", "objective": "margin_mse", "mini_batch_size": 2}, {}, "kd.jsonl"),
     }
