@@ -28,8 +28,11 @@ def compare(packs: tuple[bool, bool] = (True, True), checkpointing: bool = False
 
     def compared(folder: str) -> None:
         rank = dist.get_rank()
-        path = Path(folder) / f"masked-lm-{rank}"
-        model = splade(str(path) if path.exists() else build_model(path, "modernbert", masked_lm=True))
+        path = Path(folder) / "masked-lm"
+        if rank == 0 and not path.exists():
+            build_model(path, "modernbert", masked_lm=True)
+        dist.barrier()
+        model = splade(str(path))
         if checkpointing:
             transformer_of(model).auto_model.gradient_checkpointing_enable({"use_reentrant": False})
         longest = (6, 40)[rank]
