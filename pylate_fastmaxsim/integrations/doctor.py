@@ -177,19 +177,20 @@ def _fallbacks() -> list[str]:
             lines.append(f"{variable}={backend}: {what}.")
     if not torch.cuda.is_available():
         lines.append(
-            "No CUDA device: MaxSim and the projection before it run in blocks of plain PyTorch, and documents are encoded in "
-            "groups of similar length."
+            "No CUDA device: MaxSim, the projection before it and SPLADE's head run in blocks of plain PyTorch, and documents "
+            "are encoded in groups of similar length."
         )
         return lines
     if util.find_spec("triton") is None:
         lines.append(
-            "No triton: MaxSim and the projection before it run in blocks of plain PyTorch instead of the CUDA kernels."
+            "No triton: MaxSim, the projection before it and SPLADE's head run in blocks of plain PyTorch instead of the "
+            "CUDA kernels."
         )
     capability = torch.cuda.get_device_capability()
     if torch.version.cuda is None or capability < (8, 0):
         lines.append(
-            "No NVIDIA GPU of compute capability 8.0 or newer: MaxSim and the projection before it run in blocks of plain "
-            "PyTorch instead of the CUDA kernels."
+            "No NVIDIA GPU of compute capability 8.0 or newer: MaxSim, the projection before it and SPLADE's head run in "
+            "blocks of plain PyTorch instead of the CUDA kernels."
         )
     if capability < (8, 0):
         lines.append(

@@ -55,7 +55,8 @@ def enable(
 ) -> None:
     """Make PyLate, colpali-engine and Sentence Transformers' MultiVectorEncoder score without a similarity tensor.
 
-    Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. Sentence Transformers'
+    Texts of PyLate and of a MultiVectorEncoder are also encoded without padding in training. So are those of a SPLADE
+    model (SparseEncoder), which are embedded without vocabulary logits, in ``encode`` as well. Sentence Transformers'
     ``semantic_search`` and information retrieval evaluators search the embeddings of a SparseEncoder exactly, without a
     score for every document. Whichever of the three libraries is installed is patched. Call it at any time: before or
     after the model and the loss are built, before or after functions are imported. Calling it again changes the options;
@@ -84,7 +85,7 @@ def enable(
         adds ``token_total`` to every column, the number of tokens of each text, which stays on the CPU. Its rows may be
         split, picked, reordered and joined with those of the column. The trainer takes it out before a loss sees the
         columns. In a loop of your own, code that changes a mask has to remove it; otherwise a later batch raises a
-        ValueError on a GPU.
+        ValueError on a GPU. SPLADE models are embedded without logits whatever it says.
     compile
         Compile the encoder's layers for a varying number of tokens. Where transformers checkpoints layers without
         dropout, their checkpointing is compiled with them. Not in colpali-engine.

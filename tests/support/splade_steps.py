@@ -92,7 +92,6 @@ def assert_as_stock(model: SparseEncoder, decoded: Decoded, steps: dict[str, tup
     pylate_fastmaxsim.enable(**options)
     for name, step in steps.items():
         for _ in range(2):
-            print(name)
             decoded.tokens.clear()
             assert_equal(run(model, *step), stock[name])
         assert not decoded.tokens, "the fast way was not taken"

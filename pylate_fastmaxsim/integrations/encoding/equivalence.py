@@ -92,7 +92,7 @@ def why_not_packed(core: nn.Module, samples: Documents) -> str | None:
         _verify(core, documents, [_packed(core, documents), _packed(core, samples, _ALONE)])
 
     otherwise = f"{type(encoder_of(core)).__name__} cannot take packed documents ({{}})"
-    return _what_fails(trial, samples.input_ids.device, otherwise)
+    return what_fails(trial, samples.input_ids.device, otherwise)
 
 
 def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
@@ -115,17 +115,17 @@ def why_not_grouped(core: nn.Module, samples: Documents) -> str | None:
                 return
         _verify(core, samples, alone)
 
-    return _what_fails(trial, samples.input_ids.device)
+    return what_fails(trial, samples.input_ids.device)
 
 
 def why_not_joint(core: nn.Module, samples: Documents, queries: dict[str, Tensor]) -> str | None:
     """Why queries cannot be encoded with packed documents; None if they can."""
-    return _what_fails(lambda: _verify_joint(core, samples, queries), samples.input_ids.device)
+    return what_fails(lambda: _verify_joint(core, samples, queries), samples.input_ids.device)
 
 
 def why_not_divided(core: nn.Module, queries: dict[str, Tensor]) -> str | None:
     """Why queries have to be divided into the calls of stock PyLate; None if they need not."""
-    return _what_fails(lambda: _verify_alone(core, queries), queries["input_ids"].device)
+    return what_fails(lambda: _verify_alone(core, queries), queries["input_ids"].device)
 
 
 def _packed(core: nn.Module, samples: Documents, token_budget: int | None = None) -> EncodingPlan:
@@ -141,7 +141,7 @@ def _more_than_positions(core: nn.Module, documents: Documents) -> Documents:
     return Documents.from_columns([documents.column] * times)
 
 
-def _what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
+def what_fails(trial: Callable[[], None], device: torch.device, otherwise: str = "{}") -> str | None:
     """What a check raises, as a part of a sentence. Errors of the encoder itself are put into ``otherwise``."""
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):

@@ -8,9 +8,11 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
-from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating
+from pylate_fastmaxsim.integrations.encoding.attention import PackingUnsupported
+from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, what_fails
 from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
@@ -23,7 +25,8 @@ _SAMPLE = 2, 16
 # Of the largest logit. Both ways make the same calls.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.02}
 
-_found: WeakKeyDictionary[nn.Module, tuple[Hashable, str | None]] = WeakKeyDictionary()
+# Of each model, why not, by what that depends on.
+_found: WeakKeyDictionary[nn.Module, dict[Hashable, str | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,15 @@ def _of_modernbert(model: nn.Module) -> Head:
     return Head((), (model.head,), model.decoder)
 
 
-def why_not(transformer: nn.Module, hidden: HiddenStates, stock: Callable, features: dict[str, Tensor]) -> str | None:
+def why_not(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Tensor]) -> str | None:
     """Why the head of a Transformer has to run as it is; None if its decoder can be left out.
 
     Parameters
     ----------
     transformer
-        Of Sentence Transformers, with a masked language model.
+        Of Sentence Transformers, with a masked language model. It gives logits as token embeddings.
     hidden
         Its encoder.
-    stock
-        The Transformer's forward, which gives logits as token embeddings.
     features
         Texts of the batch: ids, mask and perhaps token types.
     """
@@ -107,7 +108,7 @@ def why_not(transformer: nn.Module, hidden: HiddenStates, stock: Callable, featu
         if getattr(module, "_is_fsdp_managed_module", False):
             return f"FSDP divides the weights of {name}"
         # They are not called as stock calls them, or not called at all.
-        if has_hooks(module) or "forward" in vars(module):
+        if has_hooks(module) or "forward" in vars(module) or module._compiled_call_impl is not None:
             return f"a hook or another forward is on {type(module).__name__}"
     device = head.decoder.weight.device.type
     situation = (
@@ -115,25 +116,34 @@ def why_not(transformer: nn.Module, hidden: HiddenStates, stock: Callable, featu
         head.decoder.weight.dtype,
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
     )
-    if model not in _found or _found[model][0] != situation:
+    found = _found.setdefault(model, {})
+    if situation not in found:
+
+        def trial() -> None:
+            _compare_logits(transformer, hidden, head, features)
+
         with torch.compiler.set_stance("force_eager"):
-            _found[model] = situation, _compare(transformer, hidden, head, stock, features)
-    return _found[model][1]
+            found[situation] = what_fails(trial, torch.device(device), f"{name} cannot run in parts ({{}})")
+    return found[situation]
 
 
-def _compare(
-    transformer: nn.Module, hidden: HiddenStates, head: Head, stock: Callable, features: dict[str, Tensor]
-) -> str | None:
-    """Compare logits of a few tokens with those of the model."""
+def _compare_logits(transformer: nn.Module, hidden: HiddenStates, head: Head, features: dict[str, Tensor]) -> None:
+    """Raise PackingUnsupported if logits of a few tokens are not those of the model."""
     texts, tokens = _SAMPLE
     sample = {key: value[:texts, :tokens] for key, value in features.items()}
     with untouched(transformer), evaluating(transformer):
-        expected = stock(transformer, dict(sample))["token_embeddings"]
+        expected = functional_call(transformer, _noise_elsewhere(transformer, hidden, head), dict(sample))
+        expected = expected["token_embeddings"]
         ours = F.linear(head(hidden(sample)["token_embeddings"]), head.decoder.weight, head.decoder.bias)
-    # Up to PyTorch 2.10 autocast would give the next step weights that were cast here without gradients.
-    torch.clear_autocast_cache()
-    if ours.shape == expected.shape and ours.dtype == expected.dtype:
-        error = (ours.double() - expected.double()).abs().max()
-        if error <= _TOLERANCE[ours.dtype] * expected.double().abs().max():
-            return None
-    return f"{type(encoder_of(transformer)).__name__} gives other logits than its encoder, head and decoder"
+    tolerance = _TOLERANCE[expected.dtype] * expected.double().abs().max()
+    alike = ours.shape == expected.shape and ours.dtype == expected.dtype
+    if not alike or not (ours.double() - expected.double()).abs().max() <= tolerance:
+        raise PackingUnsupported(f"{type(encoder_of(transformer)).__name__} gives other logits than its parts")
+
+
+def _noise_elsewhere(transformer: nn.Module, hidden: HiddenStates, head: Head) -> dict[str, Tensor]:
+    """Noise for parameters that are in none of the parts: a bias behind the decoder may be 0 now, and trained later."""
+    parts = hidden, *head.modules[len(head.holders) :]
+    known = {id(weight) for part in parts for weight in part.parameters()}
+    others = ((name, weight) for name, weight in transformer.named_parameters() if id(weight) not in known)
+    return {name: torch.randn_like(weight) for name, weight in others if weight.is_floating_point()}

@@ -154,7 +154,16 @@ OF_MULTI_VECTOR = {
     "_zero_row_mask",
 }
 # Strings that look like private names.
-NO_NAMES = {"_FORWARD_WITH_WINNERS", "_attention_mask", "_id", "_kl_divergence", "_mask", "_tiles", "_vendor"}
+NO_NAMES = {
+    "_FORWARD_WITH_WINNERS",
+    "_attention_mask",
+    "_id",
+    "_kl_divergence",
+    "_mask",
+    "_threshold",
+    "_tiles",
+    "_vendor",
+}
 OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
 
 

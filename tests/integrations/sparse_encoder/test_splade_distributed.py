@@ -44,6 +44,7 @@ def compare(packs: tuple[bool, bool] = (True, True), checkpointing: bool = False
         stock = run(model, loss, batch)
         if packs[rank]:
             encoding_attention.variable_length_attention = attend_to_own_document
+        sparse_encoder.FEW_TOKENS = 0
         pooled, operator = [], sparse_encoder.splade_pool
         sparse_encoder.splade_pool = lambda *args, **kwargs: pooled.append(args) or operator(*args, **kwargs)
         pylate_fastmaxsim.enable()

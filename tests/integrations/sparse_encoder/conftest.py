@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _of_any_size(monkeypatch):
+    """Tiny batches on a CPU would be left to stock, which is faster there."""
+    from pylate_fastmaxsim.integrations.sparse_encoder import encoder
+
+    monkeypatch.setattr(encoder, "FEW_TOKENS", 0)

@@ -1,0 +1,227 @@
+"""SPLADE models, or parts of them, that are left to stock: with a line of log, and with stock's values."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
+
+from edited import edited
+from peft import LoraConfig, inject_adapter_in_model
+from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder import losses
+from sparse_encoders import Router, SpladePooling, autoencoder, masked_lm, splade, transformer_of
+from splade_steps import Decoded, assert_equal, batch_of, run, splade_loss
+from torch import nn
+from transformers import (
+    BertForMaskedLM,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    EsmConfig,
+    EsmForMaskedLM,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+)
+
+import pylate_fastmaxsim
+
+STOCK = "Vocabulary logits are computed for every token, as stock Sentence Transformers does: "
+
+
+@pytest.fixture
+def model(encoder) -> SparseEncoder:
+    return splade(encoder("bert", masked_lm=True))
+
+
+class Unchanged(nn.Module):
+    def forward(self, features: dict) -> dict:
+        return features
+
+
+class ReadsLogits(nn.Module):
+    def forward(self, features: dict) -> dict:
+        logits = features["token_embeddings"].mean(dim=1)
+        return {**features, "sentence_embedding": features["sentence_embedding"] + logits}
+
+
+class OwnEncoder(SparseEncoder):
+    def forward(self, input: dict, **kwargs) -> dict:
+        for module in self.children():
+            input = module(input)
+        return input
+
+
+class OwnPooling(SpladePooling):
+    def forward(self, features: dict) -> dict:
+        return {**features, "sentence_embedding": features["token_embeddings"].relu().mean(dim=1)}
+
+
+class OwnBert(BertForMaskedLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+
+def mlm(model) -> nn.Module:
+    return transformer_of(model).auto_model
+
+
+def set_mlm(model, masked: nn.Module) -> None:
+    (name,) = {"model", "auto_model"} & transformer_of(model)._modules.keys()
+    setattr(transformer_of(model), name, masked.double().train())
+
+
+def other_architecture(kind, config, **sizes):
+    def change(model) -> None:
+        torch.manual_seed(0)
+        vocabulary = mlm(model).config.vocab_size
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        set_mlm(
+            model, kind(config(vocab_size=vocabulary, num_hidden_layers=1, num_attention_heads=2, **sizes, **dropout))
+        )
+
+    return change
+
+
+def adapter_on_the_decoder(model) -> None:
+    inject_adapter_in_model(LoraConfig(target_modules=["decoder"], init_lora_weights=False), mlm(model))
+    model.double()
+
+
+def no_op_hook(*_) -> None:
+    return None
+
+
+def replace_forward(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+CASES = {
+    "sum": (lambda m: setattr(m[1], "pooling_strategy", "sum"), 'SpladePooling has pooling_strategy="sum"'),
+    "module between": (lambda m: m.insert(1, Unchanged()), "Unchanged follows the encoder, not SpladePooling"),
+    "own pooling": (lambda m: m.__setitem__(1, OwnPooling()), "OwnPooling has a forward of its own"),
+    "module behind": (lambda m: m.append(ReadsLogits()), "ReadsLogits may read them"),
+    "own model": (lambda m: setattr(m, "__class__", OwnEncoder), "OwnEncoder has a forward of its own"),
+    "own language model": (lambda m: setattr(mlm(m), "__class__", OwnBert), "OwnBert has no head that is known"),
+    "hook on the model": (
+        lambda m: m.register_forward_hook(no_op_hook),
+        "a hook or another forward is on SparseEncoder",
+    ),
+    "hook on the pooling": (
+        lambda m: m[1].register_forward_pre_hook(no_op_hook),
+        "a hook or another forward is on SpladePooling",
+    ),
+    "hook on the head": (
+        lambda m: mlm(m).cls.register_forward_hook(no_op_hook),
+        "a hook or another forward is on BertOnlyMLMHead",
+    ),
+    "forward of the decoder": (
+        lambda m: replace_forward(mlm(m).cls.predictions.decoder),
+        "a hook or another forward is on Linear",
+    ),
+    "adapter on the decoder": (adapter_on_the_decoder, "the decoder of BertForMaskedLM is a Linear"),
+    "a bias behind the decoder": (
+        other_architecture(EsmForMaskedLM, EsmConfig, hidden_size=32, intermediate_size=32, pad_token_id=0),
+        "EsmForMaskedLM gives other logits than its parts",
+    ),
+    "another head": (
+        other_architecture(ElectraForMaskedLM, ElectraConfig, hidden_size=32, embedding_size=32, intermediate_size=32),
+        "ElectraForMaskedLM has no head that is known",
+    ),
+    "a decoder in parts": (
+        other_architecture(
+            MobileBertForMaskedLM,
+            MobileBertConfig,
+            hidden_size=32,
+            embedding_size=16,
+            intermediate_size=32,
+            intra_bottleneck_size=16,
+        ),
+        "MobileBertForMaskedLM cannot run in parts (RuntimeError",
+    ),
+    "FSDP": (lambda m: setattr(mlm(m).cls, "_is_fsdp_managed_module", True), "FSDP divides the weights of"),
+    "DataParallel": (lambda m: setattr(m[0], "_is_replica", True), "DataParallel copies the model in every step"),
+    "hidden states": (
+        lambda m: setattr(mlm(m).config, "output_hidden_states", True),
+        "it returns the hidden states of all layers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "line"), CASES.values(), ids=CASES)
+def test_what_is_left_to_stock(model, caplog, change, line):
+    change(model)
+    batch = batch_of(model, 2)
+    loss = splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
+    texts = ["flowers and bees", "rivers"]
+    stock, encoded = run(model, loss, batch), model.encode(texts, show_progress_bar=False)
+    model.train()
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss, batch), stock)
+    torch.testing.assert_close(model.encode(texts, show_progress_bar=False).to_dense(), encoded.to_dense())
+    lines = [record.message for record in caplog.records if record.message.startswith(STOCK)]
+    assert len(lines) == 1 and line in lines[0]
+
+
+def test_an_edited_pooling_is_left_to_stock(model, monkeypatch, caplog):
+    monkeypatch.setattr(SpladePooling, "forward", edited(SpladePooling.forward, ".relu_()", ".relu_().mul(2)"))
+    features = batch_of(model, 2)[1]
+    stock = model(dict(features))["sentence_embedding"]
+    pylate_fastmaxsim.enable()
+    torch.testing.assert_close(model(dict(features))["sentence_embedding"], stock, rtol=0, atol=0)
+    assert "SpladePooling.forward is not accelerated" in caplog.text
+    assert STOCK in caplog.text and "SpladePooling.forward is not the code of a release" in caplog.text
+
+
+def test_two_poolings_of_one_encoder_are_left_to_stock(encoder, caplog):
+    transformer = masked_lm(encoder("bert", masked_lm=True))
+    routes = [[transformer, SpladePooling(strategy)] for strategy in ("max", "sum")]
+    model = SparseEncoder(modules=[Router.for_query_document(*routes)], device="cpu").double().train()
+    loss = splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
+    batch = batch_of(model, 2)
+    stock = run(model, loss, batch)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(model, loss, batch), stock)
+    assert STOCK + "no one module follows the encoder, not SpladePooling" in caplog.text
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("part", [lambda m: m, mlm], ids=["model", "language model"])
+def test_a_model_that_is_compiled_as_a_whole_is_embedded_as_it_came(model, monkeypatch, part):
+    loss = splade_loss(model, losses.SparseMultipleNegativesRankingLoss)
+    batch = batch_of(model, 2)
+    decoded = Decoded.of(model, monkeypatch)
+    stock = run(model, loss, batch)
+    pylate_fastmaxsim.enable()
+    part(model).compile(backend="eager")
+    decoded.tokens.clear()
+    assert_equal(run(model, loss, batch), stock)
+    assert decoded.tokens
+
+
+def test_models_without_vocabulary_logits_are_left_alone_in_silence(encoder, caplog):
+    model = autoencoder(encoder("bert"))
+    features = batch_of(model, 2)[1]
+    stock = model.eval()(dict(features))["sentence_embedding"]
+    pylate_fastmaxsim.enable()
+    torch.testing.assert_close(model(dict(features))["sentence_embedding"], stock, rtol=0, atol=0)
+    assert STOCK not in caplog.text
+
+
+def test_a_copy_and_its_original_are_independent(model):
+    """What is known of a model is not copied with it."""
+    features = batch_of(model, 2)[1]
+    pylate_fastmaxsim.enable()
+    first = model(dict(features))["sentence_embedding"]
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        mlm(other).cls.predictions.decoder.weight.mul_(2)
+    changed = other(dict(features))["sentence_embedding"]
+    torch.testing.assert_close(model(dict(features))["sentence_embedding"], first)
+    pylate_fastmaxsim.disable()
+    torch.testing.assert_close(other(dict(features))["sentence_embedding"], changed)
