@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
+from pylate_fastmaxsim.integrations.models.hidden_states import hidden_states_of
 
 pytest.importorskip("sentence_transformers", minversion="5.1", reason="no SPLADE by the flag before it")
 
@@ -59,6 +61,16 @@ def run(model: SparseEncoder, loss: nn.Module, batch: list[dict], labels: Tensor
     value.backward()
     weights = model.named_parameters()
     return value.detach(), {name: weight.grad.clone() for name, weight in weights if weight.grad is not None}
+
+
+def error(found: tuple, exact: tuple) -> float:
+    """Distance of all gradients from exact ones."""
+    return sum((found[1][name] - gradient).norm() for name, gradient in exact[1].items()).item()
+
+
+def modes(model: SparseEncoder) -> set[str]:
+    """How its texts were encoded."""
+    return set(encoding_modes.chosen.get(hidden_states_of(transformer_of(model)), {}).values())
 
 
 @dataclass

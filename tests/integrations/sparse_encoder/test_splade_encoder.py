@@ -11,21 +11,15 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import FAMILIES, Router, SpladePooling, inference_free, masked_lm, splade, transformer_of
-from splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, run, splade_loss
+from splade_steps import TEXTS, Decoded, assert_as_stock, batch_of, modes, run, splade_loss
 
 import pylate_fastmaxsim
-from pylate_fastmaxsim.integrations.encoding import modes as encoding_modes
-from pylate_fastmaxsim.integrations.models.hidden_states import hidden_states_of
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 
 
 @pytest.fixture
 def model(encoder) -> SparseEncoder:
     return splade(encoder("bert", masked_lm=True))
-
-
-def modes(model) -> set[str]:
-    return set(encoding_modes.chosen.get(hidden_states_of(transformer_of(model)), {}).values())
 
 
 def loss_of(model):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from sentence_transformers import SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import splade, transformer_of
-from splade_steps import CACHED, TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, run, splade_loss
+from splade_steps import CACHED, TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, error, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
@@ -73,11 +73,6 @@ def test_bf16(model, mode, monkeypatch):
     assert ours[0].dtype == stock[0].dtype
     assert error(ours, exact) < 2 * error(stock, exact)
     assert ours[0].item() == pytest.approx(exact[0].item(), rel=2e-2)
-
-
-def error(found: tuple, exact: tuple) -> float:
-    """Distance of all gradients from exact ones."""
-    return sum((found[1][name] - gradient).norm() for name, gradient in exact[1].items()).item()
 
 
 @pytest.mark.parametrize("options", [{}, CACHED])
