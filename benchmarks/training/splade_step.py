@@ -51,7 +51,9 @@ def text(mean: float, draw: random.Random) -> str:
 def _measured(cell: dict, directory: Path) -> dict:
     import torch
     from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder import losses
+    from sentence_transformers.sparse_encoder import SparseEncoderTrainer, losses
+    from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
+    from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments
 
     import pylate_fastmaxsim
 
@@ -65,29 +67,26 @@ def _measured(cell: dict, directory: Path) -> dict:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    tokenize = getattr(model, "preprocess", model.tokenize)
+    collate = SparseEncoderDataCollator(getattr(model, "preprocess", model.tokenize))
     draw = random.Random(0)
+    means = {"query": QUERY_TOKENS, "positive": DOCUMENT_TOKENS, "negative": DOCUMENT_TOKENS}
 
-    def batch() -> list[dict]:
-        means = (QUERY_TOKENS, DOCUMENT_TOKENS, DOCUMENT_TOKENS)
-        return [tokenize([text(mean, draw) for _ in range(cell["batch"])]) for mean in means]
+    def batch() -> dict:
+        return collate([{name: text(mean, draw) for name, mean in means.items()} for _ in range(cell["batch"])])
 
     batches = [batch() for _ in range(cell["different"])]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     ranking = losses.SparseMultipleNegativesRankingLoss(model)
     loss_function = losses.SpladeLoss(model, ranking, document_regularizer_weight=3e-5, query_regularizer_weight=5e-5)
+    # Its way of batches to a GPU, whose masks it may have counted on the CPU.
+    arguments = SparseEncoderTrainingArguments(str(directory / "run"), report_to="none", use_cpu=not cuda)
+    trainer = SparseEncoderTrainer(model, arguments, loss=ranking)
     if cell["compile"] and cell["path"] == "stock":
         # As the trainer, which builds the loss first.
         loss_function.model = ranking.model = torch.compile(model)
 
     def step(index: int) -> torch.Tensor:
-        features = [
-            {
-                key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for key, value in column.items()
-            }
-            for column in batches[index % len(batches)]
-        ]
+        features, _ = trainer.collect_features(trainer._prepare_inputs(dict(batches[index % len(batches)])))
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_function(features, None)
         total = sum(loss.values()) if isinstance(loss, dict) else loss
@@ -110,7 +109,7 @@ def _measured(cell: dict, directory: Path) -> dict:
     if cuda:
         torch.cuda.synchronize()
     times = [elapsed(*pair) * 1e3 for pair in zip(marks, marks[1:], strict=False)]
-    masks = [column["attention_mask"] for columns in batches for column in columns]
+    masks = [value for columns in batches for key, value in columns.items() if key.endswith("attention_mask")]
     return {
         "status": "ok",
         "step_ms": statistics.median(times),

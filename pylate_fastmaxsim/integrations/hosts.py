@@ -81,7 +81,7 @@ HOSTS = (
         "5",
         "7",
         (
-            *("sparse_encoder.encoder", "sparse_encoder.joint", "sparse_encoder.gradcache"),
+            *("sparse_encoder.encoder", "sparse_encoder.joint", "sparse_encoder.gradcache", "sparse_encoder.collator"),
             *("sparse_encoder.search", "sparse_encoder.evaluation", "encoding.mask_sync"),
         ),
         "SPLADE without vocabulary logits, exact search of sparse embeddings",

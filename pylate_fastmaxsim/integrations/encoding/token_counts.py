@@ -1,4 +1,4 @@
-"""How many tokens each text of a column has, counted by PyLate's collator, so that nobody waits for the GPU to count."""
+"""How many tokens each text of a column has, counted by the host's collator, so that nobody waits for the GPU to count."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch as stock PyLate's collator makes it. Its masks carry the counts, until somebody makes others of them.
+    """The batch as the host's own collator makes it. Its masks carry the counts, until somebody makes others of them.
 
     Examples
     --------
@@ -83,8 +83,15 @@ def attach_token_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_total(features: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A column as stock PyLate's collator makes it."""
+    """A column as the host's own collator makes it."""
     return {key: value for key, value in features.items() if key != TOKEN_TOTAL}
+
+
+def take_total(features: dict[str, Tensor]) -> None:
+    """Take the counts of a column out of it, for its mask to carry them: a model may be given what it finds there."""
+    counts = features.pop(TOKEN_TOTAL, None)
+    if counts is not None and isinstance(mask := features.get("attention_mask"), Tensor):
+        mask.fastmaxsim_counts = counts, writes_to(mask)
 
 
 def known_total(column: dict[str, Tensor]) -> int | None:
@@ -145,7 +152,7 @@ def _poll(answer: Tensor) -> None:
         if not _answers.popleft().matches:
             reset()
             raise ValueError(
-                "An attention_mask of an earlier batch was changed after PyLate's collator, which had counted its tokens "
+                "An attention_mask of an earlier batch was changed after the collator, which had counted its tokens "
                 "(pylate_fastmaxsim adds them to a column as token_total). Losses since then are wrong. Remove "
                 "token_total from columns whose masks you change, or train with enable(padding_free=False)."
             )

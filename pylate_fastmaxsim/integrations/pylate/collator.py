@@ -8,12 +8,10 @@ from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformerTrainer
 from torch import Tensor
 
-from pylate_fastmaxsim.integrations.encoding.batch import has_gaps
-from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL, TokenCounts, attach_token_counts
+from pylate_fastmaxsim.integrations.encoding.collated import add_token_counts
+from pylate_fastmaxsim.integrations.encoding.token_counts import attach_token_counts
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
-
-_MASK = "_attention_mask"
 
 # An inherited method is called on the parent class, where it may be replaced later.
 _INHERITED = "_prepare_inputs" not in vars(SentenceTransformerTrainer)
@@ -29,8 +27,7 @@ def patches() -> list[Patch]:
 
 @wraps(ColBERTCollator.__call__)
 def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
-    # Counting on the CPU, in a worker, spares waiting for the GPU. A worker with start method spawn imports PyLate
-    # afresh and adds no counts.
+    # A worker with start method spawn imports PyLate afresh and adds no counts.
     batch = collate.__wrapped__(self, features)
     options = current_options()
     if options is None or not options.padding_free:
@@ -38,11 +35,7 @@ def collate(self: ColBERTCollator, features: list[dict]) -> dict[str, Tensor]:
     # A subclass with its own __call__ may change the masks afterwards.
     if type(self).__call__ is not collate:
         return batch
-    for key in [key for key in batch if key.endswith(_MASK)]:
-        # A mask with gaps cannot be packed, and is found without counts.
-        if not has_gaps(batch[key]):
-            batch[f"{key.removesuffix(_MASK)}_{TOKEN_TOTAL}"] = TokenCounts.of(batch[key])
-    return batch
+    return add_token_counts(batch)
 
 
 @wraps(SentenceTransformerTrainer._prepare_inputs)

@@ -36,6 +36,7 @@ from pylate_fastmaxsim.integrations.encoding.columns import (
 )
 from pylate_fastmaxsim.integrations.encoding.modes import APART, mode_for
 from pylate_fastmaxsim.integrations.encoding.reasons import UNDERSTOOD
+from pylate_fastmaxsim.integrations.encoding.token_counts import take_total
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, inputs_of
@@ -96,6 +97,8 @@ def _noting_model(stock: Callable) -> Callable:
 
     @wraps(stock)
     def call(self: SparseEncoder, *args, **kwargs) -> dict[str, Tensor]:
+        if args and isinstance(args[0], dict) and not torch.compiler.is_compiling():
+            take_total(args[0])  # of a loop of the user's, in which no trainer takes it out
         # A model compiled as a whole is left to stock: decisions about it cannot be traced.
         if torch.compiler.is_compiling() or self._compiled_call_impl is not None or current_options() is None:
             return stock(self, *args, **kwargs)
@@ -296,8 +299,11 @@ def _reason_in_features(transformer: nn.Module, features: dict[str, Tensor], kwa
     called = getattr(transformer, "modality_config", {"text": LOGITS}).get(features.get("modality", "text"), {})
     if called != LOGITS:
         return "its output is not the logits of each token"
+    given = features.keys()
+    if not hasattr(transformer, "modality_config"):
+        given &= UNDERSTOOD | {"inputs_embeds"}  # before release 6 nothing else goes on to the encoder
     # Keywords replace features, also known ones.
-    if unknown := sorted((features.keys() - UNDERSTOOD - _LEFT_BEHIND | kwargs.keys()) - TEXT_METADATA):
+    if unknown := sorted((given - UNDERSTOOD - _LEFT_BEHIND | kwargs.keys()) - TEXT_METADATA):
         return f"the encoder may take {', '.join(unknown)}"
     taken = TEXT_METADATA & inputs_of(transformer) if hasattr(transformer, "model_forward_params") else set()
     return f"the encoder takes {', '.join(sorted(taken))}" if taken else None

@@ -159,6 +159,8 @@ NO_NAMES = {
     "_attention_mask",
     "_id",
     "_kl_divergence",
+    "_regularizer",
+    "_regularizer_threshold",
     "_mask",
     "_threshold",
     "_tiles",

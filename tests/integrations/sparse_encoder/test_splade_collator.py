@@ -1,0 +1,74 @@
+"""Token counts that the collator of a SparseEncoder makes spare the search for tokens on a GPU, and reach no loss."""
+
+import pytest
+import torch
+from sentence_transformers.sparse_encoder import SparseEncoderTrainer
+from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
+from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+from sentence_transformers.sparse_encoder.training_args import SparseEncoderTrainingArguments
+from sparse_encoders import splade
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding.token_counts import TOKEN_TOTAL
+
+ROWS = [
+    {"query": "sea", "document": "sand and sea and sky", "negative": "a", "negative_1": "b c d"},
+    {"query": "the sky", "document": "sand", "negative": "w x y z", "negative_1": "b"},
+]
+
+
+def collator(model):
+    return SparseEncoderDataCollator(getattr(model, "preprocess", model.tokenize))
+
+
+@pytest.fixture
+def model(encoder):
+    return splade(encoder("bert", masked_lm=True))
+
+
+def loss_of(model):
+    ranking = SparseMultipleNegativesRankingLoss(model)
+    return SpladeLoss(model, ranking, document_regularizer_weight=1e-3, query_regularizer_weight=1e-3)
+
+
+def test_the_trainer_leaves_stocks_columns_and_no_search(model, packed, no_search, tmp_path):
+    arguments = SparseEncoderTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    stock = collator(model)(ROWS)
+    of_stock, _ = SparseEncoderTrainer(model, arguments).collect_features(stock)
+    expected = sum(loss_of(model)([dict(column) for column in of_stock]).values())
+    pylate_fastmaxsim.enable()
+    trainer = SparseEncoderTrainer(model, arguments)
+    batch = collator(model)(ROWS)
+    assert batch.keys() - stock.keys() == {f"{column}_{TOKEN_TOTAL}" for column in ROWS[0]}
+    columns, _ = trainer.collect_features(trainer._prepare_inputs(batch))
+    assert [column.keys() for column in columns] == [column.keys() for column in of_stock]
+    sum(loss_of(model)([dict(column) for column in columns]).values())  # the check on the first batch searches
+    no_search()
+    torch.testing.assert_close(sum(loss_of(model)(columns).values()), expected)
+
+
+def test_a_loop_without_the_trainer(model):
+    """Counts are taken out before the model sees them, also where everything runs stock."""
+    with pylate_fastmaxsim.enabled():
+        batch = collator(model)(ROWS)
+        column = {key.removeprefix("document_"): value for key, value in batch.items() if key.startswith("document_")}
+        fast = model(dict(column))["sentence_embedding"]
+        handle = model.register_forward_hook(lambda *_: None)
+        stock = model(given := dict(column))["sentence_embedding"]
+        handle.remove()
+    assert TOKEN_TOTAL not in given
+    torch.testing.assert_close(fast, stock)
+
+
+class Shortening(SparseEncoderDataCollator):
+    def __call__(self, features):
+        return super().__call__(features)
+
+
+def test_batches_without_counts(model, monkeypatch):
+    """Of a collator of somebody's own, and where batches may be sent from process to process."""
+    with pylate_fastmaxsim.enabled():
+        batch = Shortening(getattr(model, "preprocess", model.tokenize))(ROWS)
+        assert not any(TOKEN_TOTAL in key for key in batch)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert not any(TOKEN_TOTAL in key for key in collator(model)(ROWS))
