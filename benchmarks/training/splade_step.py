@@ -6,7 +6,8 @@
 
 BERT in its base size with random weights and without dropout, under SpladeLoss with SparseMultipleNegativesRankingLoss:
 forward, backward and AdamW in bf16 autocast. Queries have 10 random words on average; documents, one negative for each
-query, 80 tokens, at most 256. Sentence Transformers pads a batch to its longest text. Stock is compiled as TrainingArguments
+query, 80 tokens, at most 256. Sentence Transformers' collator pads a column to its longest text, and its trainer brings batches to
+the GPU, before the clock runs. Stock is compiled as TrainingArguments
 (torch_compile=True) do it: torch.compile of the whole model. Each cell runs in a process of its own, and one that is out
 of memory is a result.
 """
@@ -74,19 +75,19 @@ def _measured(cell: dict, directory: Path) -> dict:
     def batch() -> dict:
         return collate([{name: text(mean, draw) for name, mean in means.items()} for _ in range(cell["batch"])])
 
-    batches = [batch() for _ in range(cell["different"])]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     ranking = losses.SparseMultipleNegativesRankingLoss(model)
     loss_function = losses.SpladeLoss(model, ranking, document_regularizer_weight=3e-5, query_regularizer_weight=5e-5)
-    # Its way of batches to a GPU, whose masks it may have counted on the CPU.
     arguments = SparseEncoderTrainingArguments(str(directory / "run"), report_to="none", use_cpu=not cuda)
     trainer = SparseEncoderTrainer(model, arguments, loss=ranking)
+    # On the GPU before the clock runs.
+    batches = [trainer._prepare_inputs(batch()) for _ in range(cell["different"])]
     if cell["compile"] and cell["path"] == "stock":
         # As the trainer, which builds the loss first.
         loss_function.model = ranking.model = torch.compile(model)
 
     def step(index: int) -> torch.Tensor:
-        features, _ = trainer.collect_features(trainer._prepare_inputs(dict(batches[index % len(batches)])))
+        features, _ = trainer.collect_features(batches[index % len(batches)])
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = loss_function(features, None)
         total = sum(loss.values()) if isinstance(loss, dict) else loss
