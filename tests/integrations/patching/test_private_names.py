@@ -162,6 +162,8 @@ NO_NAMES = {
     "_regularizer",
     "_regularizer_threshold",
     "_mask",
+    "_regularizer",
+    "_regularizer_threshold",
     "_threshold",
     "_tiles",
     "_vendor",

@@ -17,6 +17,7 @@ from sparse_encoders import build_sparse_encoder
 from splade_recipe import splade_over, tiny_splade
 from tiny_recipe import hub_dataset, kd_subsets, text, write
 
+from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.comparison.compare import read_steps
 from pylate_fastmaxsim.recipes.comparison.measure import measure
@@ -208,6 +209,8 @@ def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch
 
     # Processes of their own would cost half a minute.
     monkeypatch.setattr(comparing, "_run", run_here)
+    # Tiny batches on a CPU would be left to stock.
+    monkeypatch.setattr(sparse_encoder, "FEW_TOKENS", 0)
     recipe = splade_over(tmp_path, saved, training={"max_steps": 4}, evaluation={"rows": 8})
     recipe["model"]["config_kwargs"] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     done = command("compare", write(tmp_path, recipe))
