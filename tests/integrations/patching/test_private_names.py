@@ -162,8 +162,6 @@ NO_NAMES = {
     "_regularizer",
     "_regularizer_threshold",
     "_mask",
-    "_regularizer",
-    "_regularizer_threshold",
     "_threshold",
     "_tiles",
     "_vendor",
