@@ -70,7 +70,7 @@ def test_a_batch_that_does_not_fit_is_a_result_and_no_larger_one_is_tried(tmp_pa
     results = head.Results(parser.parse_args())
     head.run(results, Full(), "stock", ["64x256", "256x256", "16x256, 250k", "32x256, 250k"])
     assert Full.asked == ["64x256", "256x256", "16x256, 250k"]
-    assert "| 16x256, 250k | | out of memory | | | |" in docs_table(results.cells)
+    assert "| 16x256, 250k | | out of memory | | |" in docs_table(results.cells)
     head.run(results, Full(), "padded", ["32x256, 250k"])
     assert len(results.cells) == 3
 
