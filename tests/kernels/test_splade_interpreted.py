@@ -9,6 +9,7 @@ from interpreter import interpreted, spread_out  # noqa: F401
 from splade_exactness import ACTIVATIONS, check
 from splade_problems import random_splade_problem
 
+from pylate_fastmaxsim import reference
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
 from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles
@@ -69,6 +70,18 @@ def test_not_a_number_shows(where, activation):
     grads = launch.backward(torch.ones_like(values), values, winners, operands, "highest", True, True, True)
     assert all(grad.isnan().any() for grad in grads)
     assert torch.equal(grads[2].isnan(), expected.any(dim=0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_infinities_are_kept(activation):
+    """Of a bias of -infinity, as that of vocabulary rows that are never to be chosen."""
+    problem = random_splade_problem(6, vocabulary=20, bias_mean=0.0)
+    problem.bias[3], problem.bias[17] = -torch.inf, torch.inf
+    operands = problem.operands(*ACTIVATIONS[activation])
+    values, _ = launch.forward(operands, False, "highest", SMALL)
+    expected = reference.splade_pool(*problem, *activation)
+    assert expected.isinf().any()
+    torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 def test_strided_tensors_and_texts_that_share_rows():

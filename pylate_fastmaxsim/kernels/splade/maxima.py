@@ -9,6 +9,8 @@ from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 # The key of a text without a token, where values need not be positive.
 NO_KEY = tl.constexpr(-(2**63))
+# The key of -infinity as `order_key` gives it. Without its last bits it would be that of a NaN.
+KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 
 @Launcher
@@ -115,7 +117,7 @@ def values_kernel(
         value = bits.to(tl.float32, bitcast=True)
     else:
         has_winner = key != NO_KEY
-        value = tl.where(has_winner, key_value(bits), 0.0)
+        value = tl.where(has_winner, key_value(tl.maximum(bits, KEY_OF_MINUS_INFINITY)), 0.0)
     for _ in tl.static_range(LOGS):
         # log(1 + x), also of small x: the rounding of 1 + x is made good.
         sum_ = 1.0 + value
