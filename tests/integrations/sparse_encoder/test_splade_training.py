@@ -7,10 +7,11 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
+from paths import ROOT
 from sentence_transformers import SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder import losses
 from sparse_encoders import splade, transformer_of
-from splade_steps import CACHED, TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, error, run, splade_loss
+from splade_steps import CACHED, TEXTS, Decoded, assert_as_stock, assert_equal, batch_of, error, modes, run, splade_loss
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.compilation.layers import encoder_layers
@@ -58,6 +59,21 @@ def test_a_run_of_the_trainer(model, packed, monkeypatch, tmp_path):
     assert logged() == pytest.approx(stock, rel=1e-4)
     # Of a few tokens of the first batch, the check computes logits in both ways.
     assert len(decoded.tokens) == 2
+
+
+def test_the_script_of_the_docs(encoder, packed, monkeypatch, tmp_path):
+    page = (ROOT / "docs" / "splade.md").read_text(encoding="utf-8")
+    script = next(each for each in page.split("```python\n") if "trainer.train()" in each).partition("```")[0]
+    for here, there in (
+        ('"distilbert/distilbert-base-uncased"', repr(encoder("distilbert", masked_lm=True))),
+        ("bf16=True", f"bf16=True, use_cpu={not torch.cuda.is_available()}"),
+    ):
+        assert here in script
+        script = script.replace(here, there)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(script, names)
+    assert names["trainer"].state.global_step == 1 and modes(names["model"]) == {"packed"}
 
 
 def test_bf16(model, mode, monkeypatch):
