@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from sentence_transformers import SparseEncoder
 
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.load import is_missing_folder, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.load import CONFIG_FILE, is_missing_folder, load_model, model_failure, model_type
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 from pylate_fastmaxsim.recipes.models.sparse import require_inner_product
 from pylate_fastmaxsim.retrieval.static.files import DESCRIPTION_FILE as STATIC_FILE
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
-CONFIG_FILE = "config_sentence_transformers.json"
 LATE_INTERACTION, SPARSE, STATIC = "late interaction", "sparse", "static late interaction"
 
 
@@ -47,7 +42,7 @@ def load_retriever(
     name = str(path) if path.is_dir() else name
     section = ModelSection(name_or_path=name, trust_remote_code=trust_remote_code)
     try:
-        kind = _model_type(name)
+        kind = model_type(name)
     except Exception as error:  # of the Hub's client, or of a file that is not JSON
         raise model_failure(key, section, error) from error
     if kind not in ("ColBERT", "SparseEncoder"):
@@ -71,25 +66,3 @@ def kind_of(model: TextRetriever) -> str:
     if isinstance(model, StaticLateInteraction):
         return STATIC
     return SPARSE if isinstance(model, SparseEncoder) else LATE_INTERACTION
-
-
-def _model_type(name: str) -> str | None:
-    """The class that a model was saved by, or None where its files do not say."""
-    config = _json(name, CONFIG_FILE)
-    if config is None:
-        # As PyLate tells models of the original ColBERT.
-        architectures = (_json(name, "config.json") or {}).get("architectures") or [""]
-        return "ColBERT" if architectures[0] == "HF_ColBERT" else None
-    # Earlier releases of PyLate and of Sentence Transformers did not write it; only PyLate writes lengths.
-    return config.get("model_type", "ColBERT" if "document_length" in config else "SentenceTransformer")
-
-
-def _json(name: str, file: str) -> dict[str, Any] | None:
-    """The content of a file of a model, or None if it has no such file."""
-    try:
-        path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
-        return json.loads(path.read_text(encoding="utf-8"))
-    except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
-        raise
-    except (FileNotFoundError, EntryNotFoundError):
-        return None

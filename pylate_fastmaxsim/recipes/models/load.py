@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
@@ -15,6 +19,7 @@ from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
+CONFIG_FILE = "config_sentence_transformers.json"
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
@@ -49,6 +54,11 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
     except RecipeError:
         raise
     except Exception as error:  # each library that reads the files has its own errors
+        if section.kind == "colbert" and _is_sparse(loaded.name_or_path):
+            raise RecipeError(
+                f"{key} {loaded.name_or_path} must be a ColBERT or an encoder, but is a SparseEncoder, which model.kind "
+                "splade trains."
+            ) from error
         raise model_failure(key, loaded, error) from error
     if is_empty(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
@@ -101,3 +111,33 @@ def lacks_tokenizer(section: ModelSection) -> bool:
 def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer has only special tokens: transformers 5 makes up such a one for a model without any."""
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+
+
+def _is_sparse(name: str) -> bool:
+    """Whether the files of a model say that it is a SparseEncoder."""
+    try:
+        return model_type(name) == "SparseEncoder"
+    except Exception:  # of the Hub's client, or of a file that is not JSON
+        return False
+
+
+def model_type(name: str) -> str | None:
+    """The class that a model was saved by, or None where its files do not say."""
+    config = _json(name, CONFIG_FILE)
+    if config is None:
+        # As PyLate tells models of the original ColBERT.
+        architectures = (_json(name, "config.json") or {}).get("architectures") or [""]
+        return "ColBERT" if architectures[0] == "HF_ColBERT" else None
+    # Earlier releases of PyLate and of Sentence Transformers did not write it; only PyLate writes lengths.
+    return config.get("model_type", "ColBERT" if "document_length" in config else "SentenceTransformer")
+
+
+def _json(name: str, file: str) -> dict[str, Any] | None:
+    """The content of a file of a model, or None if it has no such file."""
+    try:
+        path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
+        raise
+    except (FileNotFoundError, EntryNotFoundError):
+        return None

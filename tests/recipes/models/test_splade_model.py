@@ -71,3 +71,8 @@ def test_other_models_are_refused(encoder, saved, tmp_path):
     }.items():
         with pytest.raises(RecipeError, match=sentence):
             load_model(section(str(name)), "cpu", seed=0)
+
+
+def test_a_recipe_without_its_kind_names_it(saved):
+    with pytest.raises(RecipeError, match="but is a SparseEncoder, which model.kind splade trains."):
+        load_model(ModelSection(name_or_path=saved), "cpu", seed=0)
