@@ -20,6 +20,8 @@ from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 
 CONFIG_FILE = "config_sentence_transformers.json"
+# What a model may be by mistake: the class that saved it, and the kind of recipe that trains it.
+OTHER_KIND = {"colbert": ("SparseEncoder", "splade"), "splade": ("ColBERT", "colbert")}
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
@@ -54,10 +56,10 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
     except RecipeError:
         raise
     except Exception as error:  # each library that reads the files has its own errors
-        if section.kind == "colbert" and _is_sparse(loaded.name_or_path):
+        if (other := OTHER_KIND.get(section.kind)) and _is_a(other[0], loaded.name_or_path):
             raise RecipeError(
-                f"{key} {loaded.name_or_path} must be a ColBERT or an encoder, but is a SparseEncoder, which model.kind "
-                "splade trains."
+                f"{key} {loaded.name_or_path} does not fit model.kind {section.kind}: it is a {other[0]}, which model.kind "
+                f"{other[1]} trains."
             ) from error
         raise model_failure(key, loaded, error) from error
     if is_empty(kind.tokenizer_of(model)):
@@ -113,10 +115,10 @@ def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 
-def _is_sparse(name: str) -> bool:
-    """Whether the files of a model say that it is a SparseEncoder."""
+def _is_a(kind: str, name: str) -> bool:
+    """Whether the files of a model say that it was saved by this class."""
     try:
-        return model_type(name) == "SparseEncoder"
+        return model_type(name) == kind
     except Exception:  # of the Hub's client, or of a file that is not JSON
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.models import Transformer
 from sparse_encoders import build_sparse_encoder
@@ -73,6 +74,11 @@ def test_other_models_are_refused(encoder, saved, tmp_path):
             load_model(section(str(name)), "cpu", seed=0)
 
 
-def test_a_recipe_without_its_kind_names_it(saved):
-    with pytest.raises(RecipeError, match="but is a SparseEncoder, which model.kind splade trains."):
-        load_model(ModelSection(name_or_path=saved), "cpu", seed=0)
+def test_a_model_of_the_other_kind_is_named(saved, encoder, tmp_path):
+    ColBERT(encoder("bert"), device="cpu").save_pretrained(str(tmp_path))
+    for kind, name, sentence in (
+        ("colbert", saved, "it is a SparseEncoder, which model.kind splade trains."),
+        ("splade", str(tmp_path), "it is a ColBERT, which model.kind colbert trains."),
+    ):
+        with pytest.raises(RecipeError, match=f"{name} does not fit model.kind {kind}: {sentence}"):
+            load_model(ModelSection(kind=kind, name_or_path=name), "cpu", seed=0)
