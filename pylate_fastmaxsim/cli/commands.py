@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="fastmaxsim",
-    help="Train late-interaction models with PyLate, without padding and without a similarity tensor.",
+    help="Train late-interaction and SPLADE models without padding, similarity tensors and vocabulary logits.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -25,7 +25,8 @@ def key(
 class BuildSection:
     """A small ModernBERT with random weights, and a BPE tokenizer trained on the recipe's own text.
 
-    For ``model.kind: splade`` it has the head of a masked language model. The names are those of ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
+    For ``model.kind: splade`` it has the head of a masked language model. The names are those of
+    ``transformers.ModernBertConfig``; ``dropout`` sets all of its dropouts.
     """
 
     vocab_size: int = key(8192, minimum=512)
@@ -118,9 +119,10 @@ class DataSection:
 
     ``columns`` lists the columns to use in order, the query first. Without it all are used except ``dataset_name`` and
     those with ``_id`` in their name, which PyLate's collator leaves out. Only the query column may have query or anchor
-    in its name, by which the collator recognises queries. For ``model.kind: splade`` names are free. For distillation the columns are the
-    query, a list of documents and a list of teacher scores. For retrieval of pages they are the query, the image of its
-    page and, for losses with negatives, a list of images of other pages.
+    in its name, by which the collator recognises queries. For ``model.kind: splade`` names are free, but label, score and
+    others that Sentence Transformers reads as scores. For distillation the columns are the query, a list of documents and
+    a list of teacher scores. For retrieval of pages they are the query, the image of its page and, for losses with
+    negatives, a list of images of other pages.
 
     ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
     ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
@@ -381,6 +383,9 @@ class EvaluationSection:
 
     ``nano_beir`` lists sets of NanoBEIR by the names that PyLate's evaluator has for them, such as msmarco and nq: the
     same three metrics by that evaluator, each the mean over the sets.
+
+    For ``model.kind: splade`` all three are by exact sparse search, with FLOPS and the mean non-zeros of queries and
+    documents beside them (docs/recipes.md).
 
     ``corpus_format`` compresses the documents of ``beir`` as they are encoded, so that the metrics are those of compressed
     documents. ``batch_size`` texts are encoded at once.
