@@ -9,7 +9,7 @@ from interpreter import interpreted, spread_out  # noqa: F401
 from splade_exactness import ACTIVATIONS, check
 from splade_problems import random_splade_problem
 
-from pylate_fastmaxsim import reference
+from pylate_fastmaxsim import TokenBatch, reference
 from pylate_fastmaxsim._winners import no_winner
 from pylate_fastmaxsim.kernels.splade import launch
 from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles
@@ -84,12 +84,50 @@ def test_infinities_are_kept(activation):
     torch.testing.assert_close(values.double(), expected, rtol=2e-6, atol=2e-6)
 
 
+def backward(operands, grad, values, winners, *needs):
+    return launch.backward(grad, values, winners, operands, "highest", *needs)
+
+
+def test_packed_texts_and_more_numbers_than_a_block_has():
+    """Texts back to back, whose gradient no zeros are filled in before, of more than 1024 numbers a token."""
+    problem = random_splade_problem(7, lengths=(1, 9, 0, 2), dim=1030, vocabulary=5, masked=False)
+    hidden = TokenBatch.from_list([torch.randn(length, 1030) for length in problem.hidden.lengths])
+    assert hidden.gapless
+    check(problem._replace(hidden=hidden), tiles=SMALL)
+
+
+@pytest.mark.parametrize("lengths, vocabulary", [((), 3), ((0, 0), 3), ((4, 1), 0)])
+def test_nothing_to_pool(lengths, vocabulary):
+    problem = random_splade_problem(8, lengths=lengths, vocabulary=vocabulary)
+    values, winners = check(problem)
+    assert values.shape == winners.shape == (len(lengths), vocabulary)
+
+
+def test_gradients_that_are_not_needed_change_no_others():
+    problem = random_splade_problem(9, vocabulary=20)
+    operands = problem.operands()
+    values, winners = launch.forward(operands, True, "highest", SMALL)
+    grad = torch.randn(values.shape)
+    expected = backward(operands, grad, values, winners, True, True, True)
+    for i in range(3):
+        needs = [i == j for j in range(3)]
+        for found, gradient, need in zip(
+            backward(operands, grad, values, winners, *needs), expected, needs, strict=True
+        ):
+            assert torch.equal(found, gradient) if need else found.numel() == 0
+
+
 def test_strided_tensors_and_texts_that_share_rows():
     problem = random_splade_problem(5, vocabulary=20)
-    values, _ = check(problem, tiles=SMALL)
+    values, winners = check(problem, tiles=SMALL)
     operands = problem.operands()
     strided = type(operands)(*(spread_out(x) if isinstance(x, torch.Tensor) else x for x in operands))
     assert torch.equal(launch.forward(strided, False, "highest", SMALL)[0], values)
+    # As the gradient of a sum over the vocabulary.
+    grad = torch.randn(len(values), 1).expand(values.shape)
+    expected = backward(operands, grad.contiguous(), values, winners, True, True, True)
+    found = backward(strided, grad, values, winners, True, True, True)
+    assert all(map(torch.equal, found, expected))
     repeated = torch.tensor([4, 2, 4, 4, 2, 4, 4, 4, 2, 2])
     shared = problem._replace(hidden=problem.hidden.select(repeated)).operands()
     assert torch.equal(launch.forward(shared, False, "highest", SMALL)[0], values[repeated])
