@@ -194,6 +194,28 @@ def test_texts_that_share_rows_have_no_gradient():
     splade_pool(texts, WEIGHT.clone().requires_grad_()).sum().backward()
 
 
+@pytest.mark.parametrize("activation_function", ["relu", "log1p_relu"])
+def test_small_and_large_values_and_their_slopes_are_precise(activation_function):
+    """Relative to themselves, each."""
+    weight = torch.logspace(-30, 30, 40)[:, None].requires_grad_()
+    exact = weight.detach().double().requires_grad_()
+    values = splade_pool(torch.ones(1, 1, 1), weight, activation_function=activation_function)
+    wanted = reference.splade_pool(TokenBatch.from_padded(torch.ones(1, 1, 1)), exact, None, activation_function)
+    torch.testing.assert_close(values.double(), wanted, rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(x.sum(), leaf)[0].double() for x, leaf in ((values, weight), (wanted, exact))]
+    torch.testing.assert_close(*gradients, rtol=2e-5, atol=0)
+
+
+def test_gradients_in_batches_are_those_one_by_one():
+    problem = random_splade_problem(10, vocabulary=5).with_gradients()
+    values = splade_pool(*problem)
+    grads = torch.randn(3, *values.shape, generator=torch.Generator().manual_seed(0))
+    batched = torch.autograd.grad(values, problem.leaves, grads, retain_graph=True, is_grads_batched=True)
+    for i, grad in enumerate(grads):
+        own = torch.autograd.grad(values, problem.leaves, grad, retain_graph=True)
+        assert all(map(torch.equal, own, [gradient[i] for gradient in batched]))
+
+
 def test_second_derivatives_are_refused():
     problem = random_splade_problem(9).with_gradients()
     gradient = torch.autograd.grad(splade_pool(*problem).sum(), problem.weight, create_graph=True)[0]

@@ -44,6 +44,13 @@ def test_the_operator_by_itself_is_differentiable():
         assert torch.equal(ours, wanted)
 
 
+def test_a_graph_without_winners_passes_no_gradient_silently():
+    problem = random_splade_problem(1).with_gradients()
+    values, _ = torch.ops.pylate_fastmaxsim.splade_forward(*problem.operands(), False)
+    with pytest.raises(RuntimeError, match="splade_pool: these .* pass no gradient"):
+        values.sum().backward()
+
+
 def test_one_graph_forward_and_backward():
     head, hidden, mask = padded(2)
     hidden.requires_grad_()
