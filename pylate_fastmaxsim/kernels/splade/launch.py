@@ -105,7 +105,7 @@ def backward(
             )  # fmt: skip
             if need_hidden:
                 row = torch.arange(num_rows, dtype=torch.int32, device=hidden.device)
-                # Each vocabulary row is a query of one token.
+                # Each vocabulary row is a query of one token. Lengths of queries are not read.
                 scored = ScoringOperands(
                     weight, row, row, None, hidden, operands.starts, operands.lengths, None, None, None,
                     1, operands.max_length, True, operands.gapless,
