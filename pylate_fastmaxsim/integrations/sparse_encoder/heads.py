@@ -16,7 +16,7 @@ from pylate_fastmaxsim.integrations.encoding.equivalence import evaluating, what
 from pylate_fastmaxsim.integrations.encoding.snapshot import untouched
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, with_adapters
 from pylate_fastmaxsim.integrations.models.hidden_states import HiddenStates
-from pylate_fastmaxsim.integrations.models.user_code import has_hooks
+from pylate_fastmaxsim.integrations.models.user_code import has_hooks, user_code
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 # Texts and tokens that the check by numbers computes logits of.
@@ -110,6 +110,10 @@ def why_not(transformer: nn.Module, hidden: HiddenStates, features: dict[str, Te
         # They are not called as stock calls them, or not called at all.
         if has_hooks(module) or "forward" in vars(module) or module._compiled_call_impl is not None:
             return f"a hook or another forward is on {type(module).__name__}"
+    # Also inside of steps, which are given tokens [T, d] for texts [N, L, d]: the check by numbers cannot see that.
+    for module in head.holders[:1] or head.modules:
+        if (found := user_code(module, backwards=False)) is not None:
+            return found
     device = head.decoder.weight.device.type
     situation = (
         *map(ref, (with_adapters(transformer), hidden, *head.modules)),
