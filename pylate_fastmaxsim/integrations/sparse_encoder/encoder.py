@@ -7,7 +7,7 @@ the maximum without the logits. ``token_embeddings``, where Sentence Transformer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import wraps
 
@@ -151,7 +151,7 @@ def _pooled(model: SparseEncoder, transformer: nn.Module, features: dict[str, Te
     if batch is not None and (pooled := batch.take(transformer, features)) is not None:
         return pooled
     # Before anything is encoded: checkpointing needs the same layers in forward and backward.
-    if options.compile:
+    if options.compile and isinstance(encoder_of(transformer), nn.Module):
         compile_layers(transformer)
     if _are_few(features["input_ids"]):
         return None
@@ -270,6 +270,8 @@ def _followers(
 
 def _reason_in_model(model: SparseEncoder, transformer: nn.Module) -> str | None:
     """Which part of a model Sentence Transformers has to run itself."""
+    if not isinstance(encoder_of(transformer), nn.Module):  # exported, to ONNX or OpenVINO
+        return f"{type(encoder_of(transformer)).__name__} is no module of PyTorch"
     pooling = _behind(model, transformer)
     if not isinstance(pooling, SpladePooling):
         return (
@@ -300,10 +302,18 @@ def _reason_in_features(transformer: nn.Module, features: dict[str, Tensor], kwa
     if called != LOGITS:
         return "its output is not the logits of each token"
     given = features.keys()
-    if not hasattr(transformer, "modality_config"):
+    if hasattr(transformer, "modality_config"):
+        given -= _of_other_columns(given) - inputs_of(transformer)
+    else:
         given &= UNDERSTOOD | {"inputs_embeds"}  # before release 6 nothing else goes on to the encoder
     # Keywords replace features, also known ones.
     if unknown := sorted((given - UNDERSTOOD - _LEFT_BEHIND | kwargs.keys()) - TEXT_METADATA):
         return f"the encoder may take {', '.join(unknown)}"
     taken = TEXT_METADATA & inputs_of(transformer) if hasattr(transformer, "model_forward_params") else set()
     return f"the encoder takes {', '.join(sorted(taken))}" if taken else None
+
+
+def _of_other_columns(given: Iterable[str]) -> set[str]:
+    """Features of ``negative_1`` that the trainer gives ``negative`` too, since their names begin with it."""
+    others = tuple(key.removesuffix("input_ids") for key in given if key.endswith("_input_ids"))
+    return {key for key in given if key.startswith(others)}

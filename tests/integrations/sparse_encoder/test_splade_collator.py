@@ -47,6 +47,17 @@ def test_the_trainer_leaves_stocks_columns_and_no_search(model, packed, no_searc
     torch.testing.assert_close(sum(loss_of(model)(columns).values()), expected)
 
 
+def test_features_that_a_column_has_of_another(model, packed, caplog):
+    """The trainer gives ``negative`` what begins with its name: all that is of ``negative_1``, as ``1_input_ids``."""
+    batch, loss = collator(model)(ROWS), loss_of(model)
+    columns, _ = SparseEncoderTrainer(model, SparseEncoderTrainingArguments(use_cpu=True)).collect_features(batch)
+    assert "1_input_ids" in columns[2]
+    stock = sum(loss([dict(column) for column in columns]).values())
+    with pylate_fastmaxsim.enabled():
+        torch.testing.assert_close(sum(loss(columns).values()), stock)
+    assert "Vocabulary logits" not in caplog.text and "calls of their own" not in caplog.text
+
+
 def test_a_loop_without_the_trainer(model):
     """Counts are taken out before the model sees them, also where everything runs stock."""
     with pylate_fastmaxsim.enabled():

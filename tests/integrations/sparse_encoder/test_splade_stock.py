@@ -25,6 +25,7 @@ from transformers import (
     MobileBertConfig,
     MobileBertForMaskedLM,
 )
+from transformers.models.bert.modeling_bert import BertLMPredictionHead, BertOnlyMLMHead
 
 import pylate_fastmaxsim
 
@@ -57,6 +58,24 @@ class OwnEncoder(SparseEncoder):
 class OwnPooling(SpladePooling):
     def forward(self, features: dict) -> dict:
         return {**features, "sentence_embedding": features["token_embeddings"].relu().mean(dim=1)}
+
+
+class OwnStep(nn.Module):
+    """Its tokens [..., L, d] depend on the others of their text, padding included."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.step(hidden)
+        return hidden - hidden.mean(dim=-2, keepdim=True)
+
+
+class OwnHead(BertOnlyMLMHead):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(hidden)
+        return logits * 0.5 if self.training else logits
 
 
 class OwnBert(BertForMaskedLM):
@@ -120,6 +139,17 @@ CASES = {
         lambda m: mlm(m).cls.register_forward_hook(no_op_hook),
         "a hook or another forward is on BertOnlyMLMHead",
     ),
+    "hook inside the head": (
+        lambda m: mlm(m).cls.predictions.transform.dense.register_forward_hook(
+            lambda _module, _args, output: output - output.mean(dim=-2, keepdim=True)
+        ),
+        "a hook of your own is on Linear",
+    ),
+    "own step of the head": (
+        lambda m: setattr(mlm(m).cls.predictions, "transform", OwnStep(mlm(m).cls.predictions.transform)),
+        "OwnStep is a module of your own",
+    ),
+    "own head": (lambda m: setattr(mlm(m).cls, "__class__", OwnHead), "OwnHead is a module of your own"),
     "forward of the decoder": (
         lambda m: replace_forward(mlm(m).cls.predictions.decoder),
         "a hook or another forward is on Linear",
@@ -166,6 +196,56 @@ def test_what_is_left_to_stock(model, caplog, change, line):
     torch.testing.assert_close(model.encode(texts, show_progress_bar=False).to_dense(), encoded.to_dense())
     lines = [record.message for record in caplog.records if record.message.startswith(STOCK)]
     assert len(lines) == 1 and line in lines[0]
+
+
+def change_class(monkeypatch, model) -> None:
+    forward = BertLMPredictionHead.forward
+    monkeypatch.setattr(BertLMPredictionHead, "forward", lambda self, hidden: forward(self, hidden) * 0.5)
+
+
+def hook_all_modules(monkeypatch, model) -> None:
+    decoder = mlm(model).cls.predictions.decoder
+
+    def halve(module: nn.Module, _args: tuple, output: object) -> object:
+        return output * 0.5 if module is decoder else None
+
+    monkeypatch.setitem(nn.modules.module._global_forward_hooks, -1, halve)
+
+
+@pytest.mark.parametrize("change", [change_class, hook_all_modules])
+def test_what_comes_after_the_check_by_numbers(model, monkeypatch, change):
+    loss, batch = splade_loss(model, losses.SparseMultipleNegativesRankingLoss), batch_of(model, 2)
+    with pylate_fastmaxsim.enabled():
+        before = run(model, loss, batch)
+        change(monkeypatch, model)
+        ours = run(model, loss, batch)
+    stock = run(model, loss, batch)
+    assert_equal(ours, stock)
+    assert stock[0] != before[0]
+
+
+class Exported:
+    """As a model in ONNX's format: called like the one it was made of, and no module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.config = model, model.config
+
+    def forward(self, **features: torch.Tensor) -> object:
+        return self.model(**features)
+
+    __call__ = forward
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+def test_an_exported_model_is_left_to_stock(model, caplog, compiled):
+    features, transformer = batch_of(model, 2)[1], transformer_of(model)
+    (name,) = {"model", "auto_model"} & transformer._modules.keys()
+    exported = Exported(transformer._modules.pop(name))
+    object.__setattr__(transformer, name, exported)
+    stock = model(dict(features))["sentence_embedding"]
+    pylate_fastmaxsim.enable(compile=compiled)
+    torch.testing.assert_close(model(dict(features))["sentence_embedding"], stock, rtol=0, atol=0)
+    assert STOCK + "Exported is no module of PyTorch" in caplog.text
 
 
 def test_an_edited_pooling_is_left_to_stock(model, monkeypatch, caplog):
