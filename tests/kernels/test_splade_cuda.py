@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from splade_exactness import ACTIVATIONS, check  # noqa: E402
 from splade_problems import random_splade_problem  # noqa: E402
 
-from pylate_fastmaxsim import splade_pool  # noqa: E402
+from pylate_fastmaxsim import TokenBatch, splade_pool  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 
@@ -39,6 +39,19 @@ def test_dimensions(dim, masked):
         dim, lengths=texts(dim, 30, 100), dim=dim, vocabulary=1000, dtype=torch.bfloat16, masked=masked, device=DEVICE
     )
     check(problem)
+
+
+def test_packed_texts_of_a_training_step():
+    """Back to back, as the flag has them, of more numbers than a block, with a bias that bans some rows."""
+    problem = random_splade_problem(
+        2, lengths=texts(2, 64, 120), dim=1500, vocabulary=3000, dtype=torch.bfloat16, masked=False, device=DEVICE
+    )
+    parts = [torch.randn(length, 1500, device=DEVICE).bfloat16() for length in problem.hidden.lengths]
+    problem = problem._replace(hidden=TokenBatch.from_list(parts))
+    assert problem.hidden.gapless
+    check(problem)
+    problem.bias[::7] = -torch.inf
+    assert (splade_pool(*problem, activation_function=None, log1p=False)[:, ::7] <= 0).all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
