@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from compiled import blocks_of, check, compiled, kind, options_of, points  # noqa: E402
 
 from pylate_fastmaxsim.kernels.splade.maxima import maxima_kernel, values_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, weight_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.splade.slots import slots_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.splade.tiles import maxima_tiles  # noqa: E402
 
@@ -52,7 +52,7 @@ def test_gradients(operand, dim, tmp_path):
     kernel = compiled(slopes_kernel, 80, operand, {"num_warps": 4}, LOGS=1, BLOCK_N=32, BLOCK_M=64)
     check(80, operand, *kernel, tmp_path)
     kernel = compiled(
-        weight_gradient_kernel, 80, operand, {"num_warps": 1}, types={"grad_weight": "*bf16", "grad_bias": "*fp32"},
+        vocabulary_gradient_kernel, 80, operand, {"num_warps": 1}, types={"grad_weight": "*bf16", "grad_bias": "*fp32"},
         DIM=dim, BLOCK_N=4, BLOCK_D=1024,
     )  # fmt: skip
     check(80, operand, *kernel, tmp_path)

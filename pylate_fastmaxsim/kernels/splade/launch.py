@@ -9,7 +9,7 @@ from pylate_fastmaxsim.kernels.primitives.live_rows import live_tokens_of
 from pylate_fastmaxsim.kernels.runtime.arch import INPUT_PRECISION, architecture, arithmetic, cdiv, next_power_of_2
 from pylate_fastmaxsim.kernels.runtime.tensors import contiguous, on_device_of
 from pylate_fastmaxsim.kernels.splade.maxima import NO_KEY, maxima_kernel, values_kernel
-from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, weight_gradient_kernel
+from pylate_fastmaxsim.kernels.splade.slopes import slopes_kernel, vocabulary_gradient_kernel
 from pylate_fastmaxsim.kernels.splade.slots import slots_kernel
 from pylate_fastmaxsim.kernels.splade.tiles import MaximaTiles, maxima_tiles
 from pylate_fastmaxsim.kernels.winner_backward.launch import document_gradient, gradient_of
@@ -117,7 +117,7 @@ def backward(
     if not nothing_pooled and (need_weight or need_bias):
         block_d = min(1024, next_power_of_2(dim))
         with on_device_of(hidden):
-            weight_gradient_kernel[(num_rows, cdiv(dim, block_d) if need_weight else 1)](
+            vocabulary_gradient_kernel[(num_rows, cdiv(dim, block_d) if need_weight else 1)](
                 slopes, winners, hidden, operands.starts,
                 grad_weight if need_weight else None, grad_bias if need_bias else None, num_texts, num_rows,
                 DIM=dim, BLOCK_N=4, BLOCK_D=block_d, num_warps=1,

@@ -40,7 +40,7 @@ def slopes_kernel(
 
 @Launcher
 @triton.jit(do_not_specialize=["num_texts", "num_rows"])
-def weight_gradient_kernel(
+def vocabulary_gradient_kernel(
     slopes,
     winners,
     hidden,

@@ -158,6 +158,7 @@ NO_NAMES = {
     "_FORWARD_WITH_WINNERS",
     "_attention_mask",
     "_id",
+    "_input_ids",
     "_kl_divergence",
     "_regularizer",
     "_regularizer_threshold",
