@@ -129,6 +129,8 @@ def _of_modules(replaced: Mapping[str, tuple[Patch, object]]) -> Iterable[tuple[
 
 def _swap(objects: Mapping[int, object]) -> None:
     """In every loaded module, put ``objects[id(value)]`` in the place of ``value``."""
+    if not objects:  # mostly: functions are redirected, and to look through all modules takes 50 ms
+        return
     for module in list(sys.modules.values()):
         try:
             # Not vars(): a lazily loaded module overrides attribute access, and would load now.
