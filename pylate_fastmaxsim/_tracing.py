@@ -24,3 +24,10 @@ def is_plain(*tensors: Tensor) -> bool:
         and not torch._C._is_tracing()
         and not inside_transform()
     )
+
+
+def is_plain_backward(grad: Tensor) -> bool:
+    """The same of a gradient in a backward that nobody differentiates, of one batch of results."""
+    # With gradients enabled second ones are asked for, which the registered operators refuse. They take a compiled
+    # backward whole, and a batch of gradients once for each.
+    return is_plain(grad) and not torch.is_grad_enabled() and not torch._C._functorch.is_legacy_batchedtensor(grad)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pylate_fastmaxsim._dtypes import float32_precision
 from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, ScoringOperands, gradients_of
-from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.cpu import maxsim as blocked
@@ -214,14 +214,7 @@ def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: boo
         return None, None
     check_winners("maxsim", ctx.has_winners)
     winners, *tensors = ctx.saved_tensors
-    # With gradients enabled second ones are asked for, which the registered operator refuses. A compiled backward takes
-    # the registered operator whole, and a batch of gradients takes it once for each.
-    directly = (
-        is_plain(grad_scores)
-        and not torch.is_grad_enabled()
-        and not torch._C._functorch.is_legacy_batchedtensor(grad_scores)
-    )
-    if directly:
+    if is_plain_backward(grad_scores):
         grad_q, grad_d = _gradients(grad_scores, winners, ScoringOperands(*tensors, *ctx.sizes), need_q, need_d)
     else:
         grad_q, grad_d = torch.ops.pylate_fastmaxsim.maxsim_backward(

@@ -14,7 +14,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_count
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import NUM_FIELDS, SCHEMA, PoolingNumbers, ScoringOperands, gradients_of
-from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
 from pylate_fastmaxsim._winners import winner_dtype
 from pylate_fastmaxsim.cpu import pooled as blocked
 from pylate_fastmaxsim.ops import grad_filter as grad_filters
@@ -323,13 +323,7 @@ def _needed_gradients(ctx, grad_scores: Tensor | None, need_q: bool, need_d: boo
     check_winners("pooled_scores", ctx.has_state)
     state, *tensors = ctx.saved_tensors
     operands = ScoringOperands(*tensors, *ctx.sizes)
-    # As for MaxSim: second derivatives, compiled backwards and batches of gradients take the registered operator.
-    directly = (
-        is_plain(grad_scores)
-        and not torch.is_grad_enabled()
-        and not torch._C._functorch.is_legacy_batchedtensor(grad_scores)
-    )
-    if directly:
+    if is_plain_backward(grad_scores):
         grad_q, grad_d = _gradients(grad_scores, state, operands, ctx.pooling, need_q, need_d)
     else:
         grad_q, grad_d = torch.ops.pylate_fastmaxsim.pooled_backward(

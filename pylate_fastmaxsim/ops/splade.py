@@ -12,7 +12,7 @@ from torch import Tensor
 from pylate_fastmaxsim._checks import require_tensor
 from pylate_fastmaxsim._dtypes import float32_precision, sum_dtype
 from pylate_fastmaxsim._operands import SPLADE_SCHEMA, SpladeOperands
-from pylate_fastmaxsim._tracing import is_plain
+from pylate_fastmaxsim._tracing import is_plain, is_plain_backward
 from pylate_fastmaxsim._winners import winner_layout
 from pylate_fastmaxsim.cpu import splade as blocked
 from pylate_fastmaxsim.ops.dispatch import KERNEL_DTYPES, runs_kernels
@@ -291,10 +291,7 @@ def _needed_gradients(ctx, grad: Tensor | None, needs: tuple[bool, bool, bool]) 
     check_winners("splade_pool", ctx.has_winners)
     values, winners, *tensors = ctx.saved_tensors
     operands = SpladeOperands(*tensors, *ctx.sizes)
-    # As in MaxSim: the dispatcher costs the host more than a launch, but second derivatives, compiled backwards and
-    # batches of gradients need the registered operator.
-    directly = is_plain(grad) and not torch.is_grad_enabled() and not torch._C._functorch.is_legacy_batchedtensor(grad)
-    if directly:
+    if is_plain_backward(grad):
         gradients = _gradients(grad, values, winners, operands, needs)
     else:
         gradients = torch.ops.pylate_fastmaxsim.splade_backward(grad, values, winners, *operands, *needs)
