@@ -43,7 +43,7 @@ Overrides = Annotated[
 ]
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Hide the progress bars and log lines of other libraries."""
     import logging
 
@@ -71,12 +71,12 @@ def _options(
     pass
 
 
-def _end_with(sentence: str, code: int = 1) -> NoReturn:
+def end_with(sentence: str, code: int = 1) -> NoReturn:
     errors.print(sentence, style="red", markup=False, highlight=False)
     raise typer.Exit(code) from None
 
 
-def _end_interrupted(kept: str | None = None) -> NoReturn:
+def end_interrupted(kept: str | None = None) -> NoReturn:
     # Ctrl-C reaches every process of a launcher; only the first reports it.
     if int(os.environ.get("RANK", "0")) == 0:
         errors.print(f"\nInterrupted: {kept}." if kept else "\nInterrupted.", markup=False)
@@ -84,18 +84,18 @@ def _end_interrupted(kept: str | None = None) -> NoReturn:
 
 
 @contextmanager
-def _one_sentence_instead_of_a_traceback():
+def one_sentence_instead_of_a_traceback():
     """End with one sentence after a RecipeError, or after an interrupt before anything was saved."""
     try:
         yield
     except RecipeError as error:
-        _end_with(f"fastmaxsim: {error}", BAD_RECIPE)
+        end_with(f"fastmaxsim: {error}", BAD_RECIPE)
     except KeyboardInterrupt:
-        _end_interrupted()
+        end_interrupted()
 
 
 @contextmanager
-def _one_sentence_for_a_full_disk(kept: Callable[[], str]):
+def one_sentence_for_a_full_disk(kept: Callable[[], str]):
     """``kept`` says what is left."""
     try:
         yield
@@ -103,11 +103,11 @@ def _one_sentence_for_a_full_disk(kept: Callable[[], str]):
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         place = f"{error.filename}: " if error.filename else ""
-        _end_with(f"\nfastmaxsim: {place}{error.strerror}; {kept()}.")
+        end_with(f"\nfastmaxsim: {place}{error.strerror}; {kept()}.")
 
 
 @contextmanager
-def _one_sentence_for_too_little_memory(recipe: Recipe):
+def one_sentence_for_too_little_memory(recipe: Recipe):
     try:
         yield
     except Exception as error:
@@ -117,7 +117,7 @@ def _one_sentence_for_too_little_memory(recipe: Recipe):
         if not is_out_of_memory(error):
             raise
         advice = _take_less_memory(recipe, last_checkpoint(recipe))
-        _end_with(f"\nfastmaxsim: out of memory; {advice}.")
+        end_with(f"\nfastmaxsim: out of memory; {advice}.")
 
 
 def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
@@ -158,7 +158,7 @@ def train(
     ] = True,
 ) -> None:
     """Train the model of a recipe, with checkpoints, and save it."""
-    with _one_sentence_instead_of_a_traceback():
+    with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.comparison.report import training_table
         from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
@@ -170,12 +170,12 @@ def train(
                 return "there is no checkpoint yet, and the same command starts again"
             return f"{checkpoint} is kept, and {_again(resume)} goes on from there"
 
-        _quiet_libraries()
+        quiet_libraries()
         try:
-            with _one_sentence_for_a_full_disk(kept), _one_sentence_for_too_little_memory(loaded):
+            with one_sentence_for_a_full_disk(kept), one_sentence_for_too_little_memory(loaded):
                 result = run(loaded, resume)
         except KeyboardInterrupt:
-            _end_interrupted(kept())
+            end_interrupted(kept())
     if "ndcg@10" in result:  # the main process of a distributed run
         plain.print(training_table(result))
 
@@ -189,7 +189,7 @@ def mine(
     ] = True,
 ) -> None:
     """Find hard negatives for a recipe's pairs, score them with its teacher, and write training data."""
-    with _one_sentence_instead_of_a_traceback():
+    with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from accelerate import PartialState
 
@@ -197,12 +197,12 @@ def mine(
         from pylate_fastmaxsim.recipes.mining.mine import mine as run
 
         kept = f"what is done is kept, and {_again(resume)} goes on from there"
-        _quiet_libraries()
+        quiet_libraries()
         try:
-            with _one_sentence_for_a_full_disk(lambda: kept):
+            with one_sentence_for_a_full_disk(lambda: kept):
                 result = run(loaded, resume)
         except KeyboardInterrupt:
-            _end_interrupted(kept)
+            end_interrupted(kept)
     if PartialState().is_main_process:
         plain.print(mining_table(result))
 
@@ -223,7 +223,7 @@ def compare(
     ] = None,
 ) -> None:
     """Train a recipe with the stock library and with this package, and compare them."""
-    with _one_sentence_instead_of_a_traceback():
+    with one_sentence_instead_of_a_traceback():
         # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)
         from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, parse_sweep
@@ -234,9 +234,9 @@ def compare(
         batch_sizes = parse_sweep(sweep) if sweep is not None else []
         result = Path(loaded.output_dir, RESULT_FILE)
         steps = f"the steps of each run are in {result.parent / 'compare'}"
-        _quiet_libraries()
+        quiet_libraries()
         try:
-            with _one_sentence_for_a_full_disk(lambda: steps):
+            with one_sentence_for_a_full_disk(lambda: steps):
                 with progress_of_runs() as on_progress:
                     comparison = run(loaded, on_progress, batch_sizes)
                 # Before anything that may fail, because measuring took long.
@@ -244,9 +244,9 @@ def compare(
                 draw_comparison(comparison, result.with_suffix(".png"))
                 write_html(comparison, result.with_suffix(".html"))
         except RunFailed as error:
-            _end_with(f"fastmaxsim: {error}")
+            end_with(f"fastmaxsim: {error}")
         except KeyboardInterrupt:
-            _end_interrupted("a comparison is not resumed, the same command starts it again")
+            end_interrupted("a comparison is not resumed, the same command starts it again")
     typer.echo("\n".join(str(result.with_suffix(suffix)) for suffix in (".json", ".png", ".html")))
 
 
@@ -308,7 +308,7 @@ def robustness(
     ] = None,
 ) -> None:
     """Measure a trained model on longer documents and on documents with injected tokens, by several poolings."""
-    with _one_sentence_instead_of_a_traceback():
+    with one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.robustness.figures import draw_robustness
         from pylate_fastmaxsim.recipes.robustness.html import write_html
         from pylate_fastmaxsim.recipes.robustness.measure import settings_of
@@ -318,7 +318,7 @@ def robustness(
 
         settings = settings_of(pooling or (), times, tokens, append, noise, seed)
         limits = Limits(max_queries, max_documents, seed)
-        _quiet_libraries()
+        quiet_libraries()
         result, pairs, file = run(target, settings, limits, set_ or (), beir, split, output)
         for table in tables(result):
             plain.print(table)
@@ -389,7 +389,7 @@ def search(
     ] = None,
 ) -> None:
     """Search a collection exactly with a late-interaction or sparse model: a run file, metrics and times."""
-    with _one_sentence_instead_of_a_traceback():
+    with one_sentence_instead_of_a_traceback():
         from pylate_fastmaxsim.recipes.files.json import write_json
         from pylate_fastmaxsim.recipes.files.write import prepare_file
         from pylate_fastmaxsim.recipes.search.inputs import load_inputs
@@ -405,16 +405,16 @@ def search(
         if index is not None:
             kept = f"what is encoded is kept in {index}, and the same command goes on from there"
         options = Options(k, run, index, format_, batch_size, trust_remote_code, exact, plaid)
-        _quiet_libraries()
+        quiet_libraries()
         if json_ is not None:
             prepare_file("--json", json_)
             if run == json_:
                 raise RecipeError("--run and --json must be two files.")
         try:
-            with _one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:
+            with one_sentence_for_a_full_disk(lambda: kept), progress_of_tasks() as begin:
                 result = run_search(model, load_inputs(beir, split, corpus, queries, qrels), options, begin)
         except KeyboardInterrupt:
-            _end_interrupted(kept)
+            end_interrupted(kept)
         if json_ is not None:
             write_json(json_, result)
     plain.print(search_table(result))
@@ -423,7 +423,7 @@ def search(
 @app.command()
 def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
     """Compile the kernels of a recipe ahead of time, so that training does not wait for them (CUDA GPU)."""
-    with _one_sentence_instead_of_a_traceback():
+    with one_sentence_instead_of_a_traceback():
         loaded = load_recipe(recipe, set_ or ())
         from pylate_fastmaxsim.recipes.comparison.report import warmup_counts, warmup_table
         from pylate_fastmaxsim.recipes.training.warmup import nothing_to_compile, warm_up
@@ -431,7 +431,7 @@ def warmup(recipe: RecipePath, set_: Overrides = None) -> None:
         if reason := nothing_to_compile(loaded):
             typer.echo(reason)
             return
-        _quiet_libraries()
+        quiet_libraries()
         with Console(stderr=True, emoji=False).status("compiling, then training two steps on each size of batch"):
             warmed = warm_up(loaded)
     plain.print(warmup_table(loaded.name, warmed.steps))
