@@ -33,7 +33,7 @@ def test_a_name_is_loaded_when_it_is_first_asked_for_and_kept():
 # Of each package its rooms from the bottom up. A room may import what stands on a line below it, and nothing else.
 ROOMS = {
     "": (
-        ("_dtypes", "_tracing", "_winners"),
+        ("_dtypes", "_memory", "_tracing", "_winners"),
         ("_checks",),
         ("_impacts",),
         ("tokens", "sparse", "codec"),
@@ -44,6 +44,7 @@ ROOMS = {
         ("retrieval", "diagnostics", "precompile"),
         ("search", "corpus"),
         ("integrations",),
+        ("comparison",),
         ("recipes",),
         ("cli", "run"),
     ),
@@ -72,8 +73,14 @@ ROOMS = {
         ("enable",),
         ("run_script", "doctor"),
     ),
+    "comparison": (
+        ("runs",),
+        ("report",),
+        ("figures",),
+        ("html",),
+    ),
     "recipes": (
-        ("errors", "memory"),
+        ("errors",),
         ("config", "files"),
         ("plugin", "backend", "compression", "pooling", "scores"),
         ("data",),

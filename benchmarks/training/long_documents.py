@@ -18,10 +18,10 @@ from rich.console import Console
 
 from benchmarks.harness.paths import ROOT
 from pylate_fastmaxsim.cli.commands import _progress
+from pylate_fastmaxsim.comparison.figures import draw_comparison
+from pylate_fastmaxsim.comparison.html import write_html
+from pylate_fastmaxsim.comparison.report import comparison_table, sweep_table
 from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, compare
-from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
-from pylate_fastmaxsim.recipes.comparison.html import write_html
-from pylate_fastmaxsim.recipes.comparison.report import comparison_table, sweep_table
 from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.load import load_recipe
 

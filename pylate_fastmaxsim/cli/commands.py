@@ -111,7 +111,7 @@ def one_sentence_for_too_little_memory(recipe: Recipe):
     try:
         yield
     except Exception as error:
-        from pylate_fastmaxsim.recipes.memory import is_out_of_memory
+        from pylate_fastmaxsim._memory import is_out_of_memory
         from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
 
         if not is_out_of_memory(error):
@@ -226,10 +226,10 @@ def compare(
     with one_sentence_instead_of_a_traceback():
         # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)
+        from pylate_fastmaxsim.comparison.figures import draw_comparison
+        from pylate_fastmaxsim.comparison.html import write_html
         from pylate_fastmaxsim.recipes.comparison.compare import RESULT_FILE, RunFailed, parse_sweep
         from pylate_fastmaxsim.recipes.comparison.compare import compare as run
-        from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
-        from pylate_fastmaxsim.recipes.comparison.html import write_html
 
         batch_sizes = parse_sweep(sweep) if sweep is not None else []
         result = Path(loaded.output_dir, RESULT_FILE)
@@ -251,8 +251,8 @@ def compare(
 
 
 def _show_comparison(comparison: dict[str, Any]) -> None:
-    from pylate_fastmaxsim.recipes.comparison.html import sweep_sentence
-    from pylate_fastmaxsim.recipes.comparison.report import comparison_table, sweep_table, warnings_of
+    from pylate_fastmaxsim.comparison.html import sweep_sentence
+    from pylate_fastmaxsim.comparison.report import comparison_table, sweep_table, warnings_of
 
     plain.print(comparison_table(comparison))
     if points := comparison.get("sweep"):

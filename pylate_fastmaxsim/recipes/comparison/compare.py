@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -20,7 +18,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from pylate_fastmaxsim.recipes.comparison.measure import FINISHED, OUT_OF_MEMORY
+from pylate_fastmaxsim.comparison.runs import NOT_RUN, OUT_OF_MEMORY, contrast, summarize
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -35,8 +33,6 @@ from pylate_fastmaxsim.recipes.training.prepare import prepare
 MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"
 LOCK_FILE = "compare.lock"
-NOT_RUN = "not run"
-WARM_UP_STEPS = 5
 SWEEP_STEPS = 9
 
 # Removed from the environment of the runs, because it may switch the plugin off.
@@ -286,45 +282,3 @@ def read_steps(file: Path) -> list[dict[str, Any]]:
 def _last_line(log_file: Path) -> str:
     lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else "it wrote nothing"
-
-
-def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summary of a run. Times and rates leave out the warm-up: the first 5 steps, at most a third of all."""
-    measured = steps[min(WARM_UP_STEPS, len(steps) // 3) :]
-    run = {**result, "steps": len(steps), "losses": [step["loss"] for step in steps]}
-    if not measured:
-        return run
-    seconds = sum(step["seconds"] for step in measured)
-    totals = {name: sum(step[name] for step in steps) for name in ("live", "encoded", "query_tokens")}
-    return {
-        **run,
-        "step_seconds": statistics.median(step["seconds"] for step in measured),
-        "documents_per_second": sum(step["documents"] for step in measured) / seconds,
-        "live_tokens_per_second": sum(step["live"] for step in measured) / seconds,
-        "padding": 1 - totals["live"] / (totals["encoded"] - totals["query_tokens"]),
-        "tokens_per_step": {
-            "queries": totals["query_tokens"] / len(steps),
-            "documents": totals["live"] / len(steps),
-            "padding": (totals["encoded"] - totals["query_tokens"] - totals["live"]) / len(steps),
-        },
-    }
-
-
-def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
-    """The fast run relative to the stock run; None for what is unknown because a run did not finish.
-
-    ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one
-    of them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
-    """
-    both = stock["status"] == fast["status"] == FINISHED
-    differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]
-    qualities = [run["ndcg@10"] for run in (stock, fast)] if both else [None, None]
-    nan_from = next((step for step, gap in enumerate(differences, start=1) if not math.isfinite(gap)), None)
-    return {
-        "speedup": stock["step_seconds"] / fast["step_seconds"] if both else None,
-        "peak_memory": fast["memory"]["peak"] / stock["memory"]["peak"] if both else None,
-        "largest_loss_difference": max(differences, default=None) if nan_from is None else math.nan,
-        "loss_difference_nan_from": nan_from,
-        # None for a run that diverged.
-        "ndcg@10_difference": None if None in qualities else qualities[1] - qualities[0],
-    }

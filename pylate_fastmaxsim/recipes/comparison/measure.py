@@ -5,12 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import platform
 import sys
 import time
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,8 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
+from pylate_fastmaxsim._memory import PeakMemory, is_out_of_memory
+from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, environment
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, median_phases
@@ -28,21 +26,12 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
 from pylate_fastmaxsim.recipes.plugin import switched
 from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
-
-FINISHED = "finished"
-OUT_OF_MEMORY = "out of memory"
-NO_BATCH = "no batch of this size"
-
-# Packages that decide about speed. PyLate scores with late-interaction-kernels or flash-maxsim if they are installed.
-PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
-PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 
 
 def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untrained: bool = False) -> dict[str, Any]:
@@ -176,27 +165,6 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine and the versions of packages."""
-    threads = torch.get_num_threads()
-    cores = "1 thread" if threads == 1 else f"{threads} threads"
-    packages = {}
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[package] = version(package)
-    gpu = {}
-    if device.type == "cuda":
-        gpu = {"device_memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({cores})",
-        **gpu,
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **packages,
-    }
 
 
 def main() -> None:

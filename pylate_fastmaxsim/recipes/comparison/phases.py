@@ -10,7 +10,8 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-PHASES = ("tokenise", "encode", "score", "backward", "optimise")
+from pylate_fastmaxsim.comparison.runs import PHASES
+
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 5
 

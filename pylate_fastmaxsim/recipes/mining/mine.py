@@ -14,12 +14,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.config.parse import with_defaults
 from pylate_fastmaxsim.recipes.config.schema import MiningSection, ModelSection, Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
-from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.mining.dataset import OLD_SUMMARY, SUMMARY_FILE, put_into_place, write_data
 from pylate_fastmaxsim.recipes.mining.first_stage import find_candidates, load_first_stage
 from pylate_fastmaxsim.recipes.mining.negatives import (

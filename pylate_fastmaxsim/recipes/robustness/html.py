@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pylate_fastmaxsim.comparison.html import section, write_page
 from pylate_fastmaxsim.diagnostics.injection import TARGETED
-from pylate_fastmaxsim.recipes.comparison.html import section, write_page
 from pylate_fastmaxsim.recipes.robustness import figures
 from pylate_fastmaxsim.recipes.robustness.measure import Pair
 from pylate_fastmaxsim.recipes.robustness.report import (

@@ -11,11 +11,11 @@ import torch
 from pylate.models import ColBERT
 from torch import Tensor
 
+from pylate_fastmaxsim.comparison.runs import environment
 from pylate_fastmaxsim.diagnostics.injection import COUNTS, NOISE, injected_tokens, injection_sweep
 from pylate_fastmaxsim.diagnostics.robustness import TIMES, length_sweep
 from pylate_fastmaxsim.integrations.options import POOLINGS, pooling_from_text
 from pylate_fastmaxsim.ops.pooled import LogSumExp, Max, Pooling, Softmax, TopK, pooled_scores
-from pylate_fastmaxsim.recipes.comparison.measure import environment
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.models.encode import encode

@@ -11,6 +11,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -18,7 +19,6 @@ from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, Collection, d
 from pylate_fastmaxsim.recipes.evaluation.finite import NotFiniteError, only_finite
 from pylate_fastmaxsim.recipes.evaluation.ranking import Ranking, encode_corpus, encode_sample, metrics_of, ranking
 from pylate_fastmaxsim.recipes.files.write import prepare_file
-from pylate_fastmaxsim.recipes.memory import is_out_of_memory
 from pylate_fastmaxsim.recipes.models.encode import Encoded, encode, exact_search
 from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, STATIC, kind_of, load_retriever
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever

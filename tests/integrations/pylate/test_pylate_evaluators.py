@@ -21,9 +21,10 @@ from pylate.models import ColBERT
 from rich.console import Console
 from tiny_recipe import hub_dataset, text, tiny, write
 
-from pylate_fastmaxsim.recipes.comparison.compare import contrast, summarize
-from pylate_fastmaxsim.recipes.comparison.html import write_html
-from pylate_fastmaxsim.recipes.comparison.report import comparison_table, training_table
+from pylate_fastmaxsim.comparison.html import write_html
+from pylate_fastmaxsim.comparison.report import comparison_table
+from pylate_fastmaxsim.comparison.runs import contrast, summarize
+from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation import held_out

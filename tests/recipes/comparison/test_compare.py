@@ -21,12 +21,12 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.comparison.html import sweep_sentence
+from pylate_fastmaxsim.comparison.report import LABELS
+from pylate_fastmaxsim.comparison.runs import PHASES, summarize
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison.compare import _last_bar, read_steps, summarize
-from pylate_fastmaxsim.recipes.comparison.html import sweep_sentence
+from pylate_fastmaxsim.recipes.comparison.compare import _last_bar, read_steps
 from pylate_fastmaxsim.recipes.comparison.measure import measure
-from pylate_fastmaxsim.recipes.comparison.phases import PHASES
-from pylate_fastmaxsim.recipes.comparison.report import LABELS
 from pylate_fastmaxsim.recipes.comparison.text import MeasuredTrainer
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.prepare import prepare

@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny_recipe import tiny, write
 
+from pylate_fastmaxsim.comparison.runs import PHASES
 from pylate_fastmaxsim.recipes.comparison import phases
-from pylate_fastmaxsim.recipes.comparison.phases import PHASES, WARM_UP_STEPS, Stopwatch, median_phases
+from pylate_fastmaxsim.recipes.comparison.phases import WARM_UP_STEPS, Stopwatch, median_phases
 from pylate_fastmaxsim.recipes.comparison.text import PhaseTrainer
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model

@@ -13,12 +13,19 @@ from tiny_recipe import tiny, write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
+from pylate_fastmaxsim.comparison import figures
+from pylate_fastmaxsim.comparison.figures import draw_comparison
+from pylate_fastmaxsim.comparison.html import sweep_sentence, write_html
+from pylate_fastmaxsim.comparison.report import (
+    LABELS,
+    comparison_rows,
+    comparison_table,
+    comparison_text,
+    sweep_rows,
+    sweep_table,
+)
+from pylate_fastmaxsim.comparison.runs import contrast, summarize
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison import figures
-from pylate_fastmaxsim.recipes.comparison.compare import contrast, summarize
-from pylate_fastmaxsim.recipes.comparison.figures import draw_comparison
-from pylate_fastmaxsim.recipes.comparison.html import sweep_sentence, write_html
-from pylate_fastmaxsim.recipes.comparison.report import LABELS, comparison_table, sweep_rows, sweep_table
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 
 MEBIBYTE = 2**20
@@ -134,3 +141,20 @@ def test_a_sweep_says_how_far_each_path_went():
     assert all(text in table for row in rows for text in row) and table.count("0.250 s") == 4
     drawn = figures.svg(figures.sweep(points, capacity=2**31), 8, 4)
     assert drawn.count("<!-- out of memory -->") == 2
+
+
+def test_a_script_has_fewer_rows_than_a_recipe(tmp_path):
+    memory = {"before": 100, "peak": 200 * MEBIBYTE}
+    measured = [{"loss": 0.5, "seconds": seconds} for seconds in (9.0, 1.0, 1.0)]
+    runs = {mode: summarize({"status": "finished", "memory": memory}, measured) for mode in LABELS}
+    comparison = {"recipe": {"name": "train.py"}, "runs": runs, "summary": contrast(**runs)}
+    titles = [row[0] for row in comparison_rows(comparison)]
+    assert titles == ["", "median step", "peak memory", "  before training", "last loss"]
+    # As is printed where there is no rich.
+    text = comparison_text(comparison).split("\n")
+    assert len(text) == 2 + len(titles) and len({len(line) for line in text[2:4]}) == 1
+    assert text[2].split() == ["median", "step", "1.000", "s", "1.000", "s", "1.00x", "as", "fast"]
+    draw_comparison(comparison, tmp_path / "compare.png")
+    write_html(comparison, tmp_path / "compare.html")
+    page = Page((tmp_path / "compare.html").read_text())
+    assert "wall clock" not in page.text and page.titles == ["Step time and memory", "Loss", "Versions", "Command"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pylate_fastmaxsim.recipes.memory import PeakMemory, is_out_of_memory, peak_resident
+from pylate_fastmaxsim._memory import PeakMemory, is_out_of_memory, peak_resident
 
 MEBIBYTE = 2**20
 

@@ -6,15 +6,14 @@ import io
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from pylate_fastmaxsim.comparison.report import GIBIBYTE, LABELS, headline
+from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, PHASES
 
-from pylate_fastmaxsim.recipes.comparison.measure import FINISHED, OUT_OF_MEMORY
-from pylate_fastmaxsim.recipes.comparison.phases import PHASES
-from pylate_fastmaxsim.recipes.comparison.report import GIBIBYTE, LABELS, headline
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
 PHASE_COLORS = dict(zip(PHASES, ("#74b816", "#1c7ed6", "#d9480f", "#7048e8", "#868e96"), strict=True))
@@ -22,14 +21,18 @@ TOKEN_COLORS = {"documents": "#1c7ed6", "queries": "#99c9ef", "padding": "#dee2e
 
 
 def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
-    """Loss curves on the left; step time, peak memory and padding as bars on the right."""
+    """Loss curves on the left; step time, peak memory and, where it is known, padding as bars on the right."""
+    from matplotlib.figure import Figure
+
     runs = comparison["runs"]
     figure = Figure(figsize=(11, 4.6), layout="constrained")
-    grid = figure.add_gridspec(1, 4, width_ratios=[3.2, 1, 1, 1])
+    padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
+    bars = 3 if padding else 2
+    grid = figure.add_gridspec(1, 1 + bars, width_ratios=[3.2, *[1] * bars])
     _draw_losses(figure.add_subplot(grid[0]), runs)
     _draw_time_and_memory(figure.add_subplot(grid[1]), figure.add_subplot(grid[2]), runs, "\n")
-    padding = {mode: 100 * run["padding"] for mode, run in runs.items() if "padding" in run}
-    _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
+    if padding:
+        _draw_bars(figure.add_subplot(grid[3]), "padding in documents\nencoded (%)", runs, padding)
     # Dollar signs in a name are not a formula.
     figure.suptitle(headline(comparison), fontsize=12, x=0.01, ha="left", parse_math=False)
     figure.savefig(file, dpi=150)
@@ -37,6 +40,8 @@ def draw_comparison(comparison: dict[str, Any], file: Path) -> None:
 
 def svg(draw: Callable[[Figure], None], width: float, height: float) -> str:
     """The SVG of a figure of ``width`` x ``height`` inches that ``draw`` fills."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     draw(figure)
     text = io.StringIO()
@@ -132,6 +137,8 @@ def _draw_points(
 
 
 def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
     for mode, run in runs.items():
         score = run.get("ndcg@10")

@@ -8,24 +8,19 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jinja2 import Environment
-
-from pylate_fastmaxsim.recipes.comparison import figures
-from pylate_fastmaxsim.recipes.comparison.measure import FINISHED, NO_BATCH, OUT_OF_MEMORY
-from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, PHASES
-from pylate_fastmaxsim.recipes.comparison.report import (
+from pylate_fastmaxsim.comparison import figures
+from pylate_fastmaxsim.comparison.report import (
     GIBIBYTE,
     METRICS,
     caption,
     final_loss,
     form,
     headline,
-    holds_more,
     memory,
     sweep_rows,
     warnings_of,
 )
+from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, PHASES
 
 TEMPLATE = "report.html.jinja"
 
@@ -43,7 +38,7 @@ def write_html(comparison: dict[str, Any], file: Path) -> None:
         warnings=warnings_of(comparison),
         sections=_sections(comparison),
         environment=_environment(comparison["runs"]),
-        settings=("Recipe", comparison["recipe"]),
+        settings=("Recipe" if "model" in comparison["recipe"] else "Command", comparison["recipe"]),
     )
 
 
@@ -51,6 +46,9 @@ def write_page(
     file: Path, *, environment: dict[str, Any], settings: tuple[str, dict[str, Any]], **content: Any
 ) -> None:
     """Write a report: a headline, sections, versions, and settings under a title. ``content`` is named in the template."""
+    import yaml
+    from jinja2 import Environment
+
     text = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     page = Environment(autoescape=True).from_string(text)
     title, values = settings
@@ -80,7 +78,7 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
         section(
             "Step time and memory",
             caption(comparison),
-            _time_rows(runs, comparison["summary"]["wall_seconds"]),
+            _time_rows(runs, comparison["summary"].get("wall_seconds", {})),
             figures.time_and_memory(runs),
             (8.5, 3.2),
         ),
@@ -88,7 +86,7 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     if any("phases" in run for run in runs.values()):
         note = (
-            f"Median of {MEASURED_STEPS} more steps of the trained model, timed phase by phase. Tokenise is what the step waits for "
+            "Median of a few more steps of the trained model, timed phase by phase. Tokenise is what the step waits for "
             "its rows; encode is every forward of the encoder; score is the rest of the loss; optimise is all that follows "
             "the backward."
         )
@@ -126,18 +124,19 @@ def _row(title: str, values: list[float | None], pattern: str) -> tuple[str, ...
 
 def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float]) -> Rows:
     both = list(runs.values())
-    return [
+    rows = [
         ("", *runs),
         ("status", *(run["status"] for run in both)),
         ("steps", *(str(run["steps"]) for run in both)),
         _row("median step", [run.get("step_seconds") for run in both], "{:.3f} s"),
         ("peak memory", *(memory(run, "peak") for run in both)),
         ("of it before training", *(memory(run, "before") for run in both)),
-        *([("held by PyTorch's allocator", *(memory(run, "held") for run in both))] if holds_more(both) else []),
+        ("held by PyTorch's allocator", *(memory(run, "held") for run in both)),
         _row("documents per second", [run.get("documents_per_second") for run in both], "{:,.0f}"),
         ("last loss", *(final_loss(run) for run in both)),
-        _row("whole run, wall clock", [wall_seconds[mode] for mode in runs], "{:.1f} s"),
+        _row("whole run, wall clock", [wall_seconds.get(mode) for mode in runs], "{:.1f} s"),
     ]
+    return [row for row in rows if set(row[1:]) != {"-"}]
 
 
 def _phase_rows(runs: dict[str, Any]) -> Rows:

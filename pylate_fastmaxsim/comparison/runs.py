@@ -1,0 +1,101 @@
+"""What a comparison says of a run: how it ended, its steps in a few numbers, and the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+FINISHED = "finished"
+OUT_OF_MEMORY = "out of memory"
+NO_BATCH = "no batch of this size"
+NOT_RUN = "not run"
+
+WARM_UP_STEPS = 5
+PHASES = ("tokenise", "encode", "score", "backward", "optimise")
+
+# Packages that decide about speed. PyLate scores with late-interaction-kernels or flash-maxsim if they are installed.
+PACKAGES = ("pylate-fastmaxsim", "pylate", "sentence-transformers", "transformers", "accelerate", "torch", "triton")
+PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
+
+
+def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summary of a run. Times and rates leave out the warm-up: the first 5 steps, at most a third of all.
+
+    A step is a dictionary of ``loss`` and ``seconds``, and of the numbers ``documents``, ``live`` (tokens of documents),
+    ``query_tokens`` and ``encoded`` (tokens that the encoder was given), which only a recipe knows.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.comparison.runs import summarize
+    >>> run = summarize({"status": "finished"}, [{"loss": 1.0, "seconds": 9.0}] + 2 * [{"loss": 0.5, "seconds": 2.0}])
+    >>> run["steps"], run["step_seconds"]
+    (3, 2.0)
+    """
+    measured = steps[min(WARM_UP_STEPS, len(steps) // 3) :]
+    run = {**result, "steps": len(steps), "losses": [step["loss"] for step in steps]}
+    if not measured:
+        return run
+    run["step_seconds"] = statistics.median(step["seconds"] for step in measured)
+    if "live" not in steps[0]:
+        return run
+    seconds = sum(step["seconds"] for step in measured)
+    totals = {name: sum(step[name] for step in steps) for name in ("live", "encoded", "query_tokens")}
+    return {
+        **run,
+        "documents_per_second": sum(step["documents"] for step in measured) / seconds,
+        "live_tokens_per_second": sum(step["live"] for step in measured) / seconds,
+        "padding": 1 - totals["live"] / (totals["encoded"] - totals["query_tokens"]),
+        "tokens_per_step": {
+            "queries": totals["query_tokens"] / len(steps),
+            "documents": totals["live"] / len(steps),
+            "padding": (totals["encoded"] - totals["query_tokens"] - totals["live"]) / len(steps),
+        },
+    }
+
+
+def contrast(stock: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
+    """The fast run relative to the stock run; None for what is unknown because a run did not finish.
+
+    ``loss_difference_nan_from`` is the first step at which the losses differ by no finite number, as they do where one
+    of them is NaN or infinite; then ``largest_loss_difference`` is NaN, whatever lies before and behind.
+    """
+    both = stock["status"] == fast["status"] == FINISHED
+    differences = [abs(a - b) for a, b in zip(stock["losses"], fast["losses"], strict=False)]
+    qualities = [run.get("ndcg@10") for run in (stock, fast)] if both else [None, None]
+    nan_from = next((step for step, gap in enumerate(differences, start=1) if not math.isfinite(gap)), None)
+    return {
+        "speedup": stock["step_seconds"] / fast["step_seconds"] if both else None,
+        "peak_memory": fast["memory"]["peak"] / stock["memory"]["peak"] if both else None,
+        "largest_loss_difference": max(differences, default=None) if nan_from is None else math.nan,
+        "loss_difference_nan_from": nan_from,
+        # None for a run that diverged.
+        "ndcg@10_difference": None if None in qualities else qualities[1] - qualities[0],
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions of packages."""
+    threads = torch.get_num_threads()
+    cores = "1 thread" if threads == 1 else f"{threads} threads"
+    packages = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[package] = version(package)
+    gpu = {}
+    if device.type == "cuda":
+        gpu = {"device_memory": torch.cuda.get_device_properties(device).total_memory, "cuda": torch.version.cuda}
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({cores})",
+        **gpu,
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **packages,
+    }
