@@ -243,7 +243,7 @@ def _check_evaluation(evaluation: EvaluationSection) -> None:
     if evaluation.corpus_format is not None and evaluation.beir is None:
         raise RecipeError("evaluation.corpus_format applies to evaluation.beir, which is missing.")
     if evaluation.nano_beir is not None:
-        # Imports all of PyLate, which takes seconds.
+        # Imports datasets, which takes seconds.
         from pylate_fastmaxsim.recipes.evaluation.nano_beir import check_names
 
         check_names(evaluation.nano_beir)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from datasets import Dataset
-from pylate.evaluation import PyLateInformationRetrievalEvaluator
 from sentence_transformers import SparseEncoder
+from sentence_transformers.sparse_encoder.evaluation import SparseNanoBEIREvaluator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,10 +17,14 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
 from pylate_fastmaxsim.recipes.evaluation.ranking import DEPTH, METRICS, encode_corpus, metrics_of, ranking, shown
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
 from pylate_fastmaxsim.sparse import SparseBatch
+
+if TYPE_CHECKING:
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 SPARSITY = ("flops", "query_nonzeros", "document_nonzeros")
 
@@ -40,6 +45,11 @@ def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:
     """The names of what :func:`evaluate` returns."""
     names = METRICS if data.held_out is None else held_out.names_of_metrics(recipe, data.held_out)
     return [*names, *SPARSITY]
+
+
+def nano_beir_evaluator(recipe: Recipe) -> SparseNanoBEIREvaluator:
+    """The evaluator of Sentence Transformers, of which only the queries, documents and judgements are used."""
+    return SparseNanoBEIREvaluator(recipe.evaluation.nano_beir, **OPTIONS)
 
 
 def evaluate_collection(model: SparseEncoder, collection: Collection, batch_size: int) -> dict[str, float]:
@@ -98,7 +108,7 @@ def _scores_of_rows(
     return torch.from_numpy(np.asarray((left * right).sum(axis=1))).reshape(len(rows), -1)
 
 
-def collection_of(evaluator: PyLateInformationRetrievalEvaluator) -> Collection:
+def collection_of(evaluator: InformationRetrievalEvaluator) -> Collection:
     """The queries, documents and judgements of an evaluator."""
     return Collection(
         Dataset.from_dict({"_id": evaluator.corpus_ids, "text": evaluator.corpus}),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
-from pylate.evaluation import NanoBEIREvaluator
 
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+
+if TYPE_CHECKING:
+    from sentence_transformers.evaluation import NanoBEIREvaluator
 
 
 @dataclass(frozen=True)

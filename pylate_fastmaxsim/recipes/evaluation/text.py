@@ -7,11 +7,17 @@ from pylate.models import ColBERT
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import evaluate_nano_beir
 from pylate_fastmaxsim.recipes.evaluation.pooling import pooled_pairs
+from pylate_fastmaxsim.recipes.evaluation.pylate_evaluators import (
+    evaluate_held_out,
+    evaluate_nano_beir,
+    nano_beir_evaluator,
+)
 from pylate_fastmaxsim.recipes.evaluation.ranking import METRICS, evaluate_collection
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.pooling import final_pooling
+
+__all__ = ["evaluate", "names_of_metrics", "nano_beir_evaluator"]
 
 
 def evaluate(recipe: Recipe, model: ColBERT, data: RecipeData) -> dict[str, float]:
@@ -23,7 +29,7 @@ def evaluate(recipe: Recipe, model: ColBERT, data: RecipeData) -> dict[str, floa
             return evaluate_collection(model, data.collection, section.batch_size, pooling, section.corpus_format)
         if data.nano_beir is not None:
             return evaluate_nano_beir(model, data.nano_beir)
-        return held_out.evaluate_held_out(recipe, model, data.held_out)
+        return evaluate_held_out(recipe, model, data.held_out)
 
 
 def names_of_metrics(recipe: Recipe, data: RecipeData) -> list[str]:

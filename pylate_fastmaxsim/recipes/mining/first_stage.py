@@ -7,11 +7,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from pylate.models import ColBERT
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +25,9 @@ from pylate_fastmaxsim.retrieval.sparse_index import SparseIndex
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 from pylate_fastmaxsim.retrieval.static.weights import BM25, Statistics
 from pylate_fastmaxsim.sparse import SparseBatch
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from pylate.models import ColBERT
 from tqdm import tqdm
 
 from pylate_fastmaxsim.codec import ResidualCodec
@@ -24,6 +23,9 @@ from pylate_fastmaxsim.recipes.mining.teacher import Candidates, colbert_scores,
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 
 def search_documents(

@@ -7,10 +7,10 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pylate.models import ColBERT
 from sentence_transformers import CrossEncoder
 from sentence_transformers.models import Dense
 from sentence_transformers.util import import_from_string, load_file_path
@@ -25,6 +25,9 @@ from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 # Rows of a query and its documents, by their numbers.
 Candidates = list[tuple[int, list[int]]]

@@ -9,16 +9,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from sentence_transformers import SparseEncoder
-from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 from tokenizers.trainers import BpeTrainer
-from transformers import ModernBertConfig, ModernBertForMaskedLM, ModernBertModel, PreTrainedTokenizerFast, set_seed
+from transformers import ModernBertConfig, PreTrainedTokenizerFast, set_seed
 
+from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import BuildSection, ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.text import check_lengths, new_colbert
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -42,22 +40,18 @@ def _one_sentence() -> Iterator[None]:
 
 def build_model(section: ModelSection, texts: Iterable[str], seed: int, directory: Path) -> None:
     """Train a tokenizer on ``texts``, draw the weights from ``seed``, and save a ColBERT or a SPLADE in ``directory``."""
+    kind = backend(section, __package__)
     tokenizer = train_tokenizer(texts, section.build.vocab_size)
     set_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        kind = ModernBertForMaskedLM if section.kind == "splade" else ModernBertModel
         with _one_sentence():
-            encoder = kind(_configuration(section.build, tokenizer))
+            encoder = kind.ENCODER_CLASS(_configuration(section.build, tokenizer))
         encoder.save_pretrained(folder)
-        if section.kind == "splade":
-            modules = [MLMTransformer(folder), SpladePooling()]
-            SparseEncoder(modules=modules, device="cpu").save(str(directory), create_model_card=False)
-            return
         set_seed(seed)
         with _one_sentence():
-            model = new_colbert(replace(section, build=None, name_or_path=folder), "cpu")
-    check_lengths(section, model)
+            model = kind.of_encoder(replace(section, build=None, name_or_path=folder), "cpu")
+    kind.check_lengths(section, model)
     model.save(str(directory), create_model_card=False)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from pylate.models import ColBERT
 from sentence_transformers import SparseEncoder
 from transformers import PreTrainedModel
-
-from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 if TYPE_CHECKING:
     from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
     from peft import PeftModel
+    from pylate.models import ColBERT
+
+    from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class VisualRetriever:
         self.processor.save_pretrained(directory)
 
 
-# What a recipe trains.
-Retriever = ColBERT | SparseEncoder | VisualRetriever
+# What a recipe trains. As text, because not every library is installed.
+Retriever: TypeAlias = "ColBERT | SparseEncoder | VisualRetriever"
 # What encodes texts: late interaction, learned-sparse, or static.
-TextRetriever = ColBERT | SparseEncoder | StaticLateInteraction
+TextRetriever: TypeAlias = "ColBERT | SparseEncoder | StaticLateInteraction"
 
 
 def encoder_of(model: ColBERT | SparseEncoder) -> PreTrainedModel:

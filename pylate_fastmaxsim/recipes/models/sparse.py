@@ -8,13 +8,16 @@ import torch
 from sentence_transformers import SparseEncoder
 from sentence_transformers.models import Router
 from sentence_transformers.sparse_encoder.models import MLMTransformer, SparseStaticEmbedding, SpladePooling
-from transformers import PreTrainedTokenizerBase
+from transformers import ModernBertForMaskedLM, PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.positions import learned_positions
 from pylate_fastmaxsim.recipes.models.retriever import encoder_of
-from pylate_fastmaxsim.recipes.models.text import learned_positions
+
+# Of a model from scratch.
+ENCODER_CLASS = ModernBertForMaskedLM
 
 
 def load(section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> SparseEncoder:
@@ -44,6 +47,7 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
         model = with_static_queries(model)
     elif isinstance(model[0], Router) and not section.inference_free:
         raise RecipeError(f"model.inference_free must be true for {key} {name}, which has a route for queries.")
+    check_lengths(section, model)
     _set_length(section, model)
     config = encoder_of(model).config
     # transformers ignores them silently.
@@ -52,6 +56,11 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
             "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
         )
     return model
+
+
+def of_encoder(section: ModelSection, device: torch.device | str) -> SparseEncoder:
+    """A model of the masked language model of a section."""
+    return SparseEncoder(modules=[MLMTransformer(section.name_or_path), SpladePooling()], device=str(device))
 
 
 def tokenizer_of(model: SparseEncoder) -> PreTrainedTokenizerBase:
@@ -78,16 +87,19 @@ def with_static_queries(model: SparseEncoder) -> SparseEncoder:
 
 
 def _set_length(section: ModelSection, model: SparseEncoder) -> None:
-    """Cut texts after ``max_seq_length`` tokens; refuse more than the encoder has positions."""
-    length = section.max_seq_length
-    if length is None:
+    """Cut texts after ``max_seq_length`` tokens."""
+    if section.max_seq_length is None:
         return
-    encoder = encoder_of(model)
+    for module in model.modules():
+        if isinstance(module, MLMTransformer):
+            module.max_seq_length = section.max_seq_length
+
+
+def check_lengths(section: ModelSection, model: SparseEncoder) -> None:
+    """Refuse texts of more tokens than the encoder has positions."""
+    encoder, length = encoder_of(model), section.max_seq_length
     limit = min(learned_positions(encoder), default=None)
-    if limit is not None and length > limit:
+    if length is not None and limit is not None and length > limit:
         raise RecipeError(
             f"model.max_seq_length must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
         )
-    for module in model.modules():
-        if isinstance(module, MLMTransformer):
-            module.max_seq_length = length

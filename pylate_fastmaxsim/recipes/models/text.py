@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch
 from pylate import models
-from transformers import PreTrainedTokenizerBase
+from transformers import ModernBertModel, PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.positions import learned_positions
+
+# Of a model from scratch.
+ENCODER_CLASS = ModernBertModel
 
 
 def load(section: ModelSection, device: torch.device | str, key: str, checkpoint: Path | None = None) -> models.ColBERT:
@@ -30,7 +34,7 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
     """
     if checkpoint is not None:
         section = replace(section, name_or_path=str(checkpoint))
-    model = new_colbert(section, device)
+    model = of_encoder(section, device)
     _check_embedding_size(section, model, key)
     check_lengths(section, model)
     config = model[0].auto_model.config
@@ -47,7 +51,7 @@ def tokenizer_of(model: models.ColBERT) -> PreTrainedTokenizerBase:
     return model.tokenizer
 
 
-def new_colbert(section: ModelSection, device: torch.device | str) -> models.ColBERT:
+def of_encoder(section: ModelSection, device: torch.device | str) -> models.ColBERT:
     """``pylate.models.ColBERT`` with the arguments of a section."""
     return models.ColBERT(
         model_name_or_path=section.name_or_path,
@@ -69,7 +73,7 @@ def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str
     """
     if section.embedding_size is None or len(model) <= 2:
         return  # one projection, of the checkpoint or added because it has none
-    own = new_colbert(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several of its own
+    own = of_encoder(replace(section, embedding_size=None), "cpu")  # a checkpoint may have several of its own
     if len(own) < len(model):
         size = own[-1].out_features
         raise RecipeError(
@@ -95,19 +99,3 @@ def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
             raise RecipeError(
                 f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
             )
-
-
-def positions(model: models.ColBERT) -> int | None:
-    """How many tokens of a text the encoder was made for; None if it does not say."""
-    encoder = model[0].auto_model
-    return min(learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
-
-
-def learned_positions(encoder: torch.nn.Module) -> list[int]:
-    """How many tokens of a text each table of learned positions has."""
-    # In RoBERTa the positions of a text begin after that of padding.
-    return [
-        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
-        for name, table in encoder.named_modules()
-        if name.endswith("position_embeddings") and isinstance(table, torch.nn.Embedding)
-    ]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
-
-from pylate.models import ColBERT
+from typing import TYPE_CHECKING, Literal
 
 from pylate_fastmaxsim.diagnostics.robustness import draw_fillers, lengthened
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.encode import encode
-from pylate_fastmaxsim.recipes.models.text import positions
+from pylate_fastmaxsim.recipes.models.positions import positions
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 Append = Literal["auto", "text", "tokens"]
 
@@ -44,7 +45,7 @@ class Lengthened:
     cut: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        limit, fast = positions(self.model), self.model.tokenizer.is_fast
+        limit, fast = positions(self.model[0].auto_model), self.model.tokenizer.is_fast
         longest = max(self.times) * self.model.document_length
         if self.append == "auto":
             self.append = "text" if fast and (limit is None or longest <= limit) else "tokens"

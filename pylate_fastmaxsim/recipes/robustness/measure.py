@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from pylate.models import ColBERT
 from torch import Tensor
 
 from pylate_fastmaxsim.comparison.runs import environment
@@ -22,6 +21,9 @@ from pylate_fastmaxsim.recipes.models.encode import encode
 from pylate_fastmaxsim.recipes.robustness.lengthen import Append, Lengthened
 from pylate_fastmaxsim.recipes.robustness.task import Task
 from pylate_fastmaxsim.tokens import TokenBatch
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 DEFAULT_POOLINGS = (Max(), TopK(4), Softmax(0.1), LogSumExp(0.1))
 PAIRS = 3

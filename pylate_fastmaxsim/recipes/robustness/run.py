@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pylate.models import ColBERT
 
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, ModelSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -24,6 +23,9 @@ from pylate_fastmaxsim.recipes.training.arguments import training_arguments
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
+
+if TYPE_CHECKING:
+    from pylate.models import ColBERT
 
 RESULT_FILE = "robustness.json"
 RECIPE_SUFFIXES = (".yaml", ".yml")
@@ -108,7 +110,7 @@ def _of_recipe(recipe: Recipe, section: EvaluationSection | None, limits: Limits
     data = None if section is not None else load_data(prepared)
     model = load_trained(prepared.model, folder, device)
     if section is None:
-        task = task_of(prepared, model, data, limits)
+        task = task_of(prepared, data, limits)
     else:
         task = collection_task(section.beir, load_collection(section), limits)
     names = {"model": str(folder), "recipe": recipe.name}

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from datasets import Dataset
-from pylate.models import ColBERT
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts, is_query, titles
-from pylate_fastmaxsim.recipes.evaluation.held_out import retrieval_evaluator
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 
 
@@ -53,7 +52,7 @@ class Limits:
     seed: int = 0
 
 
-def task_of(recipe: Recipe, model: ColBERT, data: RecipeData, limits: Limits) -> Task:
+def task_of(recipe: Recipe, data: RecipeData, limits: Limits) -> Task:
     """The task of what a recipe is evaluated on.
 
     Raises
@@ -73,22 +72,23 @@ def task_of(recipe: Recipe, model: ColBERT, data: RecipeData, limits: Limits) ->
             "evaluation names no held-out data, which robustness is measured on; set evaluation.rows to what the training "
             "set it to, or name a collection with --beir."
         )
-    return _held_out_task(recipe, model, data, limits)
+    return _held_out_task(recipe, data, limits)
 
 
-def _held_out_task(recipe: Recipe, model: ColBERT, data: RecipeData, limits: Limits) -> Task:
+def _held_out_task(recipe: Recipe, data: RecipeData, limits: Limits) -> Task:
     """As the evaluation of held-out rows; the texts to append are positives that were trained on."""
-    found = retrieval_evaluator(recipe, data.held_out, model)
-    place = {name: number for number, name in enumerate(found.corpus_ids)}
-    gold = [{place[name]: 1.0 for name in found.relevant_docs[query]} for query in found.queries_ids]
-    chosen, documents = _chosen(gold, len(found.corpus), limits)
-    texts = [found.corpus[document] for document in documents]
+    found = held_out.task_of(recipe, data.held_out)
+    queries, corpus = list(found.queries), list(found.documents)
+    place = {name: number for number, name in enumerate(found.documents.values())}
+    gold = [{place[name]: 1.0 for name in found.relevant[query]} for query in found.queries.values()]
+    chosen, documents = _chosen(gold, len(corpus), limits)
+    texts = [corpus[document] for document in documents]
     return Task(
         f"{len(data.held_out)} rows held out of {recipe.name}",
-        [found.queries[query] for query in chosen],
+        [queries[query] for query in chosen],
         texts,
         _grades([gold[query] for query in chosen], documents),
-        _trained_on(recipe, data.train, set(found.corpus), limits),
+        _trained_on(recipe, data.train, set(corpus), limits),
         [None] * len(texts),
     )
 

@@ -7,7 +7,7 @@ import json
 
 import torch
 from datasets import Dataset
-from pylate.models import ColBERT
+from sentence_transformers import SparseEncoder
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, document_texts
@@ -33,7 +33,7 @@ def model_digest(model: TextRetriever) -> str:
     """The same for the same weights and settings, by which documents are encoded."""
     if isinstance(model, StaticLateInteraction):
         return _static_digest(model)
-    names = LATE_SETTINGS if isinstance(model, ColBERT) else SPARSE_SETTINGS
+    names = SPARSE_SETTINGS if isinstance(model, SparseEncoder) else LATE_SETTINGS
     settings = {name: getattr(model, name) for name in (*names, "prompts", "default_prompt_name", "max_seq_length")}
     modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in model]
     digest = hashlib.blake2b(json.dumps([settings, modules], default=str).encode(), digest_size=16)

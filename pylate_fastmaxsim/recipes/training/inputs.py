@@ -12,7 +12,6 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
-from pylate_fastmaxsim.recipes.pooling import final_pooling
 
 
 def load_data(recipe: Recipe) -> RecipeData:
@@ -28,7 +27,7 @@ def load_data(recipe: Recipe) -> RecipeData:
     if recipe.evaluation.beir is not None:
         return RecipeData(train, collection=load_collection(recipe.evaluation))
     if recipe.evaluation.nano_beir is not None:
-        return RecipeData(train, nano_beir=load_nano_beir(recipe.evaluation, final_pooling(recipe.loss.pooling)))
+        return RecipeData(train, nano_beir=load_nano_beir(recipe))
     return RecipeData(train, held_out)
 
 

@@ -6,8 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pylate.models import ColBERT
-from sentence_transformers import SentenceTransformerTrainer, SparseEncoder
+from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.model_card import SentenceTransformerModelCardCallback
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -15,7 +14,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.models.retriever import encoder_of
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, encoder_of
 from pylate_fastmaxsim.recipes.pooling import described, final_pooling
 
 
@@ -34,9 +33,7 @@ def name_recipe(folder: Path, recipe: Recipe) -> None:
             )
 
 
-def restore_card_metadata(
-    trainer: SentenceTransformerTrainer, state: TrainerState, begun: ColBERT | SparseEncoder
-) -> None:
+def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerState, begun: TextRetriever) -> None:
     """Restore what a finished training had written into the card of its model, for a model loaded from a checkpoint.
 
     Without a training in this process, Sentence Transformers would copy the card of the checkpoint.

@@ -19,7 +19,6 @@ from pylate_fastmaxsim.recipes.data.docstrings import docstring_pairs
 from pylate_fastmaxsim.recipes.files.write import make_directory
 from pylate_fastmaxsim.recipes.models.from_scratch import build_model
 from pylate_fastmaxsim.recipes.models.load import load_model
-from pylate_fastmaxsim.recipes.models.token_table import build_token_table
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 
 PAIRS = "pairs.parquet"
@@ -80,6 +79,9 @@ def _make(recipe: Recipe, root: Path, directory: Path) -> None:
             rows = load_data(replace(recipe, data=_prepared(recipe, scratch).data)).train
             build_model(recipe.model, _texts(rows), recipe.training.seed, scratch / MODEL)
         if recipe.model.token_table is not None:
+            # Of PyLate, beside which not every kind of model is trained.
+            from pylate_fastmaxsim.recipes.models.token_table import build_token_table
+
             build_token_table(recipe.model, recipe.training.seed, scratch / MODEL)
         try:
             os.replace(scratch, directory)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pylate.models import ColBERT
 from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
@@ -108,14 +107,14 @@ class RecipeTrainer(WholeModelMixin, SentenceTransformerTrainer):
     under ZeRO 1 and 2 safetensors refuses it, because the weights share one buffer.
     """
 
-    def whole_model(self) -> ColBERT | None:
+    def whole_model(self) -> torch.nn.Module | None:
         """The model with all its weights. Every process must call this; of a sharded model only the main one gets it."""
         if not self.is_sharded:
             return self.model
         weights = self._gathered()
         return self._filled(weights).to(self.args.device) if self.args.should_save else None
 
-    def _filled(self, weights: dict[str, Any]) -> ColBERT:
+    def _filled(self, weights: dict[str, Any]) -> torch.nn.Module:
         self._whole.load_state_dict(weights)
         self._whole.model_card_data = self.model.model_card_data
         return self._whole

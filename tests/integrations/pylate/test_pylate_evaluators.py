@@ -27,7 +27,7 @@ from pylate_fastmaxsim.comparison.runs import contrast, summarize
 from pylate_fastmaxsim.recipes.comparison.report import training_table
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.evaluation import held_out
+from pylate_fastmaxsim.recipes.evaluation import pylate_evaluators
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.plugin import switched
@@ -119,15 +119,17 @@ def test_the_divergence_is_that_of_held_out_rows(normalize, tmp_path, calls, mon
     assert result["kl_divergence"] == pytest.approx(divergence, rel=1e-4) and "accuracy" not in result
     assert cells(result)["KL divergence"] == f"{result['kl_divergence']:.4f}"
     # Five rows at a time of 12, each of 3 documents.
-    monkeypatch.setattr(held_out, "EVALUATION_SIMILARITIES", 5 * 3 * model.query_length * model.document_length)
+    monkeypatch.setattr(
+        pylate_evaluators, "EVALUATION_SIMILARITIES", 5 * 3 * model.query_length * model.document_length
+    )
     calls.clear()
     model.model_card_data.eval_results_dict.clear()
-    stock = held_out.kl_divergence(recipe, data.held_out, model)
+    stock = pylate_evaluators.kl_divergence(recipe, data.held_out, model)
     assert stock == pytest.approx(divergence, rel=1e-4) and not calls
     # Of three parts the card says one thing: all of them together.
     assert list(model.model_card_data.eval_results_dict.values()) == [{"held-out_kl_divergence": stock}]
     with switched(recipe.fast):
-        assert held_out.kl_divergence(recipe, data.held_out, model) == pytest.approx(divergence, rel=1e-4)
+        assert pylate_evaluators.kl_divergence(recipe, data.held_out, model) == pytest.approx(divergence, rel=1e-4)
     assert len(calls) == 3
 
 
@@ -142,9 +144,9 @@ def test_texts_that_occur_in_several_held_out_rows_count_once(kind, tmp_path):
     model = model_of(recipe)
     once = load_data(prepare(recipe)).held_out
     thrice = Dataset.from_list([row for row in once for _ in range(3)])
-    expected = held_out.evaluate_held_out(recipe, model, once)
+    expected = pylate_evaluators.evaluate_held_out(recipe, model, once)
     assert 0 < expected["ndcg@10"] < 1 and len(expected) == 2
-    assert held_out.evaluate_held_out(recipe, model, thrice) == pytest.approx(expected, rel=1e-5)
+    assert pylate_evaluators.evaluate_held_out(recipe, model, thrice) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["pairs", "triplets", "distillation", "nano_beir"])
@@ -195,7 +197,7 @@ def test_a_held_out_query_has_the_relevant_documents_of_all_its_rows(tmp_path):
             {"query": "a", "positive": "second", "negative": "third"},
         ]
     )
-    evaluator = held_out.retrieval_evaluator(recipe, rows, model_of(recipe))
+    evaluator = pylate_evaluators.retrieval_evaluator(recipe, rows, model_of(recipe))
     assert (evaluator.queries, evaluator.corpus) == (["a", "b"], ["first", "other", "second", "third"])
     # Without repeated texts they are numbered by row, and PyLate goes by the number where scores are equal.
     assert (evaluator.queries_ids, evaluator.corpus_ids) == (["q0", "q1"], ["d0-0", "d0-1", "d1-1", "d2-1"])
@@ -208,7 +210,7 @@ def test_a_held_out_query_has_the_relevant_documents_of_all_its_rows(tmp_path):
         ]
     )
     recipe = recipe_of(tmp_path, taught(), loss={"name": "distillation"})
-    evaluator = held_out.retrieval_evaluator(recipe, taught_rows, model_of(recipe))
+    evaluator = pylate_evaluators.retrieval_evaluator(recipe, taught_rows, model_of(recipe))
     assert (evaluator.queries, evaluator.corpus) == (["a", "b"], ["first", "other", "second"])
     assert evaluator.relevant_docs == {"q0": {"d0-0", "d1-1"}, "q2": {"d0-0"}}
 
@@ -250,7 +252,9 @@ def test_nano_beir_is_that_of_pylate(nano_beir, calls, monkeypatch):
     assert {"nDCG@10", "MRR@10", "Recall@100"} <= cells(result).keys()
     # Other sets are no other training, and a name may be written as the set is called.
     both = load_recipe(nano_beir / "tiny.yaml", ["fast.enabled=true", "evaluation.nano_beir=[NQ, msmarco]"])
-    monkeypatch.setattr(held_out, "EVALUATION_SIMILARITIES", 50 * 6 * model.query_length * model.document_length)
+    monkeypatch.setattr(
+        pylate_evaluators, "EVALUATION_SIMILARITIES", 50 * 6 * model.query_length * model.document_length
+    )
     calls.clear()
     again = train(both)
     assert len(calls) == 3 + 4  # 130 and 170 documents, 50 at a time

@@ -14,7 +14,7 @@ from tiny_recipe import few_steps, hub_dataset, kd_subsets, text
 from pylate_fastmaxsim.integrations.pylate.token_vectors import token_vectors
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
-from pylate_fastmaxsim.recipes.evaluation.held_out import retrieval_evaluator
+from pylate_fastmaxsim.recipes.evaluation.pylate_evaluators import retrieval_evaluator
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.mine import mine
 from pylate_fastmaxsim.recipes.models.load import load_model

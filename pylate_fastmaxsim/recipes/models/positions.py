@@ -1,0 +1,20 @@
+"""How many tokens of a text an encoder was made for."""
+
+from __future__ import annotations
+
+import torch
+
+
+def positions(encoder: torch.nn.Module) -> int | None:
+    """How many tokens of a text an encoder was made for; None if it does not say."""
+    return min(learned_positions(encoder), default=getattr(encoder.config, "max_position_embeddings", None))
+
+
+def learned_positions(encoder: torch.nn.Module) -> list[int]:
+    """How many tokens of a text each table of learned positions has."""
+    # In RoBERTa the positions of a text begin after that of padding.
+    return [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
+        for name, table in encoder.named_modules()
+        if name.endswith("position_embeddings") and isinstance(table, torch.nn.Embedding)
+    ]
