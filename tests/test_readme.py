@@ -63,9 +63,9 @@ def test_files_that_are_named_exist():
 
 def test_commands_that_are_named_exist():
     typer = pytest.importorskip("typer")
-    from pylate_fastmaxsim.cli.commands import app
+    from pylate_fastmaxsim.cli import load_app
 
-    commands = {"run", "doctor", *typer.main.get_command(app).commands}  # cli/__init__.py adds these two
+    commands = {"run", "doctor", *typer.main.get_command(load_app()).commands}  # cli/__init__.py adds these two
     assert set(re.findall(r"`fastmaxsim (\w+)", README)) == commands
     assert set(re.findall(r"[`/\n]fastmaxsim (\w+)", EVERYTHING)) == commands
     for script in re.findall(r"`python ([\w/]+\.py)", EVERYTHING):

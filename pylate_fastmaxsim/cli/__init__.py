@@ -21,7 +21,7 @@ def main() -> None:
         doctor()
         return
     try:
-        from pylate_fastmaxsim.cli.commands import app
+        app = load_app()
     except ModuleNotFoundError as error:
         _stop_without(error)
     except KeyboardInterrupt:  # while modules are imported, which takes seconds
@@ -37,6 +37,14 @@ def main() -> None:
         if str(error.name).partition(".")[0] != "pylate":
             raise
         _stop_without(error)
+
+
+def load_app():
+    """The typer app with all commands but ``run`` and ``doctor``."""
+    # Each adds its commands.
+    from pylate_fastmaxsim.cli import commands, recipes  # noqa: F401
+
+    return commands.app
 
 
 def _stop_without(error: ModuleNotFoundError) -> NoReturn:

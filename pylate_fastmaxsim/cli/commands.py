@@ -32,7 +32,14 @@ app = typer.Typer(
 errors = Console(stderr=True, soft_wrap=True, emoji=False)
 plain = Console(markup=False, emoji=False)
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="The recipe to run.", show_default=False)]
+RecipePath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe: a .yaml file, or the name of one that comes with the package (fastmaxsim recipes).",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -268,7 +275,8 @@ def robustness(
         str,
         typer.Argument(
             metavar="RECIPE_OR_MODEL",
-            help="A recipe (.yaml) whose model is trained, or a ColBERT: its folder or its name on the Hub.",
+            help="A recipe (.yaml, or a name of fastmaxsim recipes) whose model is trained, or a ColBERT: its folder or its "
+            "name on the Hub.",
             show_default=False,
         ),
     ],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pylate_fastmaxsim.recipes.config.parse import build
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.config.shipped import recipe_file
 from pylate_fastmaxsim.recipes.config.yaml_text import apply_override, read_yaml
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.validate import check
@@ -18,7 +19,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
     Parameters
     ----------
     path
-        YAML file with the sections of :class:`Recipe`. Its stem is the default of ``name``.
+        YAML file with the sections of :class:`Recipe`, or the name of a recipe that comes with the package. The stem of
+        the file is the default of ``name``.
     overrides
         ``a.b=value`` items, the value in YAML, applied in order before the recipe is checked.
     output_dir
@@ -40,7 +42,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), output_dir: str
     ...     load_recipe(path, ["training.learning_rate=3e-6"]).training.learning_rate
     3e-06
     """
-    path = Path(path)
+    path = recipe_file(path)
     values = read_yaml(path)
     for override in overrides:
         apply_override(values, override)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, ModelSection, Recipe
+from pylate_fastmaxsim.recipes.config.shipped import is_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pylate.models import ColBERT
 
 RESULT_FILE = "robustness.json"
-RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def robustness(
     Parameters
     ----------
     target
-        A recipe, by its .yaml file, whose model was trained before; or a ColBERT, by its folder or its name on the Hub.
+        A recipe, by its .yaml file or its name, whose model was trained before; or a ColBERT, by its folder or its name on the Hub.
     settings
         What is measured. The pooling of the recipe comes first, and is measured in any case.
     limits
@@ -80,14 +80,14 @@ def robustness(
         There is no such recipe, model or data, or they do not fit.
     """
     section = EvaluationSection(beir=str(Path(beir).expanduser()), split=split) if beir is not None else None
-    if Path(target).suffix in RECIPE_SUFFIXES:
+    if is_recipe(target):
         recipe = load_recipe(target, overrides)
         own = final_pooling(recipe.loss.pooling)
         settings = replace(settings, poolings=tuple(dict.fromkeys((own, *settings.poolings))))
         found = _of_recipe(recipe, section, limits)
     else:
         if overrides:
-            raise RecipeError(f"--set overrides a key of a recipe, and {target} is no .yaml file.")
+            raise RecipeError(f"--set overrides a key of a recipe, and {target} is no recipe.")
         found = _of_model(target, section, limits)
     directory = found.output if output is None else Path(output).expanduser()
     make_directory("--output", directory)

@@ -164,8 +164,12 @@ def test_what_does_not_apply_to_pages_is_refused(override, sentence):
 
 
 def test_paths_that_cannot_be_used_are_named(tmp_path, monkeypatch):
+    found = os.stat
+
     def stat(path, **options):
-        raise PermissionError(13, "Permission denied", path)
+        if str(path).endswith("pairs.jsonl"):
+            raise PermissionError(13, "Permission denied", path)
+        return found(path, **options)
 
     recipe, file = write(tmp_path, tiny(tmp_path)), "pairs.jsonl"
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,100 @@
+"""Recipes that come with the package: listed, copied, run by name, and all of it from a wheel."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from paths import RECIPES, ROOT
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from pylate_fastmaxsim.cli import load_app
+from pylate_fastmaxsim.recipes.config.shipped import describe, is_recipe, shipped_recipes
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import load_recipe
+
+app = load_app()
+
+
+def test_every_recipe_is_listed_with_one_line_of_its_own():
+    files = sorted(RECIPES.rglob("*.yaml"))
+    assert list(shipped_recipes()) == sorted(file.stem for file in files)  # no two have one name
+    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_recipes())
+    for file in files:
+        # A sentence that went on in the next line would be cut.
+        assert len(describe(file)) > 20 and file.read_text().splitlines()[0].endswith(":"), file
+
+
+def test_a_recipe_is_found_by_name_behind_a_file_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("quickstart") == load_recipe(RECIPES / "quickstart.yaml")
+    done = CliRunner().invoke(app, ["recipes", "copy", "quickstart", "mine"])
+    assert (done.exit_code, done.stdout) == (0, "mine/quickstart.yaml\n")
+    copy = tmp_path / "mine" / "quickstart.yaml"
+    copy.write_text(copy.read_text().replace("runs/quickstart", "elsewhere"))
+    assert load_recipe("quickstart").output_dir == "runs/quickstart"
+    monkeypatch.chdir(copy.parent)
+    assert load_recipe("quickstart").output_dir == "elsewhere"
+    done = CliRunner().invoke(app, ["recipes", "copy", "quickstart"])
+    assert (done.exit_code, done.stderr) == (2, "fastmaxsim: quickstart.yaml cannot be written: File exists.\n")
+    (tmp_path / "quickstart").mkdir()
+    assert is_recipe("mine.yaml") and is_recipe("quickstart") and not is_recipe("some/model")
+    monkeypatch.chdir(tmp_path)
+    assert not is_recipe("quickstart")  # a model in this folder
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("quickstar", "there is no recipe quickstar; `fastmaxsim recipes` lists"),
+        ("recipes/quickstart.yaml", "there is no file recipes/quickstart.yaml; to run .* write quickstart."),
+        ("other.yaml", "Cannot read the recipe other.yaml: "),
+    ],
+)
+def test_a_recipe_that_is_not_there_gets_one_sentence(name, sentence, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=sentence):
+        load_recipe(name)
+    assert "there is no recipe x; the package has" in CliRunner().invoke(app, ["recipes", "copy", "x"]).stderr
+
+
+@pytest.mark.e2e
+def test_a_wheel_holds_the_recipes(tmp_path):
+    pytest.importorskip("hatchling", reason="builds the wheel")
+    pytest.importorskip("pylate")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT]
+    subprocess.run([*pip, *build], check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", wheel], check=True, timeout=120)
+    (tmp_path / "work").mkdir()
+
+    def fastmaxsim(*arguments):
+        program = (
+            "import pylate_fastmaxsim, sys\nassert 'installed' in pylate_fastmaxsim.__file__\n"
+            "from pylate_fastmaxsim.cli import main\nmain()"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=tmp_path / "work",
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    assert fastmaxsim("recipes").stdout == CliRunner().invoke(app, ["recipes"]).output
+    few = {
+        "data": "{source: docstrings, packages: [numpy], max_rows: 40}",
+        "model.build": "{vocab_size: 512, hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16}",
+        "training.max_steps": "1",
+        "training.per_device_train_batch_size": "4",
+        "evaluation.rows": "0",
+    }
+    done = fastmaxsim("train", "quickstart", *(part for key in few for part in ("--set", f"{key}={few[key]}")))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "work" / "runs" / "quickstart" / "model").is_dir()
