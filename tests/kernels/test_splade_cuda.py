@@ -106,7 +106,7 @@ def test_repeatable_without_waiting_and_in_a_graph():
     assert all(map(torch.equal, again, expected)) and all(map(torch.equal, replayed, expected))
 
 
-def test_offsets_past_two_to_the_31():
+def test_offsets_beyond_two_to_the_31():
     """More values than 32 bits can count."""
     number, rows = 9000, 250_000
     hidden = torch.randn(number, 2, 16, device=DEVICE).bfloat16()

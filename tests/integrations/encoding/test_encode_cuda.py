@@ -170,7 +170,7 @@ def test_a_mask_changed_behind_its_collator_is_noticed(small):
             loss_function(columns, None)
             torch.cuda.synchronize()
         # Nothing waits for the answer, so that it may come as late as with the next batch.
-        with pytest.raises(ValueError, match="changed after PyLate's collator"):
+        with pytest.raises(ValueError, match="changed after the collator"):
             for columns in (shorter, batch):
                 loss_function(columns, None)
                 torch.cuda.synchronize()
