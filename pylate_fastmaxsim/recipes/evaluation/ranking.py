@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 from torch import Tensor
@@ -109,6 +110,14 @@ def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = ME
 
     Of equal scores the order of the ranking counts.
     """
+    by_query = metrics_by_query(found, collection, names)
+    return {name: float(np.mean(list(by_query[name].values()))) for name in names}
+
+
+def metrics_by_query(
+    found: Ranking, collection: Collection, names: Sequence[str] = METRICS
+) -> dict[str, dict[str, float]]:
+    """The same of each judged query: by the name of the metric, then by the id of the query, in the order of ids."""
     # ranx compiles for seconds when it is imported.
     from ranx import Qrels, Run, evaluate
 
@@ -119,7 +128,7 @@ def metrics_of(found: Ranking, collection: Collection, names: Sequence[str] = ME
         if documents and query in collection.judgements
     }
     if not ranked:
-        return dict.fromkeys(names, 0.0)
-    values = evaluate(Qrels(collection.judgements), Run(ranked), list(names), make_comparable=True)
-    # Of a single metric it returns the number.
-    return {name: float(values[name] if len(names) > 1 else values) for name in names}
+        return {name: dict.fromkeys(sorted(collection.judgements), 0.0) for name in names}
+    run = Run(ranked)
+    evaluate(Qrels(collection.judgements), run, list(names), make_comparable=True)
+    return {name: {query: float(value) for query, value in run.scores[name].items()} for name in names}

@@ -10,7 +10,7 @@ from torch import Tensor
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, is_multi_vector
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
@@ -33,15 +33,17 @@ def encode(
     """
     if isinstance(model, StaticLateInteraction):
         return encode_static(model, texts, is_query)
-    options = {"batch_size": batch_size, "convert_to_tensor": True, "show_progress_bar": show_progress}
-    if isinstance(model, SparseEncoder):
-        # They add the prompts of the model and choose its route, where it has two.
-        encode = model.encode_query if is_query else model.encode_document
-        try:
-            return SparseBatch.from_torch(encode(list(texts), **options))
-        except ValueError as error:
-            raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
-    return TokenBatch.from_list(model.encode(list(texts), is_query=is_query, **options))
+    options = {"batch_size": batch_size, "show_progress_bar": show_progress}
+    if not isinstance(model, SparseEncoder) and not is_multi_vector(model):
+        return TokenBatch.from_list(model.encode(list(texts), is_query=is_query, convert_to_tensor=True, **options))
+    # They add the prompts of the model and choose its route, where it has two.
+    encode = model.encode_query if is_query else model.encode_document
+    if is_multi_vector(model):
+        return TokenBatch.from_list(encode(list(texts), **options))
+    try:
+        return SparseBatch.from_torch(encode(list(texts), convert_to_tensor=True, **options))
+    except ValueError as error:
+        raise RecipeError(f"The vectors of the sparse model cannot be searched: {first_line(error)}") from error
 
 
 def exact_search(

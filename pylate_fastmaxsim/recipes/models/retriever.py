@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import sentence_transformers
 from sentence_transformers import SparseEncoder
 from transformers import PreTrainedModel
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from colpali_engine.utils.processing_utils import BaseVisualRetrieverProcessor
     from peft import PeftModel
     from pylate.models import ColBERT
+    from sentence_transformers import MultiVectorEncoder
 
     from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
@@ -32,9 +34,15 @@ class VisualRetriever:
 # What a recipe trains. As text, because not every library is installed.
 Retriever: TypeAlias = "ColBERT | SparseEncoder | VisualRetriever"
 # What encodes texts: late interaction, learned-sparse, or static.
-TextRetriever: TypeAlias = "ColBERT | SparseEncoder | StaticLateInteraction"
+TextRetriever: TypeAlias = "ColBERT | MultiVectorEncoder | SparseEncoder | StaticLateInteraction"
 
 
 def encoder_of(model: ColBERT | SparseEncoder) -> PreTrainedModel:
     """The model of transformers in a text encoder, also below the route of a Router."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def is_multi_vector(model: object) -> bool:
+    """Whether a model is a MultiVectorEncoder, which Sentence Transformers has from release 6 on."""
+    kind = getattr(sentence_transformers, "MultiVectorEncoder", None)
+    return kind is not None and isinstance(model, kind)

@@ -11,7 +11,7 @@ from sentence_transformers import SparseEncoder
 from torch import Tensor
 
 from pylate_fastmaxsim.recipes.evaluation.beir import IDS_AT_ONCE, document_texts
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, is_multi_vector
 from pylate_fastmaxsim.retrieval.static.model import StaticLateInteraction
 
 # What PyLate does to documents beside the modules.
@@ -33,12 +33,18 @@ def model_digest(model: TextRetriever) -> str:
     """The same for the same weights and settings, by which documents are encoded."""
     if isinstance(model, StaticLateInteraction):
         return _static_digest(model)
-    names = SPARSE_SETTINGS if isinstance(model, SparseEncoder) else LATE_SETTINGS
-    settings = {name: getattr(model, name) for name in (*names, "prompts", "default_prompt_name", "max_seq_length")}
+    names = (*_own_settings(model), "prompts", "default_prompt_name", "max_seq_length")
+    settings = {name: getattr(model, name) for name in names}
     modules = [(type(module).__name__, {**module.get_config_dict(), FOUND_OUT: None}) for module in model]
     digest = hashlib.blake2b(json.dumps([settings, modules], default=str).encode(), digest_size=16)
     _add_weights(digest, model.state_dict())
     return digest.hexdigest()
+
+
+def _own_settings(model: TextRetriever) -> tuple[str, ...]:
+    if isinstance(model, SparseEncoder):
+        return SPARSE_SETTINGS
+    return () if is_multi_vector(model) else LATE_SETTINGS  # the modules of a MultiVectorEncoder hold all of them
 
 
 def _static_digest(model: StaticLateInteraction) -> str:

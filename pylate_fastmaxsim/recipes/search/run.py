@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -96,29 +96,10 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     if options.run is not None:
         require_ids_of_one_word(collection)
         prepare_file("--run", options.run)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     model = load_retriever(name, device, options.trust_remote_code)
-    _check_options(options, kind_of(model))
-    plaid = None
-    if options.plaid is not None:
-        plaid = open_index(options.plaid)
-        collection = plaid.ordered(collection)
-    task = _Search(name, model, collection, options, progress, Clock(device), plaid)
-    try:
-        with only_finite(model):
-            scores, positions = task.search()
-    except NotFiniteError:
-        raise RecipeError(
-            f"MODEL {name}: some embeddings are NaN or infinite, as after a training that diverged."
-        ) from None
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        kept = ", and the same command goes on from what is in the index" if options.index is not None else ""
-        raise RecipeError(
-            f"--batch-size of {options.batch_size} is more than fits into memory; lower it{kept}."
-        ) from error
-    found = ranking(collection, scores, positions, options.k)
+    task = Search(name, model, collection, options, progress, Clock(device))
+    found = task.ranking()
     if options.run is not None:
         write_run(options.run, found)
     names = [name for name, depth in METRICS_BY_DEPTH.items() if depth <= options.k]
@@ -126,20 +107,15 @@ def search(name: str, collection: Collection, options: Options, progress: Progre
     def metrics(found: Ranking) -> dict[str, float] | None:
         return metrics_of(found, collection, names) if collection.judgements and names else None
 
-    return {
-        "model": name,
-        "kind": kind_of(model),
-        "device": str(device),
-        "queries": len(collection.queries),
-        "documents": len(collection.corpus),
-        "encoded_documents": task.encoded,
-        "k": options.k,
-        "index": None if options.index is None else str(options.index),
-        "run": None if options.run is None else str(options.run),
-        "seconds": task.clock.seconds,
+    return task.summary() | {
         "metrics": metrics(found),
-        "plaid": None if plaid is None else task.compare_with_pruning(positions, metrics),
+        "plaid": None if task.plaid is None else task.compare_with_pruning(metrics),
     }
+
+
+def best_device() -> torch.device:
+    """The GPU, where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_options(options: Options, kind: str) -> None:
@@ -156,18 +132,83 @@ def _check_options(options: Options, kind: str) -> None:
 
 
 @dataclass
-class _Search:
+class Search:
+    """A search of all queries of a collection with a model that is loaded.
+
+    Parameters
+    ----------
+    name
+        Of the model, for messages.
+    model
+        Which encodes.
+    collection
+        What is searched; with an index of PLAID only the documents that it holds.
+    options
+        How.
+    progress
+        Told what is done.
+    clock
+        Counts the seconds of each task, on the device of the model.
+    """
+
     name: str
     model: TextRetriever
     collection: Collection
     options: Options
     progress: Progress
     clock: Clock
-    plaid: PlaidIndex | None
-    encoded: int = 0
-    queries: Encoded | None = None
+    plaid: PlaidIndex | None = field(default=None, init=False)
+    encoded: int = field(default=0, init=False)
+    queries: Encoded | None = field(default=None, init=False)
+    positions: Tensor | None = field(default=None, init=False)
 
-    def search(self) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        _check_options(self.options, kind_of(self.model))
+        if self.options.plaid is not None:
+            self.plaid = open_index(self.options.plaid)
+            self.collection = self.plaid.ordered(self.collection)
+
+    def ranking(self) -> Ranking:
+        """The ``k`` best documents of each query.
+
+        Raises
+        ------
+        RecipeError
+            The index does not fit, embeddings are not finite, or memory has run out.
+        """
+        try:
+            with only_finite(self.model):
+                scores, self.positions = self._search()
+        except NotFiniteError:
+            raise RecipeError(
+                f"MODEL {self.name}: some embeddings are NaN or infinite, as after a training that diverged."
+            ) from None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            kept = ", and the same command goes on from what is in the index" if self.options.index is not None else ""
+            raise RecipeError(
+                f"--batch-size of {self.options.batch_size} is more than fits into memory; lower it{kept}."
+            ) from error
+        return ranking(self.collection, scores, self.positions, self.options.k)
+
+    def summary(self) -> dict[str, Any]:
+        """Names and numbers of a search that is done, and ``seconds`` of each task."""
+        options = self.options
+        return {
+            "model": self.name,
+            "kind": kind_of(self.model),
+            "device": str(self.clock.device),
+            "queries": len(self.collection.queries),
+            "documents": len(self.collection.corpus),
+            "encoded_documents": self.encoded,
+            "k": options.k,
+            "index": None if options.index is None else str(options.index),
+            "run": None if options.run is None else str(options.run),
+            "seconds": self.clock.seconds,
+        }
+
+    def _search(self) -> tuple[Tensor, Tensor]:
         """Scores and positions, one more for each query than is asked for: it may be a document itself."""
         self.queries = queries = self._queries()
         depth = min(self.options.k, len(self.collection.corpus)) + 1
@@ -182,22 +223,20 @@ class _Search:
         with self.clock.during(SEARCH):
             return index.search(queries, depth, searched)
 
-    def compare_with_pruning(
-        self, positions: Tensor, metrics: Callable[[Ranking], dict[str, float] | None]
-    ) -> dict[str, Any]:
+    def compare_with_pruning(self, metrics: Callable[[Ranking], dict[str, float] | None]) -> dict[str, Any]:
         """What the own search of an index of PLAID finds of the exhaustive ranking, and its metrics; or why it cannot."""
         folder = {"folder": str(self.plaid.folder)}
         try:
             with self.clock.during(INDEX):
                 searching = partial(self.clock.during, PRUNED)
-                scores, own = self.plaid.own_search(self.queries, positions.shape[1], searching)
+                scores, own = self.plaid.own_search(self.queries, self.positions.shape[1], searching)
         except RecipeError as error:
             return {**folder, "not_searched": str(error)}
         found = ranking(self.collection, scores, own, self.options.k)
-        return {**folder, **overlap(positions, own), "metrics": metrics(found)}
+        return {**folder, **overlap(self.positions, own), "metrics": metrics(found)}
 
     def _index(self, folder: Path) -> Index:
-        return open_or_build(folder, self._description(), self._encode_from, self._sample, self.clock.device)
+        return open_or_build(folder, self.description, self._encode_from, self._sample, self.clock.device)
 
     def _queries(self) -> Encoded:
         texts = list(self.collection.queries.values())
@@ -232,7 +271,9 @@ class _Search:
             yield batch
             encoded(len(batch))
 
-    def _description(self) -> Description:
+    @cached_property
+    def description(self) -> Description:
+        """What an index of this search is made of."""
         kind = kind_of(self.model)
         return Description(
             kind=kind,
