@@ -341,8 +341,8 @@ def search(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A ColBERT of PyLate or a SparseEncoder of Sentence Transformers, by its folder or its name on the Hub, or "
-            "the folder of a StaticLateInteraction.",
+            help="A ColBERT of PyLate, a MultiVectorEncoder or SparseEncoder of Sentence Transformers, by its folder or its "
+            "name on the Hub, or the folder of a StaticLateInteraction.",
             show_default=False,
         ),
     ],

@@ -35,7 +35,9 @@ def test_other_models_are_refused_in_one_sentence(encoder, tmp_path):
             load_retriever(str(folder), "cpu")
         assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
-    wanted = "a MultiVectorEncoder or SparseEncoder that Sentence Transformers has saved or a StaticLateInteraction, but "
+    wanted = (
+        "a MultiVectorEncoder or SparseEncoder that Sentence Transformers has saved or a StaticLateInteraction, but "
+    )
     refused(encoder("bert"), f"{wanted}it has no {CONFIG_FILE}")
     dense = tmp_path / "dense"
     SentenceTransformer(encoder("bert"), device="cpu").save_pretrained(str(dense))
