@@ -74,7 +74,9 @@ ROOMS = {
         ("run_script", "doctor"),
     ),
     "comparison": (
-        ("runs",),
+        ("runs", "gate"),
+        ("turns",),
+        ("verdict",),
         ("report",),
         ("figures",),
         ("html",),

@@ -1,0 +1,170 @@
+"""The gate of a training process that takes turns with others: it waits for its turn, steps, and reports.
+
+Messages are one line of JSON each. The other end is :func:`pylate_fastmaxsim.comparison.turns.take_turns`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import torch
+
+from pylate_fastmaxsim._memory import PeakMemory
+
+# Names two inherited pipes: the one that orders are read from, and the one that reports are written to.
+VARIABLE = "FASTMAXSIM_GATE"
+
+_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class Gate:
+    """Lets the steps of a process through while it has its turn, and reports each block of them.
+
+    A turn is a number of steps. Behind the last of them :meth:`after_step` reports the block and waits for the next
+    turn, so that loading data and the forward of the next step belong to a turn too.
+
+    Attributes
+    ----------
+    memory
+        Counts the peak memory; that of the first :meth:`before_step` unless it is set before.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.comparison.gate import Gate
+    >>> Gate.from_environment() is None  # nobody waits for this process
+    True
+    """
+
+    def __init__(self, orders: TextIO, reports: TextIO) -> None:
+        self.memory: PeakMemory | None = None
+        self._orders = orders
+        self._reports = reports
+        self._left: float = 0
+        self._steps: list[dict[str, Any]] = []
+
+    @classmethod
+    def from_environment(cls) -> Gate | None:
+        """The gate that the parent process made, or None where it made none."""
+        # Taken out, because processes that this one starts have no turns.
+        named = os.environ.pop(VARIABLE, None)
+        if named is None:
+            return None
+        orders, reports = map(int, named.split(","))
+        for pipe in (orders, reports):
+            os.set_inheritable(pipe, False)
+        return cls(os.fdopen(orders, encoding="utf-8"), os.fdopen(reports, "w", encoding="utf-8"))
+
+    def before_step(self) -> None:
+        """Wait for a turn, if this process has none: before its first step."""
+        if not self._left:
+            if self.memory is None:
+                self.memory = PeakMemory(_device())
+            self._send(ready=True)
+            self._wait()
+
+    def after_step(self, **measured: Any) -> None:
+        """Count a step; behind the last step of a turn, report the block and wait for the next turn.
+
+        ``measured`` is reported with the step, under these names: numbers or tensors of one element, which are read at
+        the end of a block only. ``of`` is how many steps there are in all, if that is known.
+        """
+        self._steps.append(measured)
+        self._left -= 1
+        if not self._left:
+            self._end_block()
+            self._wait()
+
+    def steps_done(self) -> None:
+        """Say that no step follows, and wait for a turn for all the rest."""
+        self._end_block(done=True)
+        self._wait()
+
+    def finished(self, **result: Any) -> None:
+        """Report the last block, and ``result``; nothing is measured from here on."""
+        if self._steps:
+            self._end_block()
+        self._send(finished=result)
+
+    def _wait(self) -> None:
+        line = self._orders.readline()
+        if not line:
+            _end()
+        self._left = json.loads(line).get("steps", math.inf)
+        _synchronize()
+        self._cpu_begun = cpu_seconds()
+        self._begun = time.perf_counter()
+
+    def _end_block(self, done: bool = False) -> None:
+        _synchronize()
+        seconds, cpu = time.perf_counter() - self._begun, cpu_seconds() - self._cpu_begun
+        steps = [{name: _number(value) for name, value in step.items()} for step in self._steps]
+        self._steps = []
+        device = _device()
+        block = {
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "steps": steps,
+            "memory": self.memory.figures(),
+            "device": device.type,
+            "device_memory": _memory_of(device),
+        }
+        self._send(block=block, done=done)
+
+    def _send(self, **message: Any) -> None:
+        try:
+            self._reports.write(json.dumps(message) + "\n")
+            self._reports.flush()
+        except BrokenPipeError:
+            _end()
+
+
+def _end() -> NoReturn:
+    """End this process, whose parent has ended: without a traceback, which nobody asked for."""
+    os._exit(1)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _memory_of(device: torch.device) -> int:
+    """Memory of a device in bytes; of the CPU, what the machine or the container has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        total = min(total, int(_MEMORY_LIMIT.read_text()))
+    return total
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process with its threads, and of its children, also of those that live (on Linux)."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system + _of_children("self")
+
+
+def _of_children(process: str) -> float:
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = 0.0
+    for listed in Path("/proc", process).glob("task/*/children"):
+        with suppress(OSError):  # what ends meanwhile
+            for child in listed.read_text().split():
+                # Behind the name, which may hold blanks: utime, stime, and those of children that ended.
+                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
+                seconds += sum(map(int, fields[11:15])) / ticks + _of_children(child)
+    return seconds

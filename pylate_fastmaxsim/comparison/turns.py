@@ -1,0 +1,387 @@
+"""Processes that train take turns on one machine, so that a load that comes and goes meets all of them alike.
+
+The other end, in each of the processes, is :class:`pylate_fastmaxsim.comparison.gate.Gate`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pylate_fastmaxsim.comparison.gate import VARIABLE
+from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, WARM_UP_STEPS
+
+# A block is at least this long, as long as there are as many blocks.
+BLOCK_STEPS = 3
+BLOCK_SECONDS = 2.0
+BLOCKS = 6
+# How often each process is started where memory does not hold all of them.
+ROUNDS = 3
+# Of the memory of the device, beyond which the peaks of all together are too much.
+FULL = 0.9
+POLL_SECONDS = 0.1
+
+Gather = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class Child:
+    """How to start a process that has a :class:`~pylate_fastmaxsim.comparison.gate.Gate`.
+
+    Attributes
+    ----------
+    command
+        Its command line.
+    log
+        The file that receives what it prints.
+    environment
+        Its environment variables; None for those of this process.
+    again
+        Its command line when it is started again for more blocks, if it should write other files then.
+    """
+
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] | None = None
+    again: Sequence[str] | None = None
+
+
+@dataclass
+class Run:
+    """What one of the processes reported.
+
+    Attributes
+    ----------
+    status
+        ``finished`` or ``out of memory``.
+    steps
+        What each step measured.
+    blocks
+        Of each block ``seconds``, ``cpu_seconds``, ``steps`` (how many) and ``pair``: blocks of two runs with the same
+        number stood beside each other and took the same steps. None for blocks that do not count, as the warm-up.
+    memory
+        Bytes ``before`` the first step, at the ``peak``, and on a GPU the most that the allocator ``held``.
+    device
+        ``cuda`` or ``cpu``; None if there was no block.
+    wall_seconds
+        How long it had its turn, from its start to its end.
+    result
+        What the process gave to :meth:`~pylate_fastmaxsim.comparison.gate.Gate.finished`.
+    """
+
+    status: str = FINISHED
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    device: str | None = None
+    wall_seconds: float = 0.0
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """All runs by name. ``restarted`` if memory did not hold all processes, so that whole processes took turns."""
+
+    runs: dict[str, Run]
+    restarted: bool
+
+
+class ChildFailed(RuntimeError):
+    """A process ended without a result, and not for lack of memory: its ``name``, ``returncode`` and ``log``."""
+
+    def __init__(self, name: str, returncode: int, log: Path) -> None:
+        super().__init__(f"The {name} run ended with exit code {returncode} (see {log})")
+        self.name = name
+        self.returncode = returncode
+        self.log = log
+
+
+class OutOfMemoryElsewhere(Exception):
+    """Raised by ``on_wait`` if another rank ran out of memory, so that this process waits for it in vain."""
+
+
+def take_turns(
+    children: Mapping[str, Child],
+    *,
+    of: int | None = None,
+    on_wait: Callable[[str], None] = lambda name: None,
+    gather: Gather = lambda value: [value],
+) -> Turns:
+    """Start processes that train, and let one of them step at a time, in blocks.
+
+    The first is started and takes its warm-up steps (5, at most a third of all), then the next. After that each takes a
+    block of the same number of steps, at least 3 and as many as the fastest does in 2 seconds if at least 6 blocks come
+    of it; then in the opposite order, and so on. Whoever has no step left does the rest in one turn, after all steps.
+
+    If memory does not hold all of them, each goes from its start to its end alone, and two more times through its warm-up
+    and a block. All processes are killed when this returns or raises, by a signal too.
+
+    Parameters
+    ----------
+    children
+        By name, in the order in which they start.
+    of
+        How many steps each takes in all; None if they say so themselves, or nobody knows.
+    on_wait
+        Called every tenth of a second, with the name of the process that has its turn. What it raises ends all.
+    gather
+        The values of all ranks for that of this one, where several ranks have their processes; called in the same order
+        on each.
+
+    Raises
+    ------
+    ChildFailed
+        One of them, on any rank, ended without a result.
+    """
+    with _ended_by_signals():
+        with _Session(children, of, on_wait, gather) as session:
+            try:
+                session.alternate_blocks()
+                return Turns(session.runs, restarted=False)
+            except _NotTogether:
+                pass
+        with _Session(children, of, on_wait, gather) as session:
+            session.alternate_processes()
+            return Turns(session.runs, restarted=True)
+
+
+def python(code: str) -> list[str]:
+    """The command line of a Python that runs ``code`` with the ``sys.path`` of this process.
+
+    ``-m`` would import from the working directory. On Linux it is killed when this process ends in any way.
+    """
+    places = [place for place in sys.path if isinstance(place, str)]
+    # PR_SET_PDEATHSIG, SIGKILL
+    with_parent = "import ctypes; ctypes.CDLL(None).prctl(1, 9); " if sys.platform == "linux" else ""
+    return [sys.executable, "-c", f"{with_parent}import sys; sys.path[:] = {places!r}; {code}"]
+
+
+class _NotTogether(Exception):
+    """Memory does not hold all processes at once."""
+
+
+class _Session:
+    """Processes that are started, and what they reported; all are killed at its end."""
+
+    def __init__(
+        self, children: Mapping[str, Child], of: int | None, on_wait: Callable[[str], None], gather: Gather
+    ) -> None:
+        self.runs = {name: Run() for name in children}
+        self._children = children
+        self._of = of
+        self._on_wait = on_wait
+        self._gather = gather
+        self._processes: dict[str, _Process] = {}
+        self._step_seconds: dict[str, float] = {}
+        self._done: set[str] = set()
+
+    def __enter__(self) -> _Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes.values():
+            process.end()
+
+    def alternate_blocks(self) -> None:
+        for name in self.runs:
+            self._start(name)
+            self._warm_up(name)
+        order = list(self._processes)
+        pair = 0
+        while order:
+            self._check_memory()
+            steps = self._block_steps(BLOCKS)
+            for name in order:
+                self._turn(name, steps, pair)
+            order = [name for name in reversed(order) if name in self._processes and name not in self._done]
+            pair += 1
+        for name in self.runs:
+            self._rest(name)
+
+    def alternate_processes(self) -> None:
+        names = list(self.runs)
+        steps = None
+        for pair in range(ROUNDS):
+            for name in names:
+                first, known = pair == 0, self.runs[name]
+                # Kept as they were at the end of its own training.
+                self.runs[name] = known if first else Run()
+                self._start(name, again=not first)
+                self._warm_up(name)
+                if name in self._processes:
+                    steps = steps or self._block_steps(1)
+                    self._turn(name, steps, pair)
+                if first:
+                    self._rest(name)
+                else:
+                    known.blocks += [block for block in self.runs[name].blocks if block["pair"] is not None]
+                    self.runs[name] = known
+                self._end(name)
+            names = [name for name in reversed(names) if self.runs[name].status == FINISHED]
+            if len(names) < 2:
+                return
+
+    def _start(self, name: str, again: bool = False) -> None:
+        self._done.discard(name)
+        self._processes[name] = _Process(name, self._children[name], again, self._on_wait)
+        self._hear(name)
+
+    def _warm_up(self, name: str) -> None:
+        # One step tells how many there are.
+        self._turn(name, 1)
+        total = self._total()
+        more = (WARM_UP_STEPS if total is None else min(WARM_UP_STEPS, total // 3)) - 1
+        if more > 0:
+            self._turn(name, more)
+
+    def _rest(self, name: str) -> None:
+        """All that is left, without a limit: steps, and what follows them."""
+        while name in self._processes:
+            self._turn(name, None)
+
+    def _turn(self, name: str, steps: int | None, pair: int | None = None) -> None:
+        """Let a process take some steps, unless it has ended."""
+        if name in self._processes:
+            self._processes[name].order({"rest": True} if steps is None else {"steps": steps})
+            self._hear(name, pair)
+
+    def _hear(self, name: str, pair: int | None = None) -> None:
+        """Keep what a process reports at the end of its turn."""
+        run = self.runs[name]
+        begun = time.perf_counter()
+        try:
+            message = self._processes[name].message()
+        except OutOfMemoryElsewhere:
+            message = _OUT_OF_MEMORY
+        run.wall_seconds += time.perf_counter() - begun
+        if block := message.get("block"):
+            steps = block.pop("steps")
+            run.steps += steps
+            run.memory, run.device = block.pop("memory"), block.pop("device")
+            self._device_memory = block.pop("device_memory")
+            if steps:
+                run.blocks.append({**block, "steps": len(steps), "pair": pair})
+                self._step_seconds[name] = block["seconds"] / len(steps)
+            if message["done"]:
+                self._done.add(name)
+        result = message.get("finished")
+        status = FINISHED if result is None else result.get("status", FINISHED)
+        # All ranks go the same way.
+        if OUT_OF_MEMORY in self._gather(status):
+            if len(self._processes) > 1:
+                raise _NotTogether
+            status, result = OUT_OF_MEMORY, result or {}
+        if result is not None:
+            run.status = status
+            run.result = {key: value for key, value in result.items() if key != "status"}
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        if process := self._processes.pop(name, None):
+            process.end()
+
+    def _total(self) -> int | None:
+        said = [step["of"] for run in self.runs.values() for step in run.steps[:1] if "of" in step]
+        return min([*said, *([] if self._of is None else [self._of])], default=None)
+
+    def _block_steps(self, blocks: int) -> int:
+        """How many steps the next block has, if at least so many blocks are to come of all steps."""
+        steps = math.ceil(BLOCK_SECONDS / min(self._step_seconds.values()))
+        total = self._total()
+        if total is not None:
+            warm_up = min(WARM_UP_STEPS, total // 3)
+            steps = min(steps, (total - warm_up) // blocks)
+        return max(self._gather(max(steps, BLOCK_STEPS)))
+
+    def _check_memory(self) -> None:
+        peaks = [
+            run.memory.get("held", run.memory["peak"]) for name, run in self.runs.items() if name in self._processes
+        ]
+        full = len(peaks) > 1 and sum(peaks) > FULL * self._device_memory
+        if any(self._gather(full)):
+            raise _NotTogether
+
+
+_OUT_OF_MEMORY = {"finished": {"status": OUT_OF_MEMORY}}
+
+
+class _Process:
+    """A started process, and the pipes to and from it."""
+
+    def __init__(self, name: str, child: Child, again: bool, on_wait: Callable[[str], None]) -> None:
+        self._name = name
+        self._log = child.log
+        self._on_wait = on_wait
+        self._received = b""
+        theirs_orders, self._orders = os.pipe()
+        self._reports, theirs_reports = os.pipe()
+        environment = os.environ if child.environment is None else child.environment
+        with open(child.log, "a" if again else "w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                child.again if again and child.again else child.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, VARIABLE: f"{theirs_orders},{theirs_reports}"},
+                pass_fds=(theirs_orders, theirs_reports),
+            )
+        os.close(theirs_orders)
+        os.close(theirs_reports)
+
+    def order(self, order: dict[str, Any]) -> None:
+        # A process that has ended has said so, which is read next.
+        with suppress(BrokenPipeError):
+            os.write(self._orders, (json.dumps(order) + "\n").encode())
+
+    def message(self) -> dict[str, Any]:
+        """What it says next."""
+        while b"\n" not in self._received:
+            # Before the pipe is looked at, or what it says last would be lost.
+            ended = self._process.poll() is not None
+            if select.select([self._reports], [], [], 0 if ended else POLL_SECONDS)[0] and (
+                more := os.read(self._reports, 2**16)
+            ):
+                self._received += more
+            elif ended:
+                if self._process.returncode == -signal.SIGKILL:  # how the kernel ends a process when memory runs out
+                    return _OUT_OF_MEMORY
+                raise ChildFailed(self._name, self._process.returncode, self._log)
+            self._on_wait(self._name)
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._orders)
+        os.close(self._reports)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the processes are ended too."""
+
+    def end(signum: int, frame: object) -> NoReturn:
+        sys.exit(128 + signum)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+                previous[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
