@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TokenBatch", "CompressedBatch", "ResidualCodec", "compress", "read_plaid", "SparseBatch", "SparseIndex", "sparse_search", "StaticLateInteraction", "BM25", "maxsim", "maxsim_from_hidden", "xtr_scores", "splade_pool", "pooled_scores", "PooledScores",
-    "Max", "TopK", "Softmax", "LogSumExp", "warmup", "BatchShape", "enable", "disable", "enabled", "__version__",
+    "Max", "TopK", "Softmax", "LogSumExp", "encode", "warmup", "BatchShape", "enable", "disable", "enabled", "__version__",
 ]  # fmt: skip
 
 
@@ -33,6 +33,7 @@ _MODULES = {
     "TopK": "pylate_fastmaxsim.ops.pooled",
     "Softmax": "pylate_fastmaxsim.ops.pooled",
     "LogSumExp": "pylate_fastmaxsim.ops.pooled",
+    "encode": "pylate_fastmaxsim.losses.encode",
     "warmup": "pylate_fastmaxsim.recipes.warmup",
     "BatchShape": "pylate_fastmaxsim.precompile.shapes",
     "enable": "pylate_fastmaxsim.integrations.enable",

@@ -94,7 +94,7 @@ def plan_documents(
         Documents of similar length are padded to the longest of their group: on a CPU, and for encoders that cannot be
         packed. Waits for the GPU once, for the lengths.
     ``padded``
-        As stock PyLate.
+        As stock PyLate; also while the flag is off.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def plan_documents(
     # GradCache has a backward for each call.
     backwards = mini_batch_size is not None
     group = group_in_step(model, backwards)
-    if options is None or options.padding_free:
+    if options is not None and options.padding_free:
         mode = modes.mode_for(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation_layers.compile_layers(model)

@@ -7,6 +7,7 @@ every layer once per call. So the call for the queries encodes the documents as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import wraps
 
@@ -25,11 +26,14 @@ Features = dict[str, Tensor]
 
 
 class LossColumns:
-    """The columns of a loss that is running. A kind of encoder adds what it keeps of those encoded already."""
+    """The columns of a loss that is running. A kind of encoder adds what it keeps of those encoded already.
 
-    def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
+    ``model`` is what the loss calls, possibly wrapped.
+    """
+
+    def __init__(self, model: nn.Module, columns: Sequence[Features]) -> None:
         self.columns = columns
-        self._loss = loss
+        self._model = model
 
     def behind(self, features: Features) -> Sequence[Features]:
         """The columns of documents if ``features`` are the queries, else none."""
@@ -49,7 +53,7 @@ class LossColumns:
         known
             The classes that these may have.
         """
-        *around, core = layers_of_wrapping(self._loss.model)
+        *around, core = layers_of_wrapping(self._model)
         for layer in around:
             if not isinstance(layer, DistributedDataParallel):
                 return f"{type(layer).__name__} is around the model"
@@ -70,6 +74,11 @@ _columns: ContextVar[LossColumns | None] = ContextVar("columns", default=None)
 def current() -> LossColumns | None:
     """The columns of the loss that is running."""
     return _columns.get()
+
+
+def noted(columns: LossColumns) -> AbstractContextManager[None]:
+    """Context in which :func:`current` returns these columns."""
+    return setting(_columns, columns)
 
 
 def are_few(texts: Documents) -> bool:
@@ -93,7 +102,7 @@ def noting(
             return stock(self, sentence_features, *args, **kwargs)
         check(self)
         columns = list(sentence_features)
-        with setting(_columns, kind(self, columns)):
+        with noted(kind(self.model, columns)):
             return stock(self, columns, *args, **kwargs)
 
     return forward

@@ -147,7 +147,7 @@ class _Scored:
 @_replaces(Contrastive.forward)
 def contrastive(self: Contrastive, options: Options, features: Features, labels: Tensor | None = None) -> Tensor:
     queries, documents = _encode(self, features)
-    queries_mask = _queries_mask(self.model, features)
+    queries_mask = scored_tokens(self.model, features)
     scored = _scored(self, options, documents, features)
     # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
     if _in_ring(self, options):
@@ -168,7 +168,7 @@ def distillation(self: Distillation, options: Options, features: Features, label
     queries, documents = _encode(self, features)
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
     scored = _scored(self, options, documents, features)
-    scores = _score(queries, _queries_mask(self.model, features), scored, candidates)
+    scores = _score(queries, scored_tokens(self.model, features), scored, candidates)
     if self.normalize_scores:
         lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
         scores = (scores - lowest) / (highest - lowest + 1e-8)
@@ -184,7 +184,7 @@ def cached_contrastive(
         raise ValueError(
             f"CachedContrastive: mini_batch_size must be an integer of at least 1, got {self.mini_batch_size!r}."
         )
-    queries_mask = _queries_mask(self.model, features)
+    queries_mask = scored_tokens(self.model, features)
     plan = encoding_encode.plan_documents(
         self.model, features[1:], wrapper_attribute(self.model, "skiplist"), self.mini_batch_size
     )
@@ -349,7 +349,8 @@ def _encode(loss: nn.Module, features: Features) -> tuple[Tensor, TokenBatch]:
     return encoded
 
 
-def _queries_mask(model: nn.Module, features: Features) -> Tensor | None:
+def scored_tokens(model: nn.Module, features: Features) -> Tensor | None:
+    """Which tokens of the queries are scored, ``[B, L]``, bool; None: all."""
     # With query expansion all tokens of a query are scored, also those that are not attended to.
     # Else any number but 0 is a token, as in PyLate.
     return None if wrapper_attribute(model, "do_query_expansion") else features[0]["attention_mask"].bool()

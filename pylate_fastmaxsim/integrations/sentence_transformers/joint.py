@@ -23,8 +23,8 @@ from pylate_fastmaxsim.integrations.score_metric import PooledScores
 class Batch(LossColumns):
     """The columns of a loss, and the states of those that are encoded already."""
 
-    def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
-        super().__init__(loss, columns)
+    def __init__(self, model: nn.Module, columns: Sequence[Features]) -> None:
+        super().__init__(model, columns)
         self._encoded: _Encoded | None = None
 
     def keep(self, transformer: Transformer, documents: Documents, states: Tensor) -> Tensor:

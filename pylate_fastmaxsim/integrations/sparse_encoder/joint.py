@@ -15,8 +15,8 @@ from pylate_fastmaxsim.integrations.patching.redirect import detached
 class Batch(LossColumns):
     """The columns of a loss, and the embeddings of those that have not been asked for."""
 
-    def __init__(self, loss: nn.Module, columns: Sequence[Features]) -> None:
-        super().__init__(loss, columns)
+    def __init__(self, model: nn.Module, columns: Sequence[Features]) -> None:
+        super().__init__(model, columns)
         self._left: list[Features] = []
         self._embeddings: Tensor | None = None
 

@@ -1,0 +1,1 @@
+"""Losses that neither host has, and the encoding for a loss of one's own."""

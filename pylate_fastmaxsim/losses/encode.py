@@ -1,0 +1,95 @@
+"""``encode``: the token embeddings of a batch, for a loss of one's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.tokens import TokenBatch
+
+Features = dict[str, Tensor]
+
+
+def encode(model: nn.Module, features: Iterable[Features]) -> tuple[TokenBatch, TokenBatch]:
+    """Encode the columns of a batch as the losses of a model's library do: differentiable, of unit length.
+
+    With :func:`~pylate_fastmaxsim.enable` as without padding as those losses are, queries and documents in one call
+    where that works; without it padded. The values are the same.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT`` or a ``MultiVectorEncoder`` of Sentence Transformers, possibly wrapped: the ``model``
+        of a loss.
+    features
+        The tokenized columns that a trainer hands to a loss: Nq queries, and one or more columns of documents, each of
+        Nq texts or of a multiple.
+
+    Returns
+    -------
+    queries
+        Nq queries, and of each the tokens that are scored: all with query expansion.
+    documents
+        First all documents of the first query, in the order of the columns, then those of the second, and so on: with N
+        documents a query those of query i are ``i * N`` to ``i * N + N - 1``. Masked tokens and those of a skiplist are
+        left out.
+
+    Raises
+    ------
+    ValueError
+        There is no column of documents, or one has not a multiple of Nq texts. With a ColBERT also: the model changes
+        ids or masks, as learned pruning does.
+    TypeError
+        The model is of another kind.
+
+    Examples
+    --------
+    A contrastive loss by hand, of the first document of each query against all of the batch::
+
+        queries, documents = pylate_fastmaxsim.encode(self.model, sentence_features)
+        scores = pylate_fastmaxsim.maxsim(queries, documents)
+        positives = torch.arange(len(queries), device=scores.device) * (len(documents) // len(queries))
+        return torch.nn.functional.cross_entropy(scores, positives)
+    """
+    columns = list(features)
+    counts = [len(column["input_ids"]) for column in columns]
+    if len(columns) < 2 or any(count == 0 or count % counts[0] for count in counts):
+        raise ValueError(
+            "encode: features must be a column of queries and columns of documents, each of as many texts as there are "
+            f"queries or a multiple of it, got columns of {', '.join(map(str, counts)) or 'nothing'}."
+        )
+    return host_of(model).encode(model, columns)
+
+
+def host_of(model: nn.Module):
+    """The module of this package with the losses for a model's library."""
+    core = unwrap(model)
+    # A model is of a library that was imported.
+    if isinstance(core, getattr(sys.modules.get("pylate.models"), "ColBERT", ())):
+        from pylate_fastmaxsim.losses import pylate as host
+    elif isinstance(core, getattr(sys.modules.get("sentence_transformers"), "MultiVectorEncoder", ())):
+        from pylate_fastmaxsim.losses import sentence_transformers as host
+    else:
+        raise TypeError(
+            "encode: model must be a ColBERT of PyLate or a MultiVectorEncoder of Sentence Transformers, got "
+            f"{type(core).__name__}."
+        )
+    return host
+
+
+def by_query(counts: Sequence[int], device: torch.device) -> Tensor:
+    """From column after column to all documents of the first query, then of the second: the order, ``[Nd]``, int64.
+
+    ``counts``: the texts of each column, that of the queries first.
+
+    Examples
+    --------
+    >>> by_query([2, 2, 4], torch.device("cpu"))
+    tensor([0, 2, 3, 1, 4, 5])
+    """
+    columns = torch.arange(sum(counts[1:]), device=device).split(list(counts[1:]))
+    return torch.cat([column.view(counts[0], -1) for column in columns], dim=1).reshape(-1)
