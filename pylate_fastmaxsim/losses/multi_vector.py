@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["encode"]
+_NAMES = ("encode",)
 
 
 # Loaded when asked for, so that this module can be imported beside an older release.
 def __getattr__(name: str):
-    if name not in __all__:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pylate_fastmaxsim.losses import sentence_transformers
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
@@ -79,6 +80,7 @@ def plan_documents(
     document_features: Sequence[dict[str, Tensor]],
     skiplist: list[int],
     mini_batch_size: int | None = None,
+    mini_batch_tokens: int | None = None,
 ) -> EncodingPlan:
     """Plan the encoder calls for the documents of all columns of a batch.
 
@@ -107,6 +109,9 @@ def plan_documents(
     mini_batch_size
         At most so many padded documents' tokens in a call. All ranks of a distributed run make equally many calls.
         Dividing waits for the GPU.
+    mini_batch_tokens
+        In its place: at most so many tokens in a call, where padded with their padding. A longer document has a call of
+        its own.
 
     Returns
     -------
@@ -123,13 +128,15 @@ def plan_documents(
     options = current_options()
     mode = "padded"
     # GradCache has a backward for each call.
-    backwards = mini_batch_size is not None
+    backwards = mini_batch_size is not None or mini_batch_tokens is not None
     group = group_in_step(model, backwards)
     if options is not None and options.padding_free:
         mode = modes.mode_for(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation_layers.compile_layers(model)
     if mode == "padded":
+        if mini_batch_tokens is not None:
+            mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
         return padded_plan(document_features, skipped, mini_batch_size)
     if group and (reason := reason_in_features(unwrap(model), document_features)) is not None:
         raise ValueError(
@@ -139,7 +146,7 @@ def plan_documents(
     documents = Documents.from_columns(document_features)
     if mode == "packed" and documents.gaps:
         mode = modes.mode_with_gaps(group)
-    budget = None if mini_batch_size is None else mini_batch_size * documents.max_length
+    budget = mini_batch_tokens if mini_batch_size is None else mini_batch_size * documents.max_length
     agree = int
     if group:
         # Without a budget the smallest number wins, so that no rank needs more documents than it has.
@@ -156,27 +163,42 @@ def plan_documents(
 
 
 def query_calls(
-    model: nn.Module, features: dict[str, Tensor], plan: EncodingPlan, mini_batch_size: int
+    model: nn.Module,
+    features: dict[str, Tensor],
+    plan: EncodingPlan,
+    mini_batch_size: int | None = None,
+    mini_batch_tokens: int | None = None,
 ) -> list[dict[str, Tensor]]:
     """Plan the encoder calls for padded queries, beside a plan for the documents.
 
     Queries are short: with ``mini_batch_size`` of them a call would leave a GPU idle. A call takes as many as fit the
     tokens of the largest document call. All ranks of a distributed run make equally many calls. Queries are divided as
     in stock PyLate if the documents are, or if a query alone gets other embeddings than beside others.
+    ``mini_batch_tokens`` as in :func:`plan_documents`.
     """
     features = without_total(features)
     count, length = features["input_ids"].shape
+    group = group_in_step(model, backwards=True)
+    if mini_batch_size is None:
+        mini_batch_size = _texts_within(mini_batch_tokens, [features], group)
     if plan.as_stock or not modes.can_be_divided(model, features):
         return [rows_of(features, begin, begin + mini_batch_size) for begin in range(0, count, mini_batch_size)]
     tokens = max(call["input_ids"].numel() for call in plan.calls)
     calls = -(-count // max(mini_batch_size, tokens // length))
-    if group := group_in_step(model, backwards=True):
+    if group:
         calls = calls_of_all_ranks(calls, count, features["input_ids"].device, group)
     queries = [rows_of(features, count * call // calls, count * (call + 1) // calls) for call in range(calls)]
     if is_compiled(model):
         for call in queries:
             compilation_layers.mark_varying(call)
     return queries
+
+
+def _texts_within(tokens: int, columns: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> int:
+    """How many padded texts hold at most so many tokens, at least 1; among the ranks of a group the smallest number."""
+    ids = max((column["input_ids"] for column in columns), key=lambda ids: ids.shape[1])
+    texts = max(1, tokens // max(1, ids.shape[1]))
+    return least_of_all_ranks(texts, ids.device, group) if group else texts
 
 
 def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:

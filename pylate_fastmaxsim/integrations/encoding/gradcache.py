@@ -1,7 +1,7 @@
-"""GradCache of Sentence Transformers: the second pass encodes as the first did, in the same precision.
+"""GradCache: the second pass encodes as the first did, in the same precision.
 
-Where ``backward()`` is called outside of autocast, stock makes the second pass in float32, whose embeddings are not those
-that the cached gradients belong to. Without padding, dropout would be drawn differently as well.
+Where ``backward()`` is called outside of autocast, Sentence Transformers makes the second pass in float32, whose
+embeddings are not those that the cached gradients belong to. Without padding, dropout would be drawn differently as well.
 
 The second pass reuses what the first found out about its texts. So it does not wait for the device, and the host launches
 a mini-batch while the backward of the last is still running.
@@ -10,19 +10,22 @@ a mini-batch while the backward of the last is still running.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.mask_changes import writes_to
 from pylate_fastmaxsim.integrations.models.context import setting
+from pylate_fastmaxsim.integrations.models.wrappers import no_grad_sync
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
@@ -37,6 +40,17 @@ class _First:
     autocast: dict[str, object]
     writes: int
     found: list[object] = field(default_factory=list)
+
+    @classmethod
+    def over(cls, tensors: Sequence[Tensor]) -> _First:
+        return cls(autocast_in_force(tensors[0].device.type), sum(map(writes_to, tensors)))
+
+    @contextmanager
+    def again(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Context of the second pass over the same texts."""
+        changed = sum(map(writes_to, tensors)) != self.writes
+        with setting(_pass, _Pass(iter(self.found), texts_changed=changed)), torch.autocast(**self.autocast):
+            yield
 
 
 @dataclass
@@ -97,17 +111,14 @@ def two_passes(
     def embed_minibatch(self: nn.Module, *args, **kwargs) -> tuple:
         given = parameters.bind(self, *args, **kwargs).arguments
         state = given.get("random_state")
-        tensors = [value for value in given["sentence_feature"].values() if isinstance(value, Tensor)]
-        writes = sum(map(writes_to, tensors))
+        tensors = _tensors(given["sentence_feature"].values())
         if state is not None and state in _firsts:
-            first = _firsts[state]
-            again = _Pass(iter(first.found), texts_changed=writes != first.writes)
-            with setting(_pass, again), torch.autocast(**first.autocast):
+            with _firsts[state].again(tensors):
                 return stock(self, *args, **kwargs)
         if state is not None or current_options() is None:
             return stock(self, *args, **kwargs)
         check(self)
-        first = _First(autocast_in_force(tensors[0].device.type), writes)
+        first = _First.over(tensors)
         with setting(_pass, _Pass(first.found)):
             *embedded, state = stock(self, *args, **kwargs)
         if state is not None:
@@ -116,6 +127,77 @@ def two_passes(
         return *embedded, state
 
     return embed_minibatch
+
+
+class CachedCall:
+    """One call of a model that is made twice: without gradients, and again with the same random numbers and precision.
+
+    Parameters
+    ----------
+    embed
+        Makes the call and returns embeddings ``[..., d]``.
+    features
+        What it is given. Its tensors say on which devices random numbers are drawn.
+    """
+
+    def __init__(self, embed: Callable[[], Tensor], features: Mapping[str, object]) -> None:
+        self._embed = embed
+        self._tensors = _tensors(features.values())
+
+    def first(self) -> Tensor:
+        """Embeddings without gradients."""
+        self._cpu_state, self._device_states = torch.get_rng_state(), get_device_states(*self._tensors)
+        self._first = _First.over(self._tensors)
+        with torch.no_grad(), setting(_pass, _Pass(self._first.found)):
+            return _wide(self._embed())
+
+    def again(self) -> Tensor:
+        """The same with gradients."""
+        devices, states = self._device_states
+        with torch.random.fork_rng(devices), torch.enable_grad(), self._first.again(self._tensors):
+            torch.set_rng_state(self._cpu_state)
+            set_device_states(devices, states)
+            return _wide(self._embed())
+
+
+def with_second_passes(
+    loss: Tensor, model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor]
+) -> Tensor:
+    """A loss whose ``backward()`` makes the calls again, and goes on from the gradients of their embeddings.
+
+    Parameters
+    ----------
+    loss
+        A scalar, already differentiated by what the first calls returned.
+    model
+        What the calls call, possibly wrapped.
+    calls
+        All calls of the step, in the order of the first pass.
+    gradients
+        Of each, in any shape of as many numbers.
+    """
+    loss = loss.detach().requires_grad_()
+    loss.register_hook(partial(_second_passes, model, calls, gradients))
+    return loss
+
+
+def _second_passes(
+    model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor], grad_output: Tensor
+) -> None:
+    for call, gradient in zip(calls, gradients, strict=True):
+        # Once a step and not once a call: ranks send each other the gradients of all weights.
+        with nullcontext() if call is calls[-1] else no_grad_sync(model):
+            embeddings = call.again()
+            embeddings.backward(gradient.view_as(embeddings) * grad_output)
+
+
+def _wide(embeddings: Tensor) -> Tensor:
+    # Their gradient waits in their dtype, and the scale that a GradScaler gives it comes only in backward().
+    return embeddings.float() if embeddings.dtype == torch.float16 else embeddings
+
+
+def _tensors(values: Iterable[object]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from numbers import Integral
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 import tqdm
 from pylate import scores as stock_scores
-from pylate.losses.cached_contrastive import CachedContrastive, RandContext
+from pylate.losses.cached_contrastive import CachedContrastive
 from pylate.losses.contrastive import Contrastive
 from pylate.losses.distillation import Distillation
 from pylate.utils import all_gather_with_gradients, get_rank, get_world_size
@@ -22,16 +21,16 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
-from pylate_fastmaxsim.integrations.encoding.autocast import autocast_in_force
 from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changes_masks, settle
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, no_grad_sync, wrapper_attribute
+from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
+from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
 from pylate_fastmaxsim.integrations.score_metric import PooledScores, per_query_token
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
@@ -185,63 +184,11 @@ def cached_contrastive(
             f"CachedContrastive: mini_batch_size must be an integer of at least 1, got {self.mini_batch_size!r}."
         )
     queries_mask = scored_tokens(self.model, features)
-    plan = encoding_encode.plan_documents(
-        self.model, features[1:], wrapper_attribute(self.model, "skiplist"), self.mini_batch_size
-    )
-    query_calls = encoding_encode.query_calls(self.model, features[0], plan, self.mini_batch_size)
-    passes = [_Pass(self.model, call) for call in query_calls + plan.calls]
-    embeddings = [one.first() for one in _progress(self, passes, "Embed mini-batches")]
-    shapes = [part.shape for part in embeddings]
-    queries = torch.cat(embeddings[: len(query_calls)])
-    documents = plan.batch(embeddings[len(query_calls) :])
-    del embeddings  # of large batches the most memory, now held once more
-    scored = _scored(self, options, documents, features)
-    if not torch.is_grad_enabled():
-        return _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
-
-    queries.requires_grad_()
-    documents.values.requires_grad_()
-    loss = _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
-    of_queries, of_documents = shapes[: len(query_calls)], shapes[len(query_calls) :]
-    gradients = [*queries.grad.split([shape[0] for shape in of_queries])]
-    gradients += documents.values.grad.split([shape[:-1].numel() for shape in of_documents])
-    loss = loss.detach().requires_grad_()
-    loss.register_hook(partial(_second_passes, self.model, passes, gradients))
-    return loss
-
-
-class _Pass:
-    """One call of the encoder that can be made again with the same random numbers in the same precision."""
-
-    def __init__(self, model: nn.Module, features: dict[str, Tensor]) -> None:
-        self._model = model
-        self._features = features
-
-    def first(self) -> Tensor:
-        """Unit token embeddings, without gradients."""
-        device = self._features["input_ids"].device.type
-        self._random_state = RandContext(*self._features.values())
-        self._autocast = autocast_in_force(device)
-        with torch.no_grad():
-            return self._embed()
-
-    def again(self) -> Tensor:
-        """The same with gradients."""
-        with self._random_state, torch.enable_grad(), torch.autocast(**self._autocast):
-            return self._embed()
-
-    def _embed(self) -> Tensor:
-        embeddings = unit_embeddings(self._model, self._features)
-        # Their gradient waits in their dtype, and the scale that a GradScaler gives it comes only in backward().
-        return embeddings.float() if embeddings.dtype == torch.float16 else embeddings
-
-
-def _second_passes(model: nn.Module, passes: Sequence[_Pass], gradients: Sequence[Tensor], grad_output: Tensor) -> None:
-    for one, gradient in zip(passes, gradients, strict=True):
-        # Once a step and not once a pass: ranks send each other the gradients of all weights.
-        with nullcontext() if one is passes[-1] else no_grad_sync(model):
-            embeddings = one.again()
-            embeddings.backward(gradient.view_as(embeddings) * grad_output)
+    progress = partial(_progress, self, description="Embed mini-batches")
+    batch = CachedBatch(self.model, features, mini_batch_size=self.mini_batch_size, progress=progress)
+    scored = _scored(self, options, batch.documents, features)
+    loss = _loss_in_chunks(self, batch.queries, queries_mask, scored, len(features) - 1)
+    return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
 
 
 def _loss_in_chunks(
