@@ -83,6 +83,8 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(f"loss.name must be distillation with data.source distillation, got {recipe.loss.name!r}.")
     if recipe.data.source == "distillation" and recipe.data.columns is not None:
         raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
+    if recipe.data.negatives_per_query is not None and recipe.loss.name not in ("contrastive", "cached_contrastive"):
+        raise RecipeError(f"data.negatives_per_query does not apply to the {recipe.loss.name} loss.")
     splade = recipe.model.kind == "splade"
     options = (SPLADE_LOSS_OPTIONS if splade else LOSS_OPTIONS)[recipe.loss.name]
     for option in dataclasses.fields(recipe.loss):
@@ -286,6 +288,8 @@ def _check_data(data: DataSection, section: str) -> None:
     required = own[0]
     if getattr(data, required) is None:
         raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
+    if section != "data" and data.negatives_per_query is not None:
+        raise RecipeError(f"{section}.negatives_per_query does not apply to mining.")
     _require_no_file(f"{section}.name", "data", data.name)
     for file in data.files or []:
         if Path(file).suffix not in FILE_TYPES:

@@ -100,8 +100,8 @@ class ModelSection:
 # The keys of each source; the first one is required.
 SOURCE_KEYS = {
     "docstrings": ("packages",),
-    "hub": ("name", "config", "split"),
-    "files": ("files",),
+    "hub": ("name", "config", "split", "negatives_per_query"),
+    "files": ("files", "negatives_per_query"),
     "distillation": ("name", "split", "n_ways"),
 }
 
@@ -117,10 +117,16 @@ class DataSection:
     ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
     .parquet ``files``.
 
-    ``columns`` lists the columns to use in order, the query first. Without it all are used except ``dataset_name`` and
-    those with ``_id`` in their name, which PyLate's collator leaves out. Only the query column may have query or anchor
-    in its name, by which the collator recognises queries. For ``model.kind: splade`` names are free, but label, score and
-    others that Sentence Transformers reads as scores. For distillation the columns are the query, a list of documents and
+    ``columns`` lists the columns to use in order: the query, its positive and any negatives. Without it all are used, in
+    the order of the data, except ``dataset_name`` and those with ``_id`` in their name, which PyLate's collator leaves
+    out. Behind the first column none may have query or anchor in its name, by which the collator recognises queries. For
+    ``model.kind: splade`` names are free, but label, score and others that Sentence Transformers reads as scores.
+
+    The positive may be a list, each of which becomes a row, and negatives may be lists or columns of one each.
+    ``negatives_per_query`` is how many negatives of each row are used: more are drawn with ``seed``, fewer are repeated.
+    Null uses all, and every row must have as many.
+
+    For distillation the columns are the query, a list of documents and
     a list of teacher scores. For retrieval of pages they are the query, the image of its page and, for losses with
     negatives, a list of images of other pages.
 
@@ -141,6 +147,7 @@ class DataSection:
     split: str | None = None
     files: list[str] | None = key(None, path=True)
     columns: list[str] | None = None
+    negatives_per_query: int | None = key(None, minimum=1)
     n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)
     seed: int = key(0, minimum=0)

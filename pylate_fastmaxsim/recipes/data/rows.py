@@ -9,8 +9,9 @@ from datasets import Dataset, Sequence, Value
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation
+from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table
-from pylate_fastmaxsim.recipes.data.text import is_id
+from pylate_fastmaxsim.recipes.data.text import is_id, query_named
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 
@@ -32,6 +33,10 @@ def _load_mined(recipe: Recipe) -> Dataset:
 
 def _load_checked(recipe: Recipe) -> Dataset:
     dataset = load_columns(recipe.data, "data")
+    if not recipe.model.visual and recipe.loss.name != "distillation":
+        dataset = one_text_a_column(recipe.data, dataset)
+    if recipe.model.kind == "colbert":
+        dataset = query_named(recipe, dataset)
     backend(recipe.model, __package__).check_columns(recipe, dataset, dataset.column_names)
     return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
 

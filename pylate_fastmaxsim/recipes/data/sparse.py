@@ -5,7 +5,12 @@ from __future__ import annotations
 from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.text import is_query, require_a_score_each, require_positive_first, require_text
+from pylate_fastmaxsim.recipes.data.text import (
+    require_a_score_each,
+    require_positive_first,
+    require_query_first,
+    require_text,
+)
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Read as teacher scores by the collator, whatever the loss, or as the name of a data set.
@@ -32,14 +37,6 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
     if not others:
         raise RecipeError(f"data.columns must be the query, its positive and any negatives, got [{query}].")
     if recipe.data.columns is None:
-        _require_query_first(others, query)
+        require_query_first(others, query)
         require_positive_first(others, query)
     require_text(dataset, columns, "data")
-
-
-def _require_query_first(documents: list[str], query: str) -> None:
-    """Refuse an order of columns in which a document would be trained as the query."""
-    if not is_query(query) and (named := next(filter(is_query, documents), None)):
-        raise RecipeError(
-            f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the query."
-        )

@@ -36,8 +36,6 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
             "in its name; leave it out as well, or rename it if it holds texts."
         )
     query, *others = columns
-    if not is_query(query):
-        raise RecipeError(f"data.columns must start with the query column, named query or anchor, got {query!r}.")
     for column in filter(is_query, others):
         raise RecipeError(
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
@@ -65,6 +63,26 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
     if recipe.data.columns is None:
         require_positive_first(others, query)
     require_text(dataset, columns, "data")
+
+
+def query_named(recipe: Recipe, dataset: Dataset) -> Dataset:
+    """The rows with a name for the first column by which PyLate's collator recognises queries."""
+    query, *documents = dataset.column_names
+    if is_id(query) or is_query(query):
+        return dataset
+    if recipe.data.columns is None:
+        require_query_first(documents, query)
+    return dataset.rename_column(query, "query") if "query" not in documents else dataset
+
+
+def require_query_first(documents: list[str], query: str) -> None:
+    """Refuse an order of columns in which a document would be trained as the query."""
+    if not is_query(query) and (
+        named := next((name for name in documents if "question" in name or is_query(name)), None)
+    ):
+        raise RecipeError(
+            f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the query."
+        )
 
 
 def require_positive_first(documents: list[str], query: str) -> None:

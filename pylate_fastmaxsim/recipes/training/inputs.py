@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 from datasets import Dataset
@@ -12,6 +13,8 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
+
+logger = logging.getLogger(__name__)
 
 
 def load_data(recipe: Recipe) -> RecipeData:
@@ -55,6 +58,13 @@ def _require_a_batch(recipe: Recipe, rows: int, held_out: int) -> None:
     size = recipe.training.per_device_train_batch_size
     least = size if recipe.training.dataloader_drop_last else 1
     if rows >= least:
+        if rows < size:
+            logger.warning(
+                "The data has %d rows to train on, fewer than training.per_device_train_batch_size of %d: every batch has %d.",
+                rows,
+                size,
+                rows,
+            )
         return
     if held_out:
         raise RecipeError(

@@ -22,7 +22,7 @@ from pylate_fastmaxsim.recipes.training.warmup import batch_sizes
     ("override", "sentence"),
     [
         ("data.columns=[query, negative]", "data.columns: no column 'negative', the data has "),
-        ("data.columns=[positive, query]", "data.columns must start with the query column"),
+        ("data.columns=[positive, query]", "data.columns: PyLate's collator encodes 'query' as queries"),
         ("evaluation.rows=60", "evaluation.rows must leave at least one training batch, but the data has 60 rows"),
         ("loss.name=distillation", "data.columns must be [query, documents, scores] for distillation"),
         ("model.config_kwargs={num_hidden_layers: 3}", "model cannot be built: list index out of range"),

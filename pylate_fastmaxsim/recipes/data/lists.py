@@ -1,0 +1,127 @@
+"""Rows with lists of positives and of negatives, made to rows with one text in each column."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, Features
+
+from pylate_fastmaxsim.recipes.config.schema import DataSection
+from pylate_fastmaxsim.recipes.data.tables import progress_shown
+from pylate_fastmaxsim.recipes.errors import RecipeError
+
+ROWS_AT_ONCE = 1_000
+
+
+def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data") -> Dataset:
+    """Rows of a query, a positive and equally many negatives, where a positive or negatives stand in lists.
+
+    A list of positives becomes a row for each. All columns behind the positive hold negatives, texts or lists of texts;
+    missing texts are none. ``data.negatives_per_query`` of them become a column each. Of more they are drawn,
+    always the same with the same ``data.seed``; fewer are repeated. Without that key every row must have as many as the
+    first. Rows without lists are returned as they are, unless that key asks for fewer negatives.
+
+    Raises
+    ------
+    RecipeError
+        The query is a list, a row has no positive or no negative, or another number of negatives than the first.
+    """
+    query, *documents = dataset.column_names
+    types = dataset.features.arrow_schema
+    lists = [name for name in dataset.column_names if is_list(types.field(name).type)]
+    if query in lists:
+        raise RecipeError(f"{section}.columns: {query!r} is the query and must hold texts, but it holds lists.")
+    gaps = any(dataset.data.column(name).null_count for name in documents[1:])
+    if not lists and not gaps and data.negatives_per_query is None:
+        return dataset
+    if len(documents) == 1 and data.negatives_per_query is not None:
+        raise RecipeError(
+            f"{section}.negatives_per_query needs a column of negatives behind the positive, but the columns are {query} "
+            f"and {documents[0]}."
+        )
+    spread = Spread(section, dataset.column_names, data.negatives_per_query, data.seed)
+    if spread.count is None:
+        spread.count = len(spread.negatives(dataset[0]))
+    kind = dataset.features[documents[0]]
+    kind = kind.feature if documents[0] in lists else kind
+    names = spread.names()
+    features = Features({query: dataset.features[query], **dict.fromkeys(names[1:], kind)})
+    with progress_shown():
+        return dataset.map(
+            spread,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            with_indices=True,
+            remove_columns=dataset.column_names,
+            features=features,
+            desc="Reading lists",
+        )
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type in Arrow holds lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+class Spread:
+    """Turns a batch of rows with lists into columns of one text each.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.lists import Spread
+    >>> rows = {"query": ["q"], "positives": [["a", "b"]], "negatives": [["c"]]}
+    >>> Spread("data", list(rows), count=2, seed=0)(rows, [0])
+    {'query': ['q', 'q'], 'positive': ['a', 'b'], 'negative_1': ['c', 'c'], 'negative_2': ['c', 'c']}
+    """
+
+    def __init__(self, section: str, columns: list[str], count: int | None, seed: int) -> None:
+        self.section = section
+        self.query, self.positive, *self.others = columns
+        self.count = count
+        self.given = count is not None
+        self.seed = seed
+
+    def names(self) -> list[str]:
+        """The columns of the result."""
+        numbers = range(1, self.count + 1)
+        return [self.query, "positive", *(["negative"] if self.count == 1 else [f"negative_{n}" for n in numbers])]
+
+    def negatives(self, row: dict[str, Any]) -> list:
+        """All negatives of a row."""
+        return [text for name in self.others for text in _texts(row[name])]
+
+    def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        rows = []
+        for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            positives, negatives = _texts(row[self.positive]), self.negatives(row)
+            if not positives:
+                raise RecipeError(f"{self.section}.columns: row {number} has no text in {self.positive!r}.")
+            self._check(number, len(negatives))
+            rows += [[row[self.query], one, *self._drawn(row[self.query], one, negatives)] for one in positives]
+        names = self.names()
+        return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+
+    def _check(self, number: int, found: int) -> None:
+        if self.given and not found:
+            raise RecipeError(
+                f"{self.section}.negatives_per_query: row {number} has no negative; leave such rows out, or train without "
+                "negatives."
+            )
+        if not self.given and found != self.count:
+            raise RecipeError(
+                f"{self.section}.negatives_per_query is missing, and rows have different numbers of negatives: the first "
+                f"has {self.count}, row {number} has {found}."
+            )
+
+    def _drawn(self, query: Any, positive: Any, negatives: list) -> list:
+        if len(negatives) > self.count:
+            return random.Random(f"{self.seed} {query} {positive}").sample(negatives, self.count)
+        return [negatives[place % len(negatives)] for place in range(self.count)]
+
+
+def _texts(value: Any) -> list:
+    """The texts, or ids, of a list or of one; missing and empty ones are left out."""
+    return [each for each in (value if isinstance(value, list) else [value]) if each is not None and each != ""]
