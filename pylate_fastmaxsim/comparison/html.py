@@ -82,8 +82,9 @@ def _sections(comparison: dict[str, Any]) -> list[dict[str, Any]]:
             figures.time_and_memory(runs),
             (8.5, 3.2),
         ),
-        section("Loss", "", [], figures.losses(runs), (8.5, 3.6)),
     ]
+    if any(run["losses"] for run in runs.values()):
+        sections.append(section("Loss", "", [], figures.losses(runs), (8.5, 3.6)))
     if any("phases" in run for run in runs.values()):
         note = (
             "Median of a few more steps of the trained model, timed phase by phase. Tokenise is what the step waits for "

@@ -44,7 +44,10 @@ def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, str, str, str
         return row(title, (_cell(run, key, pattern) for run in runs), ratio)
 
     rows = [
-        measured("median step", "step_seconds", "{:.3f} s", form("{:.2f}x as fast", summary["speedup"])),
+        measured("median step", "step_seconds", "{:.3f} s", speed(summary)),
+        measured(
+            "  CPU time", "cpu_step_seconds", "{:.3f} s", form("{:.2g}x", (summary.get("turns") or {}).get("cpu_ratio"))
+        ),
         *(row(f"  {phase}", (form("{:.3f} s", run.get("phases", {}).get(phase)) for run in runs)) for phase in PHASES),
         row("peak memory", (memory(run, "peak") for run in runs), form("{:.0%}", summary["peak_memory"])),
         row("  before training", (memory(run, "before") for run in runs)),
@@ -110,10 +113,24 @@ def caption(comparison: dict[str, Any]) -> str:
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
     whole = form(" The whole comparison took {:.0f} s.", summary.get("wall_seconds", {}).get("whole"))
     return (
-        f"Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}"
+        f"{_on_the_turns(summary)}Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}"
         f"{'' if whole == '-' else whole}{_on_the_pooling(comparison['recipe'])}"
         f"{_on_the_allocator(comparison['runs'].values())}"
     )
+
+
+def _on_the_turns(summary: dict[str, Any]) -> str:
+    """Sentences on how the ratio was measured, and whether the machine was busy."""
+    turns = summary.get("turns")
+    if turns is None:
+        return ""
+    low, high = turns["quartiles"]
+    pairs = "1 pair" if turns["pairs"] == 1 else f"{turns['pairs']} pairs"
+    how = "Memory did not hold both processes, so each was started alone, in turns. " if summary["restarted"] else ""
+    if turns["busy"]:
+        return f"{turns['why_busy']} There is no verdict on the speed; the ratio was about {turns['ratio']:.2g}. {how}"
+    spread = f", half of them from {low:.2f} to {high:.2f}" if turns["pairs"] > 1 else ""
+    return f"{how}Speed: the median ratio of {pairs} of blocks that stood beside each other{spread}. "
 
 
 def _on_the_pooling(recipe: dict[str, Any]) -> str:
@@ -177,16 +194,26 @@ def form(pattern: str, value: float | None) -> str:
     return "-" if value is None else pattern.format(value)
 
 
+def busy(summary: dict[str, Any]) -> bool:
+    """Whether the machine had other work, so that there is no verdict."""
+    return bool((summary.get("turns") or {}).get("busy"))
+
+
+def speed(summary: dict[str, Any]) -> str:
+    """How many times as fast the fast run is as stock; of a busy machine only the ratio, rounded."""
+    if summary["speedup"] is None:
+        return "-"
+    return f"{summary['speedup']:.2g} (busy)" if busy(summary) else f"{summary['speedup']:.2f}x as fast"
+
+
 def headline(comparison: dict[str, Any]) -> str:
     """The title of the overview."""
-    summary, recipe = comparison["summary"], comparison["recipe"]["name"]
+    summary = comparison["summary"]
     if summary["speedup"] is None:
         gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != FINISHED)
-        return f"{recipe} on {device(comparison)}: {gone} ran out of memory"
-    return (
-        f"{recipe} on {device(comparison)}: {summary['speedup']:.2f}x as fast per step, "
-        f"{summary['peak_memory']:.0%} of the peak memory"
-    )
+        return f"{title(comparison)}: {gone} ran out of memory"
+    step = "no verdict on the speed, the machine was busy" if busy(summary) else f"{speed(summary)} per step"
+    return f"{title(comparison)}: {step}, {summary['peak_memory']:.0%} of the peak memory"
 
 
 def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:

@@ -28,7 +28,7 @@ PACKAGES += ("late-interaction-kernels", "flash-maxsim", "colpali-engine")
 def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Summary of a run. Times and rates leave out the warm-up: the first 5 steps, at most a third of all.
 
-    A step is a dictionary of ``loss`` and ``seconds``, and of the numbers ``documents``, ``live`` (tokens of documents),
+    A step is a dictionary of ``seconds`` and, where it is known, ``loss``, and of the numbers ``documents``, ``live`` (tokens of documents),
     ``query_tokens`` and ``encoded`` (tokens that the encoder was given), which only a recipe knows.
 
     Examples
@@ -39,7 +39,7 @@ def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
     (3, 2.0)
     """
     measured = steps[min(WARM_UP_STEPS, len(steps) // 3) :]
-    run = {**result, "steps": len(steps), "losses": [step["loss"] for step in steps]}
+    run = {**result, "steps": len(steps), "losses": [step["loss"] for step in steps if "loss" in step]}
     if not measured:
         return run
     run["step_seconds"] = statistics.median(step["seconds"] for step in measured)

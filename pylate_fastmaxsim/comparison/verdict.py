@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from pylate_fastmaxsim.comparison.turns import Run
+from pylate_fastmaxsim.comparison.runs import contrast, summarize
+from pylate_fastmaxsim.comparison.turns import Run, Turns
 
 # How far apart the quartiles of the ratios may be, relative to their median.
 SPREAD = 0.15
@@ -61,3 +62,32 @@ def _pairs(stock: Run, fast: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]
     others = {block["pair"]: block for block in fast.blocks if block["pair"] is not None}
     pairs = [(block, others[block["pair"]]) for block in stock.blocks if block["pair"] in others]
     return [pair for pair in pairs if pair[0]["steps"] == pair[1]["steps"]]
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """A run in numbers, for the report: :func:`~pylate_fastmaxsim.comparison.runs.summarize` of what it reported."""
+    memory = {"memory": run.memory} if run.memory else {}
+    # Where steps are not timed one by one, each is as long as its block on average.
+    seconds = [block["seconds"] / block["steps"] for block in run.blocks for _ in range(block["steps"])]
+    steps = [{"seconds": mean, **step} for mean, step in zip(seconds, run.steps, strict=False)]
+    summary = summarize({"status": run.status, **memory, **run.result}, steps)
+    counted = [block for block in run.blocks if block["pair"] is not None]
+    if counted:
+        steps = sum(block["steps"] for block in counted)
+        summary["cpu_step_seconds"] = sum(block["cpu_seconds"] for block in counted) / steps
+    return summary | {"blocks": run.blocks}
+
+
+def compared_runs(turns: Turns) -> dict[str, Any]:
+    """What the report of a comparison takes, but for ``recipe``: ``runs``, stock and fast, and their ``summary``.
+
+    In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio, ``restarted`` as in
+    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn.
+    """
+    runs = {name: summary_of(run) for name, run in turns.runs.items()}
+    judged = verdict(turns.runs["stock"], turns.runs["fast"])
+    summary = contrast(runs["stock"], runs["fast"])
+    if summary["speedup"] is not None and judged is not None:
+        summary["speedup"] = judged["ratio"]
+    wall = {name: run.wall_seconds for name, run in turns.runs.items()}
+    return {"runs": runs, "summary": {**summary, "turns": judged, "restarted": turns.restarted, "wall_seconds": wall}}

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from pylate_fastmaxsim.comparison.runs import NOT_RUN, OUT_OF_MEMORY, contrast, summarize
+from pylate_fastmaxsim.comparison.runs import NOT_RUN, OUT_OF_MEMORY
+from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, Turns, python, take_turns
+from pylate_fastmaxsim.comparison.verdict import compared_runs, summary_of
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -34,6 +31,8 @@ MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"
 LOCK_FILE = "compare.lock"
 SWEEP_STEPS = 9
+_NAMES = {mode: f"{mode} run" for mode in MODES}
+_PROGRAM = "from pylate_fastmaxsim.recipes.comparison.measure import main; main()"
 
 # Removed from the environment of the runs, because it may switch the plugin off.
 SWITCH_VARIABLE = "PYLATE_FASTMAXSIM"
@@ -59,9 +58,10 @@ OnProgress = Callable[[Progress], None]
 def compare(
     recipe: Recipe, on_progress: OnProgress = lambda progress: None, batch_sizes: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Run a recipe stock and fast, one after the other, each in its own process, and compare them.
+    """Train a recipe stock and fast, each in its own process, step about, and compare them.
 
-    Both start from the same rows in the same order and the same weights. ``output_dir`` receives
+    Both start from the same rows in the same order and the same weights. Their steps take turns in blocks, so that
+    other work on the machine meets both alike; they are evaluated one after the other. ``output_dir`` receives
     ``compare.json`` and, in ``compare/``, a log and the measured steps of each run.
 
     Parameters
@@ -75,9 +75,11 @@ def compare(
 
     Returns
     -------
-    The content of ``compare.json``, in which None stands for a number that is NaN or infinite. ``wall_seconds`` in its
-    ``summary`` is how long each of the two runs took as a process, from its start to its end, less the evaluation of
-    the untrained model, which one of them does for both, and the whole, with all that, what is prepared and the sweep.
+    The content of ``compare.json``, in which None stands for a number that is NaN or infinite. ``speedup`` in its
+    ``summary`` is the ratio of blocks that stood beside each other (see :func:`~pylate_fastmaxsim.comparison.verdict.verdict`,
+    whose result is ``turns``). ``wall_seconds`` is how long each of the two had its turn, from its start to its end,
+    less the evaluation of the untrained model, which one of them does for both, and how long the whole took, with all
+    that, what is prepared and the sweep.
 
     Raises
     ------
@@ -111,23 +113,14 @@ def _compare(
     load_model(prepared.model, "cpu", recipe.training.seed)
     make_directory("output_dir", directory / "compare")
     # Both start from the same model, so only one run evaluates it untrained.
-    options = {"stock": (), "fast": ("--untrained",)}
-    runs, wall = {}, {}
-    for mode in MODES:
-        run_begun = time.perf_counter()
-        measured = _run(prepared, directory / "compare", mode, on_progress, f"{mode} run", *options[mode])
-        runs[mode] = summarize(*measured)
-        # The evaluation of the untrained model counts for neither run.
-        wall[mode] = time.perf_counter() - run_begun - runs[mode].get("untrained_seconds", 0)
+    turns = _run(prepared, directory / "compare", _NAMES, on_progress, {"fast": ["--untrained"]})
+    compared = compared_runs(turns)
+    wall = compared["summary"]["wall_seconds"]
+    # The evaluation of the untrained model counts for neither run.
+    wall["fast"] -= compared["runs"]["fast"].get("untrained_seconds", 0)
     wall["whole"] = time.perf_counter() - begun
     # As in the file, so that the terminal and the file show the same.
-    comparison = without_nan(
-        {
-            "recipe": yaml.safe_load(dump_recipe(recipe)),
-            "runs": runs,
-            "summary": contrast(runs["stock"], runs["fast"]) | {"wall_seconds": wall},
-        }
-    )
+    comparison = without_nan({"recipe": yaml.safe_load(dump_recipe(recipe)), **compared})
     write_json(directory / RESULT_FILE, comparison)
     for points in _sweep(prepared, directory / "compare", sorted(set(batch_sizes)), on_progress):
         comparison["sweep"] = without_nan(points)
@@ -180,103 +173,77 @@ def _sweep(
     """
     points: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for batch_size in batch_sizes:
+        modes = [mode for mode in MODES if all(point["status"] != OUT_OF_MEMORY for point in points[mode])]
+        names = {mode: f"{mode}, batch of {batch_size}" for mode in modes}
+        sized = _of_size(prepared, batch_size)
+        turns = _run(sized, directory, names, on_progress, dict.fromkeys(modes, ["--steps-only"]))
         for mode in MODES:
-            if any(point["status"] == OUT_OF_MEMORY for point in points[mode]):
-                point = {"status": NOT_RUN}
-            else:
-                name = f"{mode}, batch of {batch_size}"
-                sized = _of_size(prepared, batch_size)
-                point = summarize(*_run(sized, directory, mode, on_progress, name, "--steps-only"))
+            point = summary_of(turns.runs[mode]) if mode in modes else {"status": NOT_RUN}
             kept = ("status", "steps", "step_seconds", "documents_per_second", "memory", "warnings")
             points[mode].append({"batch_size": batch_size} | {key: point[key] for key in kept if key in point})
-            yield points
+        yield points
 
 
 def _run(
-    prepared: Recipe, directory: Path, mode: str, on_progress: OnProgress, name: str, *options: str
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Measure one mode in a child process; return its result and the steps that it finished."""
-    kinds = ("yaml", "steps.jsonl", "json", "log")
-    stem = name.removesuffix(" run").replace(", batch of ", "-")
-    recipe_file, steps_file, result_file, log_file = (directory / f"{stem}.{kind}" for kind in kinds)
-    for file in (steps_file, result_file):
-        file.unlink(missing_ok=True)
-    recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
-    recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
-    command = [sys.executable, "-c", _program(), str(recipe_file), str(steps_file), str(result_file), *options]
-    variables = {name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE}
-    with open(log_file, "w", encoding="utf-8") as log, _ended_by_signals():
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
-        try:
-            while child.poll() is None:
-                time.sleep(0.2)
-                on_progress(_progress(name, read_steps(steps_file), log_file))
-        except BaseException:
-            child.kill()
-            child.wait()
-            raise
-    steps = read_steps(steps_file)
-    on_progress(_progress(name, steps, log_file))
-    if result_file.exists():
-        return json.loads(result_file.read_text(encoding="utf-8")), steps
-    if child.returncode == -signal.SIGKILL:  # how the kernel ends a process when memory runs out
-        return {"status": OUT_OF_MEMORY}, steps
-    raise RunFailed(f"The {name} failed: {_last_line(log_file)} (see {log_file})")
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that the child process is ended too."""
-
-    def end(signum: int, frame: object) -> NoReturn:
-        sys.exit(128 + signum)
-
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-                previous[number] = signal.signal(number, end)
+    prepared: Recipe,
+    directory: Path,
+    names: Mapping[str, str],
+    on_progress: OnProgress,
+    options: Mapping[str, Sequence[str]],
+) -> Turns:
+    """Measure modes in processes that take turns; ``names`` are those that their progress has."""
+    children, files = {}, {}
+    for mode, name in names.items():
+        stem = name.removesuffix(" run").replace(", batch of ", "-")
+        recipe_file, steps_file, again_file, log_file = (
+            directory / f"{stem}.{kind}" for kind in ("yaml", "steps.jsonl", "again.steps.jsonl", "log")
+        )
+        steps_file.unlink(missing_ok=True)
+        recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
+        recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+        children[mode] = Child(
+            command=[*python(_PROGRAM), str(recipe_file), str(steps_file), *options.get(mode, ())],
+            again=[*python(_PROGRAM), str(recipe_file), str(again_file), "--steps-only"],
+            log=log_file,
+            environment={name: value for name, value in os.environ.items() if name != SWITCH_VARIABLE},
+        )
+        files[mode] = steps_file, log_file
     try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        turns = take_turns(children, on_wait=lambda mode: on_progress(_progress(names[mode], *files[mode])))
+    except ChildFailed as failed:
+        name = names[failed.name]
+        raise RunFailed(f"The {name} failed: {_last_line(failed.log)} (see {failed.log})") from None
+    for mode, name in names.items():
+        on_progress(_progress(name, *files[mode]))
+    return turns
 
 
-def _program() -> str:
-    """Python code of the child process, with the ``sys.path`` of this one: ``-m`` would import from the working directory.
-
-    On Linux the child is killed when this process ends in any way.
-    """
-    places = [place for place in sys.path if isinstance(place, str)]
-    # PR_SET_PDEATHSIG, SIGKILL
-    with_parent = "import ctypes; ctypes.CDLL(None).prctl(1, 9); " if sys.platform == "linux" else ""
-    start = "from pylate_fastmaxsim.recipes.comparison.measure import main; main()"
-    return f"{with_parent}import sys; sys.path[:] = {places!r}; {start}"
-
-
-def _progress(name: str, steps: list[dict[str, Any]], log_file: Path) -> Progress:
-    if not steps:
+def _progress(name: str, steps_file: Path, log_file: Path) -> Progress:
+    step = last_step(steps_file)
+    if step is None:
         return Progress(name, 0, None)
-    of = steps[-1]["of"]
-    return Progress(name, len(steps), of, _last_bar(log_file) if len(steps) == of else "")
+    done, of = step["step"], step["of"]
+    return Progress(name, done, of, _last_bar(log_file) if done == of else "")
 
 
 def _last_bar(log_file: Path) -> str:
     """The newest tqdm progress bar near the end of a log."""
-    with open(log_file, "rb") as log:
-        log.seek(max(0, log_file.stat().st_size - 1000))
-        lines = log.read().decode("utf-8", errors="replace").replace("\r", "\n").split("\n")
+    lines = _tail(log_file).replace("\r", "\n").split("\n")
     newest = next((line.strip() for line in reversed(lines) if "%|" in line), "")
     return re.sub(r"\|.*\|", "", newest)
 
 
-def read_steps(file: Path) -> list[dict[str, Any]]:
-    """The steps written so far, without a last line that is incomplete."""
-    if not file.exists():
-        return []
-    *lines, _ = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+def last_step(file: Path) -> dict[str, Any] | None:
+    """The last step written so far, without a line that is incomplete; None without a step."""
+    lines = _tail(file).split("\n")[:-1] if file.exists() else []
+    return json.loads(lines[-1]) if lines else None
+
+
+def _tail(file: Path) -> str:
+    """The end of a file that grows."""
+    with open(file, "rb") as opened:
+        opened.seek(max(0, file.stat().st_size - 1000))
+        return opened.read().decode("utf-8", errors="replace")
 
 
 def _last_line(log_file: Path) -> str:

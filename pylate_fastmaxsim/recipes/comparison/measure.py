@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim._memory import PeakMemory, is_out_of_memory
+from pylate_fastmaxsim.comparison.gate import Gate
 from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, environment
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
@@ -24,7 +25,6 @@ from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.files.write import write_text_atomically
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model
 from pylate_fastmaxsim.recipes.models.retriever import Retriever
@@ -34,7 +34,9 @@ from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.trainer import build_trainer, require_steps
 
 
-def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untrained: bool = False) -> dict[str, Any]:
+def measure(
+    recipe: Recipe, steps_file: Path, steps_only: bool = False, untrained: bool = False, gate: Gate | None = None
+) -> dict[str, Any]:
     """Train a prepared recipe once, measured step by step, and evaluate it.
 
     Everything else comes after the training, so that steps and memory are those of a training run.
@@ -49,6 +51,8 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
         Measure only the steps and their memory.
     untrained
         Evaluate the model as it was before training as well.
+    gate
+        Where steps take turns with those of another process; all that follows them is one more turn.
 
     Returns
     -------
@@ -76,7 +80,7 @@ def measure(recipe: Recipe, steps_file: Path, steps_only: bool = False, untraine
     }
     with switched(recipe.fast):
         try:
-            memory, state = _train(recipe, model, data.train, arguments, steps_file)
+            memory, state = _train(recipe, model, data.train, arguments, steps_file, gate)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -106,15 +110,20 @@ def _train(
     rows: Dataset,
     arguments: SentenceTransformerTrainingArguments,
     steps_file: Path,
+    gate: Gate | None,
 ) -> tuple[PeakMemory, TrainerState]:
     with open(steps_file, "w", encoding="utf-8") as lines:
         trainer = build_trainer(recipe, model, rows, arguments, backend(recipe.model, __package__).MeasuredTrainer)
-        trainer.add_callback(_StepWriter(trainer, lines))
+        trainer.add_callback(_StepWriter(trainer, lines, gate))
         memory = PeakMemory(arguments.device)
+        if gate:
+            gate.memory = memory
         try:
             trainer.train()
         finally:
             trainer.stop_counting()
+    if gate:
+        gate.steps_done()
     return memory, trainer.state
 
 
@@ -130,12 +139,15 @@ def _phases(
 class _StepWriter(TrainerCallback):
     """Writes one line per optimizer step. Its time includes data loading."""
 
-    def __init__(self, trainer: Counted, lines: Any) -> None:
+    def __init__(self, trainer: Counted, lines: Any, gate: Gate | None) -> None:
         self.trainer = trainer
         self.lines = lines
+        self.gate = gate
         self.last = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if self.gate:
+            self.gate.before_step()
         self.last = self._now(args.device)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -147,6 +159,8 @@ class _StepWriter(TrainerCallback):
         self.lines.write(json.dumps(line) + "\n")
         self.lines.flush()
         self.trainer.start_step()
+        if self.gate:
+            self.gate.after_step(**line)
         self.last = self._now(args.device)
 
     @staticmethod
@@ -168,11 +182,11 @@ class _Warnings(logging.Handler):
 
 
 def main() -> None:
-    """Measure the recipe that the command line names and write the result."""
+    """Measure the recipe that the command line names, and report through the gate."""
+    gate = Gate.from_environment()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", type=Path, help="prepared recipe")
     parser.add_argument("steps", type=Path, help="JSON lines file of the steps")
-    parser.add_argument("result", type=Path, help="JSON file of the result")
     parser.add_argument("--steps-only", action="store_true", help="no evaluation and no phases")
     parser.add_argument("--untrained", action="store_true", help="evaluate the untrained model as well")
     arguments = parser.parse_args()
@@ -180,8 +194,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     recipe = load_recipe(arguments.recipe)
     try:
-        result = measure(recipe, arguments.steps, arguments.steps_only, arguments.untrained)
+        result = measure(recipe, arguments.steps, arguments.steps_only, arguments.untrained, gate)
     except RecipeError as error:
         sys.exit(str(error))  # the last line of the log, which the parent quotes
-    # Atomic: the parent would read a partial result of a run that was killed.
-    write_text_atomically(arguments.result, json.dumps(result))
+    gate.finished(**result)

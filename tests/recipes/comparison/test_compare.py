@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparisons import Page, steps
+from comparisons import Page, block, steps
 from PIL import Image
 from recipe_runs import command
 from tiny_recipe import tiny, write
@@ -24,8 +24,9 @@ from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.comparison.html import sweep_sentence
 from pylate_fastmaxsim.comparison.report import LABELS
 from pylate_fastmaxsim.comparison.runs import PHASES, summarize
+from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison.compare import _last_bar, read_steps
+from pylate_fastmaxsim.recipes.comparison.compare import _last_bar, last_step
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.comparison.text import MeasuredTrainer
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -62,7 +63,10 @@ def test_a_comparison_runs_both_and_writes_numbers_and_a_picture(tmp_path, monke
     assert stock["padding"] > 0.5 > fast["padding"] >= 0
     assert comparison["summary"]["largest_loss_difference"] < 1e-4
     assert abs(comparison["summary"]["ndcg@10_difference"]) < 1e-6
-    assert comparison["summary"]["speedup"] == stock["step_seconds"] / fast["step_seconds"]
+    turns = comparison["summary"]["turns"]
+    # 2 steps of warm-up and two blocks of 3.
+    assert comparison["summary"]["speedup"] == turns["ratio"] > 0 and turns["pairs"] == 2 and turns["cpu_ratio"] > 0
+    assert [block["pair"] for block in stock["blocks"]] == [None, None, 0, 1] and not comparison["summary"]["restarted"]
     wall, taken = comparison["summary"]["wall_seconds"], fast["untrained_seconds"]
     # What only one of them did counts for neither, but for the whole.
     assert 0 < wall["stock"] + wall["fast"] < wall["whole"] - taken and "untrained_seconds" not in stock
@@ -100,11 +104,11 @@ def test_stock_is_given_the_pooling_of_the_recipe(tmp_path):
 def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatch):
     ran = []
 
-    def run(prepared, directory, mode, on_progress, name, *options):
-        ran.append(name)
-        if mode == "stock":
-            return {"status": "out of memory"}, []
-        return {"status": "finished", "memory": {"before": 1, "peak": 2}, "ndcg@10": None}, steps([1.0] * 4, encoded=50)
+    def run(prepared, directory, names, on_progress, options):
+        ran.extend(names.values())
+        memory = {"before": 1, "peak": 2}
+        fast = Run(steps=steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None}, blocks=[block(4)])
+        return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in names}, restarted=False)
 
     monkeypatch.setattr(comparing, "_run", run)
     comparison = comparing.compare(load_recipe(write(tmp_path, tiny(tmp_path))), batch_sizes=[16, 8])
@@ -192,7 +196,7 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
     process = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         _wait_for((tmp_path / "out" / "compare" / "stock.steps.jsonl").exists)
-        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         second = command("compare", file, "training.max_steps=1")
         assert second.exit_code == 2 and "output_dir: another command compares in " in second.stderr
     finally:
@@ -201,15 +205,16 @@ def test_a_comparison_that_is_ended_ends_its_run_and_until_then_no_other_may_beg
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in errors
     # Of SIGKILL the system ends it, a moment later. What has ended and nobody asked for has no program either.
-    _wait_for(lambda: not Path(f"/proc/{child}/exe").exists())
+    assert children
+    _wait_for(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in children))
 
 
 @pytest.mark.process
 def test_a_run_that_the_system_kills_is_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparing, "_program", lambda: "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.setattr(comparing, "_PROGRAM", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     recipe = load_recipe(write(tmp_path, tiny(tmp_path)))
-    run = comparing._run(recipe, tmp_path, "stock", lambda progress: None, "stock run")
-    assert run == ({"status": "out of memory"}, [])
+    turns = comparing._run(recipe, tmp_path, {"stock": "stock run"}, lambda progress: None, {})
+    assert (turns.runs["stock"].status, turns.runs["stock"].steps) == ("out of memory", [])
 
 
 def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
@@ -225,9 +230,9 @@ def test_times_are_taken_after_the_warm_up_and_padding_over_all_steps():
 
 def test_what_a_run_writes_is_read_while_it_writes(tmp_path):
     file = tmp_path / "steps.jsonl"
-    assert read_steps(file) == []
+    assert last_step(file) is None
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert read_steps(file) == [{"step": 1}, {"step": 2}]
+    assert last_step(file) == {"step": 2}
     log = tmp_path / "log"
     log.write_text("said\nSearching:  10%|█  | 2/20 [00:01<00:09]\rSearching:  45%|███  | 9/20 [00:05<00:06]")
     assert _last_bar(log) == "Searching:  45% 9/20 [00:05<00:06]"

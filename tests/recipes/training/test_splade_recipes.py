@@ -17,9 +17,9 @@ from sparse_encoders import build_sparse_encoder
 from splade_recipe import splade_over, tiny_splade
 from tiny_recipe import hub_dataset, kd_subsets, text, write
 
+from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.integrations.sparse_encoder import encoder as sparse_encoder
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison.compare import read_steps
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.config.schema import LossSection, RegularizersSection
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -202,10 +202,14 @@ def test_an_interrupted_run_goes_on_and_the_model_is_one_of_sentence_transformer
 
 @pytest.mark.e2e
 def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch):
-    def run_here(prepared, directory, mode, on_progress, name, *options):
-        recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
-        steps = directory / f"{mode}.jsonl"
-        return measure(recipe, steps, untrained="--untrained" in options), read_steps(steps)
+    def run_here(prepared, directory, names, on_progress, options):
+        runs = {}
+        for mode in names:
+            recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
+            steps = directory / f"{mode}.jsonl"
+            result = measure(recipe, steps, untrained="--untrained" in options.get(mode, ()))
+            runs[mode] = Run(steps=[json.loads(line) for line in steps.read_text().splitlines()], result=result)
+        return Turns(runs, restarted=False)
 
     # Processes of their own would cost half a minute.
     monkeypatch.setattr(comparing, "_run", run_here)
