@@ -67,9 +67,11 @@ def _pairs(stock: Run, fast: Run) -> list[tuple[dict[str, Any], dict[str, Any]]]
 def summary_of(run: Run) -> dict[str, Any]:
     """A run in numbers, for the report: :func:`~pylate_fastmaxsim.comparison.runs.summarize` of what it reported."""
     memory = {"memory": run.memory} if run.memory else {}
-    # Where steps are not timed one by one, each is as long as its block on average.
-    seconds = [block["seconds"] / block["steps"] for block in run.blocks for _ in range(block["steps"])]
-    steps = [{"seconds": mean, **step} for mean, step in zip(seconds, run.steps, strict=False)]
+    steps = run.steps
+    if not all("seconds" in step for step in steps):
+        # Not timed one by one: each is as long as its block on average.
+        means = [block["seconds"] / block["steps"] for block in run.blocks for _ in range(block["steps"])]
+        steps = [{"seconds": mean, **step} for mean, step in zip(means, steps, strict=True)]
     summary = summarize({"status": run.status, **memory, **run.result}, steps)
     counted = [block for block in run.blocks if block["pair"] is not None]
     if counted:

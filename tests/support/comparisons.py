@@ -36,7 +36,3 @@ def steps(seconds: list[float], encoded: int) -> list[dict]:
         {"loss": 1 / (place + 1), "seconds": s, "documents": 4, "live": 30, "query_tokens": 20, "encoded": encoded}
         for place, s in enumerate(seconds)
     ]
-
-
-def block(steps: int, seconds: float = 1.0, cpu_seconds: float = 2.0, pair: int | None = None) -> dict:
-    return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu_seconds, "pair": pair}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comparisons import Page, block, steps
+from comparisons import Page, steps
 from PIL import Image
 from recipe_runs import command
 from tiny_recipe import tiny, write
@@ -107,7 +107,7 @@ def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatc
     def run(prepared, directory, names, on_progress, options):
         ran.extend(names.values())
         memory = {"before": 1, "peak": 2}
-        fast = Run(steps=steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None}, blocks=[block(4)])
+        fast = Run(steps=steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None})
         return Turns({mode: Run("out of memory") if mode == "stock" else fast for mode in names}, restarted=False)
 
     monkeypatch.setattr(comparing, "_run", run)
