@@ -1,21 +1,33 @@
-"""What differs between kinds of model: each package has it in its modules ``text``, ``sparse`` and ``visual``."""
+"""What differs between kinds of model: each package has a module for each of them."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
 
+import sentence_transformers
+
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
+MODULES = {
+    "colbert": "text",
+    "multi_vector": "multi_vector",
+    "splade": "sparse",
+    "colpali": "visual",
+    "colqwen2": "visual",
+}
+# What a kind needs that is not in the extra [recipes].
+NEEDED = {"text": ("PyLate", "pylate"), "visual": ("colpali-engine", "colpali")}
+
 
 def backend(model: ModelSection, package: str) -> ModuleType:
-    """The module ``text``, ``sparse`` or ``visual`` of a package, by the kind of model. They have the same functions.
+    """The module of a package for a kind of model. Those of all kinds have the same functions.
 
     Raises
     ------
     RecipeError
-        The model retrieves pages, and colpali-engine is not installed.
+        The library that trains this kind of model is not installed, or in an earlier release.
 
     Examples
     --------
@@ -24,11 +36,18 @@ def backend(model: ModelSection, package: str) -> ModuleType:
     >>> backend(ModelSection(kind="colbert"), "pylate_fastmaxsim.recipes.training").HOST
     'PyLate'
     """
-    if not model.visual:
-        return import_module(f"{package}.{'sparse' if model.kind == 'splade' else 'text'}")
-    try:
-        return import_module(f"{package}.visual")
-    except ModuleNotFoundError as error:
+    module = MODULES[model.kind]
+    if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
         raise RecipeError(
-            f'model.kind {model.kind} needs colpali-engine: pip install "pylate-fastmaxsim[recipes,colpali]" ({error}).'
+            "model.kind multi_vector needs Sentence Transformers 6, in an environment without PyLate: pip install "
+            f'"pylate-fastmaxsim[multi-vector,commands]" (installed is {sentence_transformers.__version__}).'
+        )
+    try:
+        return import_module(f"{package}.{module}")
+    except ImportError as error:
+        if module not in NEEDED:
+            raise
+        library, extra = NEEDED[module]
+        raise RecipeError(
+            f'model.kind {model.kind} needs {library}: pip install "pylate-fastmaxsim[recipes,{extra}]" ({error}).'
         ) from error

@@ -44,8 +44,22 @@ SPLADE_MODEL_KEYS = (
     "config_kwargs",
     "trust_remote_code",
 )
+MULTI_VECTOR_MODEL_KEYS = (
+    "kind",
+    "name_or_path",
+    "build",
+    "embedding_size",
+    "query_length",
+    "document_length",
+    "do_query_expansion",
+    "attend_to_expansion_tokens",
+    "config_kwargs",
+    "trust_remote_code",
+    "attn_implementation",
+)
 VISUAL_FAST_KEYS = ("enabled", "grad_filter")
 SPLADE_FAST_KEYS = ("enabled", "padding_free", "compile")
+MULTI_VECTOR_FAST_KEYS = ("enabled", "padding_free", "compile", "grad_filter")
 LOSS_OPTIONS = {
     "contrastive": {"temperature", "size_average", "score_mini_batch_size", "gather_across_devices", "pooling"},
     "cached_contrastive": {
@@ -65,6 +79,20 @@ SPLADE_LOSS_OPTIONS = {
     "cached_contrastive": {"temperature", "gather_across_devices", "regularizers", "mini_batch_size"},
     "distillation": {"temperature", "objective", "regularizers", "mini_batch_size"},
 }
+MULTI_VECTOR_LOSS_OPTIONS = {
+    "contrastive": {"temperature", "mini_batch_size", "score_mini_batch_size", "gather_across_devices", "pooling"},
+    "cached_contrastive": {
+        "temperature",
+        "mini_batch_size",
+        "mini_batch_num_tokens",
+        "score_mini_batch_size",
+        "gather_across_devices",
+        "pooling",
+    },
+    "distillation": {"temperature", "objective", "mini_batch_size", "pooling"},
+}
+# Of kinds that do not train with PyLate or colpali-engine.
+KIND_LOSS_OPTIONS = {"splade": SPLADE_LOSS_OPTIONS, "multi_vector": MULTI_VECTOR_LOSS_OPTIONS}
 
 
 def check(recipe: Recipe) -> None:
@@ -85,14 +113,15 @@ def check(recipe: Recipe) -> None:
         raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
     if recipe.data.negatives_per_query is not None and recipe.loss.name not in ("contrastive", "cached_contrastive"):
         raise RecipeError(f"data.negatives_per_query does not apply to the {recipe.loss.name} loss.")
-    splade = recipe.model.kind == "splade"
-    options = (SPLADE_LOSS_OPTIONS if splade else LOSS_OPTIONS)[recipe.loss.name]
+    kind = recipe.model.kind
+    options = KIND_LOSS_OPTIONS.get(kind, LOSS_OPTIONS)[recipe.loss.name]
     for option in dataclasses.fields(recipe.loss):
         if option.name == "name" or getattr(recipe.loss, option.name) is None:
             continue
         if option.name not in options:
             raise RecipeError(
-                f"loss.{option.name} does not apply to the {recipe.loss.name} loss{' of a splade' if splade else ''}, which "
+                f"loss.{option.name} does not apply to the {recipe.loss.name} loss"
+                f"{f' of a {kind}' if kind in KIND_LOSS_OPTIONS else ''}, which "
                 f"takes {', '.join(sorted(options))}."
             )
     for option in ("temperature", "tau"):
@@ -140,6 +169,8 @@ def _check_kind(recipe: Recipe) -> None:
     for field in dataclasses.fields(model):
         if model.kind == "colbert":
             applies = field.name not in (*VISUAL_MODEL_KEYS[2:], *SPLADE_MODEL_KEYS[:2])
+        elif model.kind == "multi_vector":
+            applies = field.name in MULTI_VECTOR_MODEL_KEYS
         else:
             applies = field.name in (VISUAL_MODEL_KEYS if model.visual else SPLADE_MODEL_KEYS)
         if not applies and getattr(model, field.name) != getattr(ModelSection(), field.name):
@@ -155,6 +186,8 @@ def _check_kind(recipe: Recipe) -> None:
         _check_visual(recipe)
     if model.kind == "splade":
         _check_splade(recipe)
+    if model.kind == "multi_vector":
+        _check_multi_vector(recipe)
 
 
 def _check_visual(recipe: Recipe) -> None:
@@ -200,15 +233,30 @@ def _check_splade(recipe: Recipe) -> None:
     regularizers = recipe.loss.regularizers
     if regularizers is None:
         raise RecipeError("loss.regularizers is missing; model.kind splade needs the weights of its regularizers.")
-    if recipe.loss.objective == "margin_mse" and recipe.loss.temperature is not None:
-        raise RecipeError(
-            "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are."
-        )
+    _check_objective(recipe)
     if regularizers.warmup_ratio == 0:
         raise RecipeError("loss.regularizers.warmup_ratio must be greater than 0, got 0.0.")
     for side in ("query", "document"):
         if getattr(regularizers, f"{side}_threshold") is not None and getattr(regularizers, side) != "flops":
             raise RecipeError(f"loss.regularizers.{side}_threshold applies to the regularizer flops only.")
+
+
+def _check_multi_vector(recipe: Recipe) -> None:
+    for key, given in _other_fast_keys(recipe.fast, MULTI_VECTOR_FAST_KEYS).items():
+        if given:
+            raise RecipeError(f"{key} does not apply to model.kind multi_vector.")
+    _check_objective(recipe)
+
+
+def _check_objective(recipe: Recipe) -> None:
+    if recipe.loss.objective != "margin_mse":
+        return
+    if recipe.loss.temperature is not None:
+        raise RecipeError(
+            "loss.temperature does not apply to loss.objective margin_mse, which compares scores as they are."
+        )
+    if recipe.loss.pooling is not None:
+        raise RecipeError("loss.pooling must be max with loss.objective margin_mse.")
 
 
 def _check_pooling(recipe: Recipe) -> None:

@@ -63,6 +63,10 @@ class ModelSection:
     checkpoint. ``embedding_size`` is for encoders without a projection. Code that comes with a checkpoint runs
     only if ``trust_remote_code`` is true.
 
+    ``kind: multi_vector`` is a MultiVectorEncoder of Sentence Transformers 6, saved by it or by PyLate, or made of an
+    encoder. It takes the same keys and ``attn_implementation``. ``embedding_size`` is again for encoders without a
+    projection, where null is 128. ``query_length`` of queries that are expanded is the length of all of them.
+
     ``kind: splade`` is a SparseEncoder of Sentence Transformers, saved by it or made of a masked language model.
     ``max_seq_length`` is the largest number of tokens of a text; null keeps that of the checkpoint. ``inference_free``
     gives queries a weight for each token of the vocabulary in place of the encoder.
@@ -73,7 +77,7 @@ class ModelSection:
     ``max_visual_tokens`` is the largest number of tokens of a page (colqwen2 only).
     """
 
-    kind: Literal["colbert", "splade", "colpali", "colqwen2"] = "colbert"
+    kind: Literal["colbert", "multi_vector", "splade", "colpali", "colqwen2"] = "colbert"
     name_or_path: str | None = key(None, path=True)
     build: BuildSection | None = None
     token_table: str | None = key(None, path=True)
@@ -278,6 +282,10 @@ class LossSection:
     ``colbert_pairwise_ce`` is colpali-engine's ``ColbertPairwiseCELoss``, and so on. ``pooling`` is that of the scores of
     PyLate's losses and of the evaluation; null or ``max`` is the maximum.
 
+    With ``model.kind: multi_vector`` it is one of Sentence Transformers' losses of late interaction: contrastive,
+    ``cached_contrastive`` with mini-batches of ``mini_batch_size`` texts or ``mini_batch_num_tokens`` tokens, and for
+    distillation the KL divergence or the margins, as ``objective`` says. Scores are divided by ``temperature``; null is 1.
+
     With ``model.kind: splade`` it is Sentence Transformers' ``SpladeLoss`` with ``regularizers``, or ``CachedSpladeLoss``
     for ``cached_contrastive`` and for distillation with a ``mini_batch_size``. Scores are divided by ``temperature``; null
     is 1, or 2 for the KL divergence. ``objective`` is what a distillation minimises: the KL divergence from the teacher's
@@ -297,6 +305,7 @@ class LossSection:
     temperature: float | None = key(None, minimum=0)
     size_average: bool | None = None
     mini_batch_size: int | None = key(None, minimum=1)
+    mini_batch_num_tokens: int | None = key(None, minimum=1)
     score_mini_batch_size: int | None = key(None, minimum=1)
     gather_across_devices: bool | None = None
     normalize_scores: bool | None = None
@@ -362,7 +371,7 @@ class FastSection:
     """Whether pylate-fastmaxsim is switched on, and the options of ``pylate_fastmaxsim.enable``.
 
     ``stock_masking``, ``ring`` and ``fused_head`` concern ``model.kind`` colbert only, ``padding_free`` and ``compile``
-    also splade; ``grad_filter`` is for losses of late interaction.
+    also multi_vector and splade; ``grad_filter`` is for losses of late interaction.
     """
 
     enabled: bool = True

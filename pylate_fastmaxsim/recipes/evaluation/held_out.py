@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset
+from torch import Tensor
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 
 
 def names_of_metrics(recipe: Recipe, held_out: Dataset) -> list[str]:
@@ -49,3 +52,22 @@ def texts_of(recipe: Recipe, row: dict[str, Any]) -> tuple[str, list[str]]:
     """The query of a row and its documents."""
     query, *columns = row.values()
     return query, columns[0] if recipe.loss.name == "distillation" else columns
+
+
+def collection_of_task(task: HeldOutTask) -> Collection:
+    """The same as a collection, every relevant document of grade 1."""
+    return Collection(
+        Dataset.from_dict({"_id": list(task.documents.values()), "text": list(task.documents)}),
+        {query: text for text, query in task.queries.items()},
+        {query: dict.fromkeys(sorted(documents), 1) for query, documents in task.relevant.items()},
+    )
+
+
+def places_of_rows(recipe: Recipe, rows: Dataset, task: HeldOutTask) -> tuple[Tensor, Tensor]:
+    """Where the query ``[N]`` and the documents ``[N, n]`` of each row are among those of a task."""
+    queries, documents = ({text: place for place, text in enumerate(texts)} for texts in (task.queries, task.documents))
+    found = [texts_of(recipe, row) for row in rows]
+    return (
+        torch.tensor([queries[query] for query, _ in found]),
+        torch.tensor([[documents[text] for text in texts] for _, texts in found]),
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from datasets import Dataset
+
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 
 if TYPE_CHECKING:
-    from sentence_transformers.evaluation import NanoBEIREvaluator
+    from sentence_transformers.evaluation import InformationRetrievalEvaluator, NanoBEIREvaluator
 
 KEY = "evaluation.nano_beir"
 NAMES = (
@@ -43,3 +46,12 @@ def load_nano_beir(recipe: Recipe) -> NanoBEIREvaluator:
             return backend(recipe.model, __package__).nano_beir_evaluator(recipe)
     except Exception as error:  # as in load_table
         raise table_failure(KEY, error) from error
+
+
+def collection_of(evaluator: InformationRetrievalEvaluator) -> Collection:
+    """The queries, documents and judgements of an evaluator."""
+    return Collection(
+        Dataset.from_dict({"_id": evaluator.corpus_ids, "text": evaluator.corpus}),
+        dict(zip(evaluator.queries_ids, evaluator.queries, strict=True)),
+        {query: dict.fromkeys(sorted(evaluator.relevant_docs[query]), 1) for query in evaluator.queries_ids},
+    )

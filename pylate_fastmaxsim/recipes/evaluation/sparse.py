@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,14 +16,11 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS, collection_of
 from pylate_fastmaxsim.recipes.evaluation.ranking import DEPTH, METRICS, encode_corpus, metrics_of, ranking, shown
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
 from pylate_fastmaxsim.sparse import SparseBatch
-
-if TYPE_CHECKING:
-    from sentence_transformers.evaluation import InformationRetrievalEvaluator
 
 SPARSITY = ("flops", "query_nonzeros", "document_nonzeros")
 
@@ -67,11 +63,7 @@ def evaluate_held_out(recipe: Recipe, model: SparseEncoder, rows: Dataset) -> di
     The KL divergence is that of softmaxes of the scores as they are, without a temperature.
     """
     task = held_out.task_of(recipe, rows)
-    collection = Collection(
-        Dataset.from_dict({"_id": list(task.documents.values()), "text": list(task.documents)}),
-        {query: text for text, query in task.queries.items()},
-        {query: dict.fromkeys(sorted(documents), 1) for query, documents in task.relevant.items()},
-    )
+    collection = held_out.collection_of_task(task)
     batch_size = recipe.evaluation.batch_size
     queries = encode(model, list(task.queries), batch_size, is_query=True, show_progress=True)
     documents = SparseBatch.concatenate(
@@ -96,25 +88,13 @@ def _scores_of_rows(
     recipe: Recipe, rows: Dataset, queries: SparseBatch, documents: SparseBatch, task: held_out.HeldOutTask
 ) -> Tensor:
     """Scores ``[N, n]`` (float64) of the query of each row and its own documents."""
-    places = [{text: place for place, text in enumerate(texts)} for texts in (task.queries, task.documents)]
-    own_queries, own_documents = [], []
-    for row in rows:
-        query, texts = held_out.texts_of(recipe, row)
-        own_queries += [places[0][query]] * len(texts)
-        own_documents += [places[1][text] for text in texts]
+    own_queries, candidates = held_out.places_of_rows(recipe, rows, task)
+    own_queries = own_queries.repeat_interleave(candidates.shape[1])
     left, right = (
-        batch.to_scipy().astype(np.float64)[own] for batch, own in ((queries, own_queries), (documents, own_documents))
+        batch.to_scipy().astype(np.float64)[own.numpy()]
+        for batch, own in ((queries, own_queries), (documents, candidates.flatten()))
     )
-    return torch.from_numpy(np.asarray((left * right).sum(axis=1))).reshape(len(rows), -1)
-
-
-def collection_of(evaluator: InformationRetrievalEvaluator) -> Collection:
-    """The queries, documents and judgements of an evaluator."""
-    return Collection(
-        Dataset.from_dict({"_id": evaluator.corpus_ids, "text": evaluator.corpus}),
-        dict(zip(evaluator.queries_ids, evaluator.queries, strict=True)),
-        {query: dict.fromkeys(sorted(evaluator.relevant_docs[query]), 1) for query in evaluator.queries_ids},
-    )
+    return torch.from_numpy(np.asarray((left * right).sum(axis=1))).reshape(candidates.shape)
 
 
 class TermCounts:

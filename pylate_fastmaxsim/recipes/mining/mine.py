@@ -110,7 +110,7 @@ def _mine(
         prepared = prepare(recipe)
     model = load_model(prepared.model, device, recipe.training.seed)
     first_stage = None if section.first_stage is None else load_first_stage(section, model, pairs, device)
-    teacher = load_teacher(section, device)
+    teacher = load_teacher(section, device, recipe.model.kind)
     if processes.is_main_process and not resume:
         _start_over(output, unfinished)
     work = Work(unfinished, processes)

@@ -25,6 +25,7 @@ from pylate_fastmaxsim.recipes.mining.pairs import Pairs
 from pylate_fastmaxsim.recipes.mining.resumable import Work
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, encode
 from pylate_fastmaxsim.recipes.models.load import NO_TOKENIZER, is_empty, load_model, model_failure
+from pylate_fastmaxsim.recipes.models.retriever import encoder_of
 
 if TYPE_CHECKING:
     from pylate.models import ColBERT
@@ -65,12 +66,15 @@ def colbert_scores(
         return maxsim(queries, compress(documents), places).cpu().numpy()
 
 
-def load_teacher(section: MiningSection, device: torch.device) -> Scorer:
-    """Load the teacher into main memory. It moves to ``device`` when it is first called, after the search."""
+def load_teacher(section: MiningSection, device: torch.device, kind: str = "colbert") -> Scorer:
+    """Load the teacher into main memory. It moves to ``device`` when it is first called, after the search.
+
+    ``kind`` is that of the model that searches, with whose library a teacher of late interaction is loaded.
+    """
     name = section.teacher
     if section.teacher_type == "colbert":
-        model = load_model(ModelSection(name_or_path=name), "cpu", seed=0, key="mining.teacher")
-        _require_projection(name, model[0].auto_model.config)
+        model = load_model(ModelSection(kind=kind, name_or_path=name), "cpu", seed=0, key="mining.teacher")
+        _require_projection(name, encoder_of(model).config)
 
         def by_colbert(pairs: Pairs, candidates: Candidates) -> np.ndarray:
             scores = colbert_scores(model.to(device), pairs, candidates, section.batch_size)
@@ -135,7 +139,11 @@ def _has_projection(name: str, config: PretrainedConfig) -> bool:
         return True
     file = load_file_path(name, "modules.json")
     modules = json.loads(Path(file).read_text(encoding="utf-8")) if file else []
-    return any(issubclass(import_from_string(module["type"]), Dense) for module in modules)
+    # By name as well: PyLate's cannot be imported beside Sentence Transformers 6.
+    return any(
+        module["type"].rpartition(".")[2] == "Dense" or issubclass(import_from_string(module["type"]), Dense)
+        for module in modules
+    )
 
 
 def grade(teacher: Scorer, pairs: Pairs, candidates: Candidates, section: MiningSection, work: Work) -> np.ndarray:

@@ -12,16 +12,17 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, set_seed
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
 
+from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.retriever import Retriever
+from pylate_fastmaxsim.recipes.models.retriever import Retriever, encoder_of
 
 CONFIG_FILE = "config_sentence_transformers.json"
-# What a model may be by mistake: the class that saved it, and the kind of recipe that trains it.
-OTHER_KIND = {"colbert": ("SparseEncoder", "splade"), "splade": ("ColBERT", "colbert")}
+# By the class that saved a model, the kind of recipe that trains it.
+KIND_OF_CLASS = {"ColBERT": "colbert", "SparseEncoder": "splade", "MultiVectorEncoder": "multi_vector"}
 NO_TOKENIZER = "{} {} has no tokenizer that can be loaded; it must be saved beside the model."
 MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt")
 
@@ -56,15 +57,26 @@ def _load(section: ModelSection, device: torch.device | str, seed: int, key: str
     except RecipeError:
         raise
     except Exception as error:  # each library that reads the files has its own errors
-        if (other := OTHER_KIND.get(section.kind)) and _is_a(other[0], loaded.name_or_path):
+        found = _class_of(loaded.name_or_path)
+        if KIND_OF_CLASS.get(found, section.kind) != section.kind:
             raise RecipeError(
-                f"{key} {loaded.name_or_path} does not fit model.kind {section.kind}: it is a {other[0]}, which model.kind "
-                f"{other[1]} trains."
+                f"{key} {loaded.name_or_path} does not fit model.kind {section.kind}: it is a {found}, which model.kind "
+                f"{KIND_OF_CLASS[found]} trains."
             ) from error
         raise model_failure(key, loaded, error) from error
     if is_empty(kind.tokenizer_of(model)):
         raise RecipeError(NO_TOKENIZER.format(key, loaded.name_or_path))
+    if section.config_kwargs:
+        _say_unused(section, encoder_of(model).config)
     return model
+
+
+def _say_unused(section: ModelSection, config: PretrainedConfig) -> None:
+    """Log what transformers ignores silently."""
+    if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
+        log_once(
+            "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
+        )
 
 
 def model_failure(key: str, section: ModelSection, error: Exception) -> RecipeError:
@@ -115,12 +127,12 @@ def is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
     return set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
 
 
-def _is_a(kind: str, name: str) -> bool:
-    """Whether the files of a model say that it was saved by this class."""
+def _class_of(name: str) -> str | None:
+    """As :func:`model_type`, None also where the files cannot be read."""
     try:
-        return model_type(name) == kind
+        return model_type(name)
     except Exception:  # of the Hub's client, or of a file that is not JSON
-        return False
+        return None
 
 
 def model_type(name: str) -> str | None:

@@ -10,7 +10,6 @@ from sentence_transformers.models import Router
 from sentence_transformers.sparse_encoder.models import MLMTransformer, SparseStaticEmbedding, SpladePooling
 from transformers import ModernBertForMaskedLM, PreTrainedTokenizerBase
 
-from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.positions import learned_positions
@@ -49,12 +48,6 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
         raise RecipeError(f"model.inference_free must be true for {key} {name}, which has a route for queries.")
     check_lengths(section, model)
     _set_length(section, model)
-    config = encoder_of(model).config
-    # transformers ignores them silently.
-    if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
-        log_once(
-            "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
-        )
     return model
 
 

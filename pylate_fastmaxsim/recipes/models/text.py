@@ -9,10 +9,9 @@ import torch
 from pylate import models
 from transformers import ModernBertModel, PreTrainedTokenizerBase
 
-from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.positions import learned_positions
+from pylate_fastmaxsim.recipes.models.positions import check_query_and_document_length
 
 # Of a model from scratch.
 ENCODER_CLASS = ModernBertModel
@@ -37,12 +36,6 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
     model = of_encoder(section, device)
     _check_embedding_size(section, model, key)
     check_lengths(section, model)
-    config = model[0].auto_model.config
-    # transformers ignores them silently.
-    if unknown := [name for name in section.config_kwargs if not hasattr(config, name)]:
-        log_once(
-            "model.config_kwargs is left out where %s has no such value: %s.", type(config).__name__, ", ".join(unknown)
-        )
     return model
 
 
@@ -83,19 +76,5 @@ def _check_embedding_size(section: ModelSection, model: models.ColBERT, key: str
 
 
 def check_lengths(section: ModelSection, model: models.ColBERT) -> None:
-    """Refuse lengths beyond the encoder's positions.
-
-    Learned positions limit queries and documents. Rotary positions limit only queries, which PyLate pads to their
-    length: documents longer than the encoder was trained for are common.
-    """
-    encoder = model[0].auto_model
-    learned, made_for = learned_positions(encoder), getattr(encoder.config, "max_position_embeddings", None)
-    for key, limit in {
-        "query_length": min(learned, default=made_for),
-        "document_length": min(learned, default=None),
-    }.items():
-        length = getattr(section, key)
-        if length is not None and limit is not None and length > limit:
-            raise RecipeError(
-                f"model.{key} must be at most {limit}, as many positions as {type(encoder).__name__} has, got {length}."
-            )
+    """Refuse lengths beyond the encoder's positions."""
+    check_query_and_document_length(section, model[0].auto_model)

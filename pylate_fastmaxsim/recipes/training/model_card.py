@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from sentence_transformers import SentenceTransformerTrainer
-from sentence_transformers.model_card import SentenceTransformerModelCardCallback
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import pylate_fastmaxsim
@@ -56,7 +55,8 @@ def restore_card_metadata(trainer: SentenceTransformerTrainer, state: TrainerSta
     encoder_of(trainer.model).config.name_or_path = encoder_of(begun).config.name_or_path
     replayed = TrainerState()
     for callback in trainer.callback_handler.callbacks:
-        if not isinstance(callback, SentenceTransformerModelCardCallback):
+        # Each trainer of Sentence Transformers has one of its own, of no common class in all releases.
+        if not type(callback).__name__.endswith("ModelCardCallback"):
             continue
         callback.on_train_begin(trainer.args, replayed, trainer.control, model=trainer.model)
         for entry in state.log_history:

@@ -42,6 +42,7 @@ FREE_TO_CHANGE = {
     "evaluation.nano_beir",
     "evaluation.split",
     "loss.mini_batch_size",
+    "loss.mini_batch_num_tokens",
     "loss.score_mini_batch_size",
     "fast.enabled",
     "fast.padding_free",

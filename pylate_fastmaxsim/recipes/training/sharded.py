@@ -100,10 +100,10 @@ class WholeModelMixin:
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
-class RecipeTrainer(WholeModelMixin, SentenceTransformerTrainer):
+class TextTrainerMixin(WholeModelMixin):
     """Saves, resumes and returns whole models, also under FSDP and DeepSpeed, and goes on with the next batch.
 
-    The trainer of Sentence Transformers saves the model as the process sees it. Under FSDP and ZeRO 3 that is a shard;
+    The trainers of Sentence Transformers save the model as the process sees it. Under FSDP and ZeRO 3 that is a shard;
     under ZeRO 1 and 2 safetensors refuses it, because the weights share one buffer.
     """
 
@@ -141,3 +141,7 @@ class RecipeTrainer(WholeModelMixin, SentenceTransformerTrainer):
             Trainer._load_from_checkpoint(self, checkpoint_path, model)
         else:
             super()._load_from_checkpoint(checkpoint_path)
+
+
+class RecipeTrainer(TextTrainerMixin, SentenceTransformerTrainer):
+    """The trainer of PyLate's models."""

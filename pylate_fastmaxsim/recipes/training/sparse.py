@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from pylate_fastmaxsim.recipes.config.schema import LossSection
-from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.training.documents import EachDocument, prompts_of, sides_of, spread
+from pylate_fastmaxsim.recipes.training.sharded import TextTrainerMixin
 
 HOST = "sentence-transformers"
 ARGUMENTS: dict[str, Any] = {}
@@ -23,7 +24,7 @@ ARGUMENTS_CLASS = SparseEncoderTrainingArguments
 CARD_TRAINER = SparseEncoderTrainer
 
 
-class SparseRecipeTrainer(RecipeTrainer, SparseEncoderTrainer):
+class SparseRecipeTrainer(TextTrainerMixin, SparseEncoderTrainer):
     """The trainer of sparse encoders, which saves and resumes as that of the other text recipes."""
 
 
@@ -38,22 +39,22 @@ def build_trainer(
     function = build_loss(loss, model)
     section = loss.regularizers
     schedule = SpladeRegularizerWeightSchedulerCallback(function, section.schedule, section.warmup_ratio)
-    first = _spread(rows[0])
+    first = spread(rows[0])
     # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
     model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
-    query, *others = first
-    sides = {query: "query", **dict.fromkeys(others, "document")}
+    sides = sides_of(first)
+    collator = SparseEncoderDataCollator(
+        # Renamed in Sentence Transformers 5.4.
+        getattr(model, "preprocess", model.tokenize),
+        router_mapping=sides if isinstance(model[0], Router) else {},
+        prompts=prompts_of(model, sides),
+    )
     return (trainer_class or SparseRecipeTrainer)(
         model=model,
         args=arguments,
         train_dataset=rows,
         loss=function,
-        data_collator=DocumentsCollator(
-            tokenize_fn=model.tokenize,
-            router_mapping=sides if isinstance(model[0], Router) else {},
-            # As in the evaluation.
-            prompts={column: model.prompts[side] for column, side in sides.items() if model.prompts.get(side)},
-        ),
+        data_collator=EachDocument(collator),
         callbacks=[schedule],
     )
 
@@ -100,21 +101,3 @@ class L1Regularizer(nn.Module):
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
         """A scalar of the vectors ``[N, V]``."""
         return torch.sum(embeddings.abs(), dim=-1).mean()
-
-
-class DocumentsCollator(SparseEncoderDataCollator):
-    """Takes rows with a list of documents as well, as those of a distillation have, as columns of one document each."""
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return super().__call__([_spread(row) for row in features])
-
-
-def _spread(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with a column for each document of a list; lists of scores stay."""
-    columns = {}
-    for name, value in row.items():
-        if isinstance(value, list) and isinstance(value[0], str):
-            columns |= {f"{name}_{place}": text for place, text in enumerate(value)}
-        else:
-            columns[name] = value
-    return columns

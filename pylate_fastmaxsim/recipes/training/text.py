@@ -10,15 +10,13 @@ from pylate import losses, models, utils
 from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from transformers import Trainer
 
-from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.recipes.config.schema import LossSection, Recipe
-from pylate_fastmaxsim.recipes.models.encode import encode
 from pylate_fastmaxsim.recipes.pooling import pooling_at
 from pylate_fastmaxsim.recipes.scores import score_metric
 from pylate_fastmaxsim.recipes.training.callbacks import LogGradientConcentration
+from pylate_fastmaxsim.recipes.training.gradients import text_gradient_logger
 from pylate_fastmaxsim.recipes.training.pooling import FollowSchedule
 from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
-from pylate_fastmaxsim.tokens import TokenBatch
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +30,6 @@ LOSSES = {
     "cached_contrastive": losses.CachedContrastive,
     "distillation": losses.Distillation,
 }
-
-# Pairs of which gradients are measured: few, so that it costs less than a step.
-MEASURED_PAIRS = 32
 
 
 def build_trainer(
@@ -69,26 +64,5 @@ def build_trainer(
 
 
 def gradient_concentration_logger(recipe: Recipe, trainer: Trainer) -> LogGradientConcentration:
-    """The callback of ``training.log_gradient_concentration``, on the first rows of the training data.
-
-    The loss that it measures is that of the recipe if it is contrastive, but over these pairs. Of a distillation it
-    measures only scores, of the query and the first of its documents. The pooling is that of the loss.
-    """
-    rows = trainer.train_dataset[:MEASURED_PAIRS]
-    queries, documents, *_ = rows.values()
-    documents = [one if isinstance(one, str) else one[0] for one in documents]
-
-    def encode_pairs() -> tuple[TokenBatch, TokenBatch]:
-        model = trainer.model
-        return (
-            encode(model, queries, MEASURED_PAIRS, is_query=True),
-            encode(model, documents, MEASURED_PAIRS, is_query=False),
-        )
-
-    return LogGradientConcentration(
-        trainer,
-        encode_pairs,
-        recipe.training.log_gradient_concentration,
-        pooling=Max() if recipe.loss.pooling is None else lambda: trainer.loss.score_metric.pooling,
-        temperature=None if recipe.loss.name == "distillation" else recipe.loss.temperature or 1.0,
-    )
+    """The callback of ``training.log_gradient_concentration``."""
+    return text_gradient_logger(recipe, trainer, lambda: trainer.loss.score_metric)

@@ -127,7 +127,7 @@ def calls_of_recipe(
     """What batches of these sizes run: the projection and the scores, alone and with all gradients.
 
     Documents are as PyLate's losses have them under the flag: with a mask of the tokens that count, and in another order
-    than their columns. Of SPLADE models it is the pooling of packed texts, of models of pages nothing.
+    than their columns. Of SPLADE models it is the pooling of packed texts, of other kinds nothing.
     """
     if recipe.model.kind == "splade":
         shapes = splade_shapes(encoder_of(model).get_output_embeddings().weight.shape[1], dtype)
