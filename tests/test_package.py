@@ -46,7 +46,7 @@ ROOMS = {
         ("integrations",),
         ("losses", "comparison"),
         ("recipes",),
-        ("cli", "run"),
+        ("cli", "run", "compare"),
     ),
     "kernels": (
         ("runtime",),
@@ -76,10 +76,11 @@ ROOMS = {
     "comparison": (
         ("runs", "gate"),
         ("turns",),
-        ("verdict",),
+        ("verdict", "ranks", "script_child"),
         ("report",),
         ("figures",),
         ("html",),
+        ("script",),
     ),
     "recipes": (
         ("errors",),

@@ -1,10 +1,15 @@
-"""The command ``fastmaxsim``. ``run`` and ``doctor`` need no extra, all others [recipes]."""
+"""The command ``fastmaxsim``. ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes]."""
 
 from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
+
+# Options of `compare` that take a value, with a script and with a recipe.
+_TAKE_A_VALUE = ("--steps", "--output", "--padding-free", "--grad-filter", "--pooling", "--set", "--sweep")
 
 
 def main() -> None:
@@ -17,6 +22,11 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The terminal's encoding may lack letters of names and paths; stderr already escapes them.
         sys.stdout.reconfigure(errors="replace")
+    if arguments[:1] == ["compare"] and is_script(arguments[1:]):
+        from pylate_fastmaxsim.comparison.script import compare_script
+
+        compare_script(arguments[1:])
+        return
     if arguments == ["doctor"]:
         doctor()
         return
@@ -49,9 +59,31 @@ def load_app():
 
 def _stop_without(error: ModuleNotFoundError) -> NoReturn:
     sys.exit(
-        f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run and doctor needs: "
+        f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run, doctor and compare of a script needs: "
         'pip install "pylate-fastmaxsim[recipes]".'
     )
+
+
+def is_script(arguments: Sequence[str]) -> bool:
+    """Whether the words behind ``compare`` name a script or a module, and no recipe.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.cli import is_script
+    >>> is_script(["--steps", "50", "train.py", "--lr", "1e-5"]), is_script(["-m", "my.training"])
+    (True, True)
+    >>> is_script(["recipes/quickstart.yaml"]), is_script(["--sweep", "batch_size=8", "quickstart"])
+    (False, False)
+    """
+    words = iter(arguments)
+    for word in words:
+        if word == "-m":
+            return True
+        if word in _TAKE_A_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return word.endswith(".py") or (not word.endswith((".yaml", ".yml")) and Path(word).is_file())
+    return False
 
 
 def run(arguments: list[str]) -> None:

@@ -229,7 +229,10 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Train a recipe with the stock library and with this package, and compare them."""
+    """Train a recipe with the stock library and with this package, and compare them.
+
+    So is a training script, for some steps: fastmaxsim compare train.py ARGS.
+    """
     with one_sentence_instead_of_a_traceback():
         # As output_dir of the recipe, so that ~ in --output=~/dir is expanded.
         loaded = load_recipe(recipe, set_ or (), output)

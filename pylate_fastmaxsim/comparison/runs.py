@@ -46,11 +46,15 @@ def summarize(result: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, 
     if "live" not in steps[0]:
         return run
     seconds = sum(step["seconds"] for step in measured)
+    run |= {
+        "documents_per_second": sum(step["documents"] for step in measured) / seconds,
+        "live_tokens_per_second": sum(step["live"] for step in measured) / seconds,
+    }
+    if "encoded" not in steps[0]:
+        return run
     totals = {name: sum(step[name] for step in steps) for name in ("live", "encoded", "query_tokens")}
     return {
         **run,
-        "documents_per_second": sum(step["documents"] for step in measured) / seconds,
-        "live_tokens_per_second": sum(step["live"] for step in measured) / seconds,
         "padding": 1 - totals["live"] / (totals["encoded"] - totals["query_tokens"]),
         "tokens_per_step": {
             "queries": totals["query_tokens"] / len(steps),

@@ -9,9 +9,10 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import ModuleType
+from types import ModuleType, TracebackType
+from typing import Any
 
 from pylate_fastmaxsim.integrations.enable import enable
 from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, brings_host
@@ -38,51 +39,75 @@ def run_script(arguments: Sequence[str], prog: str = "fastmaxsim run") -> None:
     SystemExit
         With the script's exit code; 1 after an exception, whose traceback is printed; 2 if there is nothing to run.
     """
-    parser = _parser(prog)
+    parser = script_parser(prog, "Run a training script with pylate-fastmaxsim switched on.")
+    options, words, as_module = parse(parser, arguments)
+    show_log()
+    try:
+        run_accelerated(words, as_module, options)
+    except Exception as error:
+        found = traceback_of(error)
+        if found is None and isinstance(error, (ImportError, OSError)):  # by runpy, which found nothing to run
+            parser.error(str(error))
+        sys.excepthook(type(error), error.with_traceback(found), found)
+        sys.exit(1)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str], bool]:
+    """The options before the script, the script or module with its arguments, and whether it is a module."""
     options = vars(parser.parse_args(arguments))
     as_module, words = options.pop("as_module"), options.pop("words")
     if words[:1] == ["--"]:
         del words[0]
     if not words:
         parser.error("name what to run: SCRIPT.py, or -m MODULE")
+    return options, words, as_module
+
+
+def traceback_of(error: BaseException) -> TracebackType | None:
+    """The traceback of an error in a script, from the script on; None if runpy raised it, which found no script."""
+    traceback = error.__traceback__
+    above = {traceback.tb_frame.f_globals.get("__name__"), __name__, "runpy"}  # the first is who called, and caught it
+    while traceback and traceback.tb_frame.f_globals.get("__name__") in above:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def run_accelerated(words: list[str], as_module: bool, options: dict[str, Any]) -> None:
+    """Run a script as Python does, and call ``enable`` with ``options`` when it has imported a host library."""
+    sys.meta_path.insert(0, _EnableAfterImport(options))
+    try:
+        run_as_python_does(words, as_module)
+    finally:
+        warn_if_nothing_was_accelerated(words[0])
+
+
+def warn_if_nothing_was_accelerated(target: str) -> None:
+    """At the end of a script: it may have imported no host library."""
+    for hook in [each for each in sys.meta_path if isinstance(each, _EnableAfterImport)]:
+        sys.meta_path.remove(hook)
+        names = "neither PyLate nor colpali-engine nor Sentence Transformers 5 or later"
+        _logger.warning("Nothing was accelerated: %s imported %s.", target, names)
+
+
+def run_as_python_does(words: list[str], as_module: bool) -> None:
+    """Run a script, or a module, whose arguments follow it in ``words``."""
     sys.argv = words
     sys.path[0] = os.getcwd() if as_module else os.path.dirname(os.path.realpath(words[0]))
-    _show_log()
-    try:
-        _run(words[0], as_module, _EnableAfterImport(options))
-    except Exception as error:
-        traceback = error.__traceback__
-        while traceback and traceback.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
-            traceback = traceback.tb_next
-        if traceback is None and isinstance(error, (ImportError, OSError)):  # by runpy, which found nothing to run
-            parser.error(str(error))
-        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        sys.exit(1)
+    if as_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(os.path.abspath(words[0]), run_name="__main__")
 
 
-def _run(target: str, as_module: bool, hook: _EnableAfterImport) -> None:
-    sys.meta_path.insert(0, hook)
-    try:
-        if as_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(os.path.abspath(target), run_name="__main__")
-    finally:
-        if hook in sys.meta_path:
-            sys.meta_path.remove(hook)
-            names = "neither PyLate nor colpali-engine nor Sentence Transformers 5 or later"
-            _logger.warning("Nothing was accelerated: %s imported %s.", target, names)
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls ``after(module)`` when the import of one of ``names`` has ended."""
 
-
-class _EnableAfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``enable`` when the import of a host library, with the hosts that it imports itself, has ended."""
-
-    def __init__(self, options: dict[str, bool | str]) -> None:
-        self.options = options
-        self.running = 0
+    def __init__(self, names: Iterable[str], after: Callable[[ModuleType], None]) -> None:
+        self.names = frozenset(names)
+        self.after = after
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
-        if name not in HOST_PACKAGES:
+        if name not in self.names:
             return None
         sys.meta_path.remove(self)
         try:
@@ -90,24 +115,41 @@ class _EnableAfterImport(importlib.abc.MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None:
-            spec.loader.exec_module = partial(self._execute, name, spec.loader.exec_module)
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
         return spec
 
-    def _execute(self, name: str, execute: Callable, module: ModuleType) -> None:
+    def _execute(self, execute: Callable, module: ModuleType) -> None:
+        execute(module)
+        self.after(module)
+
+
+class _EnableAfterImport(AfterImport):
+    """Calls ``enable`` when the import of a host library, with the hosts that it imports itself, has ended."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__(HOST_PACKAGES, self._enable)
+        self.options = options
+        self.running = 0
+
+    def _execute(self, execute: Callable, module: ModuleType) -> None:
         self.running += 1
         try:
             execute(module)
         finally:
             self.running -= 1
-        if not self.running and self in sys.meta_path and brings_host(name):
+        self.after(module)
+
+    def _enable(self, module: ModuleType) -> None:
+        if not self.running and self in sys.meta_path and brings_host(module.__name__):
             sys.meta_path.remove(self)
             enable(**self.options)
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def script_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser of the options of ``enable`` and, behind them, of a script and its arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Run a training script with pylate-fastmaxsim switched on. The options are those of enable().",
+        description=f"{description} The options are those of enable().",
         usage="%(prog)s [options] (SCRIPT.py | -m MODULE) [ARGS ...]",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -134,9 +176,10 @@ def _pooling(text: str) -> Pooling:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _show_log() -> None:
+def show_log() -> None:
+    """Print what this package logs, until the script sets up a log of its own."""
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not logging.getLogger().handlers)  # until the script sets up a log of its own
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     _logger.addHandler(handler)
     _logger.setLevel(logging.INFO)

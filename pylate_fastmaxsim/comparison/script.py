@@ -1,0 +1,126 @@
+"""``fastmaxsim compare train.py``: a training script as it is, for some steps, stock and accelerated by turns."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pylate_fastmaxsim.comparison.ranks import Ranks
+from pylate_fastmaxsim.comparison.report import comparison_table, comparison_text, warnings_of
+from pylate_fastmaxsim.comparison.script_child import FAILURE, FAST, STOCK, script_comparison_parser
+from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, python, take_turns
+from pylate_fastmaxsim.comparison.verdict import compared_runs
+from pylate_fastmaxsim.integrations.run_script import parse
+
+RESULT_FILE = "compare.json"
+INTERRUPTED = 130
+
+
+def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -> None:
+    """Run a training script for some steps, stock and with ``enable``, and report time, memory and loss side by side.
+
+    Both are processes of their own that take their steps by turns, in short blocks. They save and evaluate nothing, and
+    end behind the last step.
+
+    Parameters
+    ----------
+    arguments
+        ``--steps``, ``--output`` and the options of ``enable``, then ``SCRIPT.py`` or ``-m MODULE``. What follows belongs
+        to the script.
+    prog
+        The command's name.
+
+    Raises
+    ------
+    SystemExit
+        If the script fails, with its exit code and its traceback; 2 if there is nothing to run; 130 after an interrupt.
+    """
+    parser = script_comparison_parser(prog)
+    options, words, as_module = parse(parser, arguments)
+    if not as_module and not Path(words[0]).exists():
+        parser.error(f"there is no script {words[0]}.")
+    steps, output = options.pop("steps"), Path(options.pop("output")).expanduser()
+    try:
+        ranks = Ranks()
+        output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
+        children = {mode: _child(mode, Path(scratch), output, arguments, ranks) for mode in (STOCK, FAST)}
+        try:
+            turns = take_turns(children, of=steps, on_wait=_Waiting(ranks), gather=ranks.gather)
+        except ChildFailed as failed:
+            _fail_as(failed, Path(scratch))
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+    if ranks.rank == 0:
+        given = {name: str(value) for name, value in options.items()}
+        command = {"name": Path(words[0]).name, "command": shlex.join(words), "processes": ranks.size, "steps": steps}
+        _report({"recipe": command | {"options": given}, **compared_runs(turns)}, output / RESULT_FILE)
+
+
+def _child(mode: str, scratch: Path, output: Path, arguments: Sequence[str], ranks: Ranks) -> Child:
+    folder = scratch / mode
+    folder.mkdir()
+    program = python("from pylate_fastmaxsim.comparison.script_child import main; main()")
+    # Else the order of a set of texts, and what a script draws from it, is another one in each process.
+    environment = {"PYTHONHASHSEED": "0"} | ranks.environment()
+    log = output / (f"{mode}.log" if ranks.size == 1 else f"{mode}-{ranks.rank}.log")
+    return Child([*program, mode, str(folder), *arguments], log, environment)
+
+
+class _Waiting:
+    """While a process has its turn: says which, on a terminal, and looks out for other ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.begun = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        self.ranks.look_out()
+        if self.ranks.rank == 0 and sys.stderr.isatty():
+            print(f"\r{time.perf_counter() - self.begun:.0f} s, {name} \r", end="", file=sys.stderr, flush=True)
+
+
+def _fail_as(failed: ChildFailed, scratch: Path) -> NoReturn:
+    """End as the script ended: stock with its own traceback and exit code and nothing else."""
+    if failed.name == FAST:
+        print("fastmaxsim: the script fails in the run with this package:", file=sys.stderr)
+    said = scratch / failed.name / FAILURE
+    if said.exists():
+        sys.stderr.write(said.read_text(encoding="utf-8"))
+    else:
+        print(f"fastmaxsim: {failed}", file=sys.stderr)
+    sys.exit(failed.returncode if failed.returncode >= 0 else 128 - failed.returncode)
+
+
+def _report(comparison: dict[str, Any], file: Path) -> None:
+    """Write and print what was measured; JSON has no NaN and no infinity."""
+    comparison = json.loads(json.dumps(comparison), parse_constant=lambda name: None)
+    file.write_text(json.dumps(comparison, indent=2) + "\n", encoding="utf-8")
+    try:
+        from rich.console import Console
+
+        Console(markup=False, emoji=False).print(comparison_table(comparison))
+    except ModuleNotFoundError:
+        print(comparison_text(comparison))
+    for warning in warnings_of(comparison):
+        print(warning, file=sys.stderr)
+    written = [file]
+    try:
+        from pylate_fastmaxsim.comparison.figures import draw_comparison
+        from pylate_fastmaxsim.comparison.html import write_html
+
+        for write, suffix in ((draw_comparison, ".png"), (write_html, ".html")):
+            write(comparison, file.with_suffix(suffix))
+            written.append(file.with_suffix(suffix))
+    except ModuleNotFoundError as error:
+        print(f"There is no PNG and no HTML: {error.name} is missing.", file=sys.stderr)
+    print(*written, sep="\n")

@@ -1,0 +1,356 @@
+"""One of the two runs of a training script that is compared, in a process of its own.
+
+A step is one of the optimizer. transformers' Trainer is given a callback; in any other loop the optimizer that steps
+first is watched. The process ends behind the last measured step, so that the script saves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import math
+import multiprocessing
+import os
+import random
+import sys
+import traceback
+from collections.abc import Mapping
+from functools import wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import optimizer as optimizers
+
+from pylate_fastmaxsim._memory import is_out_of_memory
+from pylate_fastmaxsim.comparison.gate import Gate
+from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, environment
+from pylate_fastmaxsim.integrations.run_script import (
+    AfterImport,
+    parse,
+    run_accelerated,
+    run_as_python_does,
+    script_parser,
+    show_log,
+    traceback_of,
+    warn_if_nothing_was_accelerated,
+)
+
+STOCK, FAST = "stock", "fast"
+STEPS = 30
+# Below, in the folder of a run: what the script said when it failed.
+FAILURE = "failure"
+FEWEST_STEPS = 6
+
+
+class Meter:
+    """Takes part in the turns of both runs, step by step.
+
+    Parameters
+    ----------
+    gate
+        Blocks while the other process has its turn.
+    script
+        Its name.
+    steps
+        After how many the process ends.
+    folder
+        For everything that a Trainer would write.
+    warnings
+        What the package logs, which is reported in the end.
+    """
+
+    def __init__(self, gate: Gate, script: str, steps: int, folder: Path, warnings: list[str]) -> None:
+        self.gate = gate
+        self.script = script
+        self.steps = steps
+        self.folder = folder
+        self.warnings = warnings
+        self.taken = 0
+        self.device = torch.device("cpu")
+
+    def begin(self) -> None:
+        """Before the first step. May block."""
+        if torch.cuda.is_initialized():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.gate.before_step()
+
+    def end(self, **measured: Any) -> None:
+        """After a step and before the next one. May block, and does not return after the last step."""
+        self.taken += 1
+        self.gate.after_step(**measured)
+        if self.taken == self.steps:
+            self.finish()
+
+    def finish(self, status: str = FINISHED) -> NoReturn:
+        """Report the result and end the process."""
+        warn_if_nothing_was_accelerated(self.script)
+        if status == FINISHED and self.taken < self.steps:
+            self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
+        self.gate.finished(status=status, warnings=self.warnings, environment=environment(self.device))
+        leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once: no exit handler saves, uploads or waits."""
+    for process in multiprocessing.active_children():
+        process.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class LoopWatch:
+    """Measures a loop of the script's own by the optimizer that steps first, until a Trainer trains.
+
+    The loss of a step is the last scalar whose ``backward`` was called, outside of any other backward.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.first: int | None = None
+        self.trainer = False
+        self.loss: torch.Tensor | None = None
+        self.inside = False
+        optimizers.register_optimizer_step_pre_hook(self._before)
+        optimizers.register_optimizer_step_post_hook(self._after)
+        self._keep_losses()
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.first is None and not self.trainer:
+            self.first = id(optimizer)
+            self.meter.begin()
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) == self.first and not self.trainer:
+            self.meter.end(**({} if self.loss is None else {"loss": self.loss}))
+
+    def _keep_losses(self) -> None:
+        backward, scale = torch.Tensor.backward, torch.amp.GradScaler.scale
+
+        @wraps(backward)
+        def kept(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if self.inside or tensor.numel() != 1:
+                backward(tensor, *args, **kwargs)
+                return
+            self.inside = True
+            try:
+                backward(tensor, *args, **kwargs)
+            finally:
+                self.inside = False
+            self.loss = getattr(tensor, "before_scaling", tensor).detach()
+
+        @wraps(scale)
+        def scaled(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            if isinstance(result, torch.Tensor):
+                result.before_scaling = outputs
+            return result
+
+        torch.Tensor.backward, torch.amp.GradScaler.scale = kept, scaled
+
+
+def _watch_trainers(meter: Meter, loop: LoopWatch, padded: bool) -> None:
+    """Have transformers' Trainer measured when it is imported, and keep it from saving, evaluating and reporting.
+
+    ``padded``: texts are encoded as they are collated, so that the collator's masks tell how much is padding.
+    """
+
+    def change(module: ModuleType) -> None:
+        if module.__name__ == "transformers.trainer":
+            _change_trainer(module, meter, loop, padded)
+        else:
+            _change_arguments(module, meter.folder)
+
+    sys.meta_path.insert(0, AfterImport(("transformers.trainer", "transformers.training_args"), change))
+
+
+def _change_trainer(module: ModuleType, meter: Meter, loop: LoopWatch, padded: bool) -> None:
+    trainer = module.Trainer
+    init, train = trainer.__init__, trainer.train
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def quiet_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind_partial(self, *args, **kwargs).arguments.get("args")
+        if arguments is not None:
+            _write_into(arguments, meter.folder)
+        init(self, *args, **kwargs)
+
+    @wraps(train)
+    def measured_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        loop.trainer = True
+        _last_for(self, meter.steps)
+        step = self.training_step = _Counted(self.training_step, padded)
+        self.add_callback(_callback(module, meter, step))
+        return train(self, None, *args, **kwargs)
+
+    trainer.__init__, trainer.train = quiet_init, measured_train
+
+
+def _write_into(arguments: Any, folder: Path) -> None:
+    """Have TrainingArguments name a folder to write into and nothing to report to."""
+    arguments.output_dir = str(folder / "output")
+    arguments.push_to_hub = False
+    arguments.report_to = []
+
+
+def _last_for(trainer: Any, steps: int) -> None:
+    """Have a training that would be shorter last for ``steps``; of a longer one the learning rates stay as they are."""
+    arguments = trainer.args
+    arguments.eval_on_start = arguments.auto_find_batch_size = False
+    if arguments.max_steps > 0:
+        arguments.max_steps = max(arguments.max_steps, steps)
+        return
+    data = trainer.train_dataset
+    try:
+        rows = sum(map(len, data.values())) if isinstance(data, Mapping) else len(data)
+    except TypeError:  # a streamed dataset
+        return
+    batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
+    if math.floor(arguments.num_train_epochs * rows / batch) < steps:
+        arguments.max_steps = steps
+
+
+class _Counted:
+    """A Trainer's ``training_step`` that keeps the loss and the number of documents and tokens of a step."""
+
+    def __init__(self, training_step: Any, padded: bool) -> None:
+        self.training_step = training_step
+        self.padded = padded
+        self.measured: dict[str, Any] = {}
+
+    def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        masks = [value for name, value in inputs.items() if name.endswith("attention_mask")]
+        if len(masks) > 1:
+            queries, *documents = masks
+            self._add("documents", sum(mask.shape[:-1].numel() for mask in documents))
+            self._add("live", sum(mask.sum() for mask in documents))
+            if self.padded:
+                self._add("encoded", sum(mask.numel() for mask in masks))
+                self._add("query_tokens", queries.numel())
+        loss = self.training_step(model, inputs, *args, **kwargs)
+        self._add("loss", loss)
+        return loss
+
+    def _add(self, name: str, value: Any) -> None:
+        self.measured[name] = self.measured.get(name, 0) + value
+
+    def take(self) -> dict[str, Any]:
+        """What was measured since the last call."""
+        measured, self.measured = self.measured, {}
+        return measured
+
+
+def _callback(module: ModuleType, meter: Meter, step: _Counted) -> Any:
+    class Measure(module.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs) -> None:
+            meter.begin()
+
+        def on_step_end(self, args, state, control, **kwargs) -> None:
+            control.should_save = control.should_evaluate = False
+            meter.end(**step.take())
+
+        def on_epoch_end(self, args, state, control, **kwargs) -> None:
+            control.should_save = control.should_evaluate = False
+
+        def on_train_end(self, args, state, control, **kwargs) -> None:
+            if meter.taken:
+                meter.finish()
+
+    return Measure()
+
+
+def _change_arguments(module: ModuleType, folder: Path) -> None:
+    """A script may write into the folder of its TrainingArguments before it makes a Trainer."""
+    post_init = module.TrainingArguments.__post_init__
+
+    @wraps(post_init)
+    def redirected(self: Any) -> None:
+        _write_into(self, folder)
+        post_init(self)
+
+    module.TrainingArguments.__post_init__ = redirected
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _seed() -> None:
+    """Weights and samples that a script draws without a seed are the same in both runs."""
+    import numpy
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def script_comparison_parser(prog: str) -> argparse.ArgumentParser:
+    """The options of ``fastmaxsim compare SCRIPT.py``."""
+    parser = script_parser(prog, "Compare a training script with and without pylate-fastmaxsim.")
+    parser.add_argument(
+        "--steps", type=_steps, default=STEPS, help=f"optimizer steps of each run, from {FEWEST_STEPS} ({STEPS})"
+    )
+    parser.add_argument("--output", metavar="DIR", default="compare", help="folder for the results (compare)")
+    return parser
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < FEWEST_STEPS:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {FEWEST_STEPS}, got {text!r}")
+    return int(text)
+
+
+def _fail(folder: Path, said: str, code: int) -> NoReturn:
+    """End as the script would: the parent repeats what it said, without the rest of its log."""
+    (folder / FAILURE).write_text(said, encoding="utf-8")
+    print(said, end="", file=sys.stderr)
+    leave(code)
+
+
+def main() -> None:
+    """Run the script of the command line: which of the two runs it is, a folder to write into, the command's words."""
+    mode, folder, *arguments = sys.argv[1:]
+    folder = Path(folder)
+    options, words, as_module = parse(script_comparison_parser("fastmaxsim compare"), arguments)
+    steps, _ = options.pop("steps"), options.pop("output")
+    warnings = _Warnings()
+    if mode == FAST:
+        logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
+    os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"
+    os.environ["WANDB_MODE"] = "disabled"
+    meter = Meter(Gate.from_environment(), words[0], steps, folder, warnings.messages)
+    _watch_trainers(meter, LoopWatch(meter), padded=mode == STOCK)
+    show_log()
+    _seed()
+    try:
+        if mode == FAST:
+            run_accelerated(words, as_module, options)
+        else:
+            run_as_python_does(words, as_module)
+    except SystemExit as stop:
+        if stop.code:
+            code, said = (stop.code, "") if isinstance(stop.code, int) else (1, f"{stop.code}\n")
+            _fail(folder, said, code)
+    except BaseException as error:
+        if is_out_of_memory(error):
+            meter.finish(OUT_OF_MEMORY)
+        found = traceback_of(error)
+        if found is None and isinstance(error, (ImportError, OSError)):  # by runpy, which found nothing to run
+            _fail(folder, f"fastmaxsim compare: {error}\n", 2)
+        _fail(folder, "".join(traceback.format_exception(type(error), error.with_traceback(found), found)), 1)
+    if not meter.taken:
+        _fail(
+            folder,
+            f"fastmaxsim compare: {words[0]} ended without a training step: no optimizer stepped in its process.\n",
+            1,
+        )
+    meter.finish()

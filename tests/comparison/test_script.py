@@ -1,0 +1,189 @@
+"""``fastmaxsim compare train.py``: real scripts, and what is left of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from compared_script import compare, compared, example
+
+from pylate_fastmaxsim.comparison import script
+from pylate_fastmaxsim.comparison.ranks import Ranks
+from pylate_fastmaxsim.comparison.runs import OUT_OF_MEMORY
+from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere
+
+STEPS = ("--steps", "12")
+
+
+@pytest.mark.e2e
+def test_the_script_of_pylate_compares_as_printed(encoder, tmp_path):
+    pytest.importorskip("pylate")
+    text = example("pylate.md", "answerdotai/ModernBERT-base", encoder("modernbert"))
+    found = compared(tmp_path, text, *STEPS)
+    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
+    # Its max_steps is 1, and its two rows are one batch.
+    assert (stock["steps"], fast["steps"]) == (12, 12)
+    assert 0.8 < stock["padding"] < 1 and "padding" not in fast
+    # Stock lets masked tokens win, and rounds to 16 bits.
+    assert 0 < found["summary"]["largest_loss_difference"] < 0.1
+    assert stock["losses"][0] > stock["losses"][-1] > 0
+    assert found["summary"]["turns"]["pairs"] == 3
+
+
+SPLADE = """
+from datasets import Dataset
+from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+from sentence_transformers.sparse_encoder.losses import SpladeLoss, SparseMultipleNegativesRankingLoss
+from transformers import EarlyStoppingCallback
+
+model = SparseEncoder({model!r}, device="cpu")
+words = "late interaction keeps one vector for every token of a document".split()
+rows = Dataset.from_dict({{"query": words, "document": [" ".join(words[n:]) for n in range(len(words))]}})
+arguments = SparseEncoderTrainingArguments(
+    "output", num_train_epochs=1, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
+    save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, eval_on_start=True,
+    load_best_model_at_end=True, metric_for_best_model="eval_loss",
+)
+loss = SpladeLoss(model, SparseMultipleNegativesRankingLoss(model), 1e-3, 5e-5)
+trainer = SparseEncoderTrainer(model, arguments, rows, rows, loss, callbacks=[EarlyStoppingCallback()])
+trainer.train(resume_from_checkpoint=True)
+trainer.save_model("final")
+"""
+
+
+@pytest.mark.e2e
+def test_a_sparse_encoder_that_saves_and_evaluates_leaves_nothing(encoder, tmp_path):
+    pytest.importorskip("sentence_transformers.sparse_encoder")
+    found = compared(tmp_path, SPLADE.format(model=encoder("bert", masked_lm=True)), *STEPS)
+    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
+    # An epoch has three steps, each of two batches.
+    assert (stock["steps"], fast["steps"]) == (12, 12) and stock["tokens_per_step"]["queries"] > 4
+    assert found["summary"]["largest_loss_difference"] < 1e-4
+
+
+LOOP = """
+import os, torch
+
+if os.environ["PYLATE_FASTMAXSIM"] == "0":
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+class Cached(torch.autograd.Function):
+    def forward(ctx, x):
+        return x.clone()
+
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            (1000 * torch.ones(1, requires_grad=True)).sum().backward()
+        return gradient
+
+weight = torch.ones(1, requires_grad=True)
+first, second = torch.optim.SGD([weight], lr=0.5), torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+for step in range(7):
+    for part in (3, 1):
+        scaler.scale(Cached.apply((part * weight).sum())).backward()
+    scaler.step(first)
+    scaler.update()
+    second.step()
+    first.zero_grad()
+"""
+
+
+@pytest.mark.process
+def test_a_loop_of_ones_own_is_measured_and_out_of_memory_is_a_result(tmp_path):
+    found = compared(tmp_path, LOOP)
+    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
+    assert stock["status"] == OUT_OF_MEMORY and found["summary"]["speedup"] is None
+    # The last backward of each step, before it was scaled; each step takes 2 off the weight.
+    assert fast["losses"] == [1 - 2 * step for step in range(7)]
+    nothing, ended = fast["warnings"]
+    assert "Nothing was accelerated" in nothing and ended == "training ended after 7 of 30 steps."
+
+
+DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while True:
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.process
+def test_two_processes_of_a_launcher_step_by_the_same_turns(tmp_path):
+    pytest.importorskip("accelerate")
+    launch = ("-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--multi_gpu")
+    launch += (
+        "--mixed_precision=no",
+        "--dynamo_backend=no",
+        "--main_process_port=0",
+        "-m",
+        "pylate_fastmaxsim.compare",
+    )
+    found = compared(tmp_path, DISTRIBUTED, *STEPS, command=launch)
+    assert found["recipe"]["processes"] == 2 and found["summary"]["turns"]["pairs"] == 3
+    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
+    assert stock["losses"] == fast["losses"] and len(stock["losses"]) == 12
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "text", ["def f():\n    raise KeyError('gone')\nf()\n", "import sys\nsys.exit('no GPU here')\n"]
+)
+def test_a_script_that_fails_ends_as_it_does_alone(tmp_path, text):
+    done = compare(tmp_path, text)
+    alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", alone.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["absent.py"], "there is no script absent.py."),
+        ([], "name what to run: SCRIPT.py, or -m MODULE"),
+        (["--steps", "5", __file__], "argument --steps: must be a whole number of at least 6, got '5'"),
+    ],
+)
+def test_nothing_to_compare_is_one_sentence(words, error, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.compare_script(words)
+    assert capsys.readouterr().err.splitlines()[-1] == f"fastmaxsim compare: error: {error}"
+
+
+def test_several_machines_are_refused():
+    with pytest.raises(ValueError, match="starts processes on several"):
+        Ranks({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_ranks_exchange_values_and_hear_who_is_out_of_memory(monkeypatch):
+    port = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free one
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first, second = (Ranks({"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) for rank in range(2))
+    heard = []
+    other = threading.Thread(target=lambda: heard.extend([second.gather(3), second.environment()]))
+    other.start()
+    assert first.gather({"steps": 4}) == [{"steps": 4}, 3]
+    variables = first.environment()
+    other.join()
+    assert heard == [[{"steps": 4}, 3], variables] and variables["MASTER_PORT"] != str(port.port)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
+    first.look_out()
+    last = threading.Thread(target=second.gather, args=[OUT_OF_MEMORY])
+    last.start()
+    with pytest.raises(OutOfMemoryElsewhere):
+        while last.is_alive():
+            first.look_out()
+    first.gather("finished")
+    last.join()

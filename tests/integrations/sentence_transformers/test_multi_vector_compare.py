@@ -1,0 +1,19 @@
+"""The complete script of docs/sentence_transformers.md, compared as it is printed."""
+
+from __future__ import annotations
+
+import pytest
+from compared_script import compared, example
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+
+@pytest.mark.e2e
+def test_the_script_of_a_multi_vector_encoder_compares_as_printed(encoder, tmp_path):
+    text = example("sentence_transformers.md", "answerdotai/ModernBERT-base", encoder("modernbert"))
+    found = compared(tmp_path, text, "--steps", "12")
+    stock, fast = found["runs"]["stock"], found["runs"]["fast"]
+    assert (stock["steps"], fast["steps"]) == (12, 12) and 0 < stock["padding"] < 0.5
+    assert found["summary"]["largest_loss_difference"] < 0.1 and found["summary"]["turns"]["pairs"] == 3

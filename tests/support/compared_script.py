@@ -1,0 +1,47 @@
+"""A training script in a folder, compared stock and fast by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from paths import ROOT
+
+COMMAND = ("-m", "pylate_fastmaxsim.cli", "compare")
+
+
+def compare(
+    folder: Path, script: str, *options: str, command: tuple[str, ...] = COMMAND
+) -> subprocess.CompletedProcess:
+    """Write a script into ``folder`` as train.py and compare it there."""
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    words = [sys.executable, *command, *options, "train.py"]
+    environment = {"PYLATE_FASTMAXSIM": "0"} | os.environ  # of no account: each run has its own
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def compared(folder: Path, script: str, *options: str, **how: Any) -> dict[str, Any]:
+    """The content of compare.json of a script that can be compared; nothing else of it is in the folder."""
+    before = {path.name for path in folder.iterdir()}
+    done = compare(folder, script, *options, **how)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {*before, "train.py", "compare"}
+    assert "peak memory" in done.stdout and done.stdout.endswith(
+        "compare.json\ncompare/compare.png\ncompare/compare.html\n"
+    )
+    return json.loads((folder / "compare" / "compare.json").read_text(encoding="utf-8"))
+
+
+def example(page: str, model: str, stand_in: str) -> str:
+    """The complete script of a page of docs/, with a stand-in for its model, on the CPU."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    [script] = [code for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "trainer.train()" in code]
+    for here, there in ((repr(model).replace("'", '"'), repr(stand_in)), ("bf16=True", "bf16=True, use_cpu=True")):
+        assert here in script
+        script = script.replace(here, there)
+    return script
