@@ -1,7 +1,9 @@
-"""Processes take turns: who steps when, what is counted, and what is left when one of them fails or all are ended."""
+"""Processes take turns: who steps when, what is counted, and what is left when one of them fails."""
 
 from __future__ import annotations
 
+import os
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -9,39 +11,200 @@ import pytest
 import stepping
 
 from pylate_fastmaxsim.comparison import turns
-from pylate_fastmaxsim.comparison.turns import Child, take_turns
+from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, OutOfMemoryElsewhere, python, take_turns
 
 
 def child(folder: Path, name: str, **options) -> Child:
-    options = {"trace": str(folder / "trace"), "steps": 16} | options
-    code = f"import sys; sys.path.insert(0, {str(Path(stepping.__file__).parent)!r}); import stepping; stepping.main(**{options!r})"
-    return Child(turns.python(code), folder / f"{name}.log")
+    """A process that does what :mod:`stepping` does."""
+    place = str(Path(stepping.__file__).parent)
+    code = f"sys.path.insert(0, {place!r}); import stepping; stepping.main(**{options!r})"
+    return Child(python(code), folder / f"{name}.log")
 
 
-def trace(folder: Path) -> list[int]:
-    """How many steps each turn had, of whichever process."""
-    return [len(list(steps)) for _, steps in groupby((folder / "trace").read_text().split())]
+def children_alive() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
 @pytest.mark.process
 @pytest.mark.smoke
 def test_two_processes_step_by_turns_in_exchanged_order(tmp_path):
-    waited = []
-    children = {"stock": child(tmp_path, "stock", seconds=0.02), "fast": child(tmp_path, "fast")}
+    waited, trace = [], tmp_path / "trace"
+    children = {
+        "stock": child(tmp_path, "stock", steps=16, work=80, trace=str(trace)),
+        "fast": child(tmp_path, "fast", steps=16, work=20, trace=str(trace)),
+    }
     done = take_turns(children, on_wait=waited.append)
-    # Warm-up of both, then blocks of 3: stock fast, fast stock, stock fast, fast stock (the last of 2 steps).
-    assert trace(tmp_path) == [5, 5, 3, 6, 6, 5, 2]
-    stock, fast = done.runs.values()
-    for run in (stock, fast):
+    # Warm-up of both, then blocks of 3: stock fast, fast stock, stock fast, fast stock, of which the last have 2 steps.
+    assert [len(list(steps)) for _, steps in groupby(trace.read_text().split())] == [5, 5, 3, 6, 6, 5, 2]
+    for run in done.runs.values():
         assert run.status == "finished" and run.result == {"quality": 0.5} and run.device == "cpu"
-        assert [step["loss"] for step in run.steps] == [1 / step for step in range(1, 17)]
-        assert [(block["steps"], block["pair"]) for block in run.blocks] == [
-            *((1, None), (4, None)),
-            *((3, 0), (3, 1), (3, 2), (2, 3)),
-        ]
+        assert [step["loss"] for step in run.steps] == [pytest.approx(1 / step) for step in range(1, 17)]
+        counted = [(block["steps"], block["pair"]) for block in run.blocks]
+        assert counted == [(1, None), (4, None), (3, 0), (3, 1), (3, 2), (2, 3)]
         assert run.memory["peak"] >= run.memory["before"] > 2**20
         assert sum(block["seconds"] for block in run.blocks) < run.wall_seconds
-        # Of one thread that never sleeps.
-        assert all(block["cpu_seconds"] <= 1.1 * block["seconds"] + 0.02 for block in run.blocks)
+        assert all(0 < block["cpu_seconds"] <= block["seconds"] + 0.05 for block in run.blocks)
+    # Four times the work of each step.
+    stock, fast = (sum(block["cpu_seconds"] for block in run.blocks) for run in done.runs.values())
+    assert stock > 2 * fast
     assert not done.restarted and set(waited) == {"stock", "fast"}
-    assert sum(block["seconds"] for block in stock.blocks) / sum(block["seconds"] for block in fast.blocks) > 1.5
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_that_fails_ends_the_other(tmp_path):
+    before = children_alive()
+    children = {"stock": child(tmp_path, "stock", steps=9), "fast": child(tmp_path, "fast", steps=9, fails_at=2)}
+    with pytest.raises(ChildFailed) as failed:
+        take_turns(children)
+    assert (failed.value.name, failed.value.returncode) == ("fast", 1)
+    assert failed.value.log.read_text() == "nothing works\n"
+    assert children_alive() == before
+
+
+class Script:
+    """Stands for processes: what each does is decided by a test, and nothing takes time.
+
+    ``orders`` are all that were given, with the names.
+    """
+
+    def __init__(self, steps: int = 20, seconds: float = 0.1, peak: int = 10, memory: int = 100) -> None:
+        self.steps, self.seconds, self.peak, self.memory = steps, seconds, peak, memory
+        self.orders: list[tuple[str, int | None]] = []
+        self.alive: list[Scripted] = []
+
+    def runs_out(self, process: Scripted) -> bool:
+        return False
+
+    def __call__(self, name: str, child: Child, again: bool, on_wait) -> Scripted:
+        self.alive.append(Scripted(self, name, again))
+        return self.alive[-1]
+
+
+class Scripted:
+    def __init__(self, script: Script, name: str, again: bool) -> None:
+        self.script, self.name, self.again, self.taken = script, name, again, 0
+        self.done = False
+        self.answers = [{"ready": True}]
+
+    def order(self, order: dict) -> None:
+        wanted = order.get("steps")
+        self.script.orders.append((self.name, wanted))
+        if self.done:
+            self.answers.append({"finished": {"again": self.again}})
+            return
+        steps = min(self.script.steps - self.taken, self.script.steps if wanted is None else wanted)
+        self.taken += steps
+        self.done = steps != wanted
+        block = {
+            "seconds": steps * self.script.seconds,
+            "cpu_seconds": 0.0,
+            "steps": [{"of": self.script.steps}] * steps,
+            "memory": {"before": 1, "peak": self.script.peak},
+            "device": "cpu",
+            "device_memory": self.script.memory,
+        }
+        self.answers.append({"block": block, "done": self.done})
+
+    def message(self) -> dict:
+        if self.script.runs_out(self):
+            return {"finished": {"status": "out of memory"}}
+        return self.answers.pop(0)
+
+    def end(self) -> None:
+        self.script.alive.remove(self)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """``play(script)``: take turns with scripted processes."""
+
+    def played(script: Script, names=("stock", "fast"), **options):
+        monkeypatch.setattr(turns, "_Process", script)
+        done = take_turns(dict.fromkeys(names), **options)
+        assert not script.alive
+        return done
+
+    return played
+
+
+def pairs(run) -> list[tuple[int, int]]:
+    return [(block["pair"], block["steps"]) for block in run.blocks if block["pair"] is not None]
+
+
+def test_blocks_have_two_seconds_of_the_fastest_where_that_leaves_six(play):
+    long = Script(steps=1000)
+    play(long)
+    assert long.orders[:6] == [
+        *[("stock", 1), ("stock", 4)],
+        *[("fast", 1), ("fast", 4)],
+        *[("stock", 20), ("fast", 20)],
+    ]
+    assert long.orders[6:8] == [("fast", 20), ("stock", 20)]
+    short = Script(steps=65)
+    done = play(short)
+    assert pairs(done.runs["stock"]) == pairs(done.runs["fast"]) == [(pair, 10) for pair in range(6)]
+    # How many steps there are is known from outside.
+    assert max(steps for _, steps in pairs(play(Script(steps=1000), of=65).runs["fast"])) == 10
+    few = play(Script(steps=2)).runs["fast"]
+    assert [(block["pair"], block["steps"]) for block in few.blocks] == [(None, 1), (0, 1)]
+
+
+def test_a_third_process_is_in_each_round(play):
+    script = Script(steps=29)
+    done = play(script, names=("stock", "fast", "other"))
+    counted = [name for name, steps in script.orders if steps == 4]
+    assert counted[3:9] == ["stock", "fast", "other", "other", "fast", "stock"]
+    assert pairs(done.runs["other"]) == [(pair, 4) for pair in range(6)]
+
+
+@pytest.mark.parametrize("reason", ["the second runs out beside the first", "both together take nearly all"])
+def test_where_memory_does_not_hold_both_each_is_started_alone(reason, play):
+    script = Script(peak=46 if reason.startswith("both") else 10)
+    if reason.startswith("the second"):
+        script.runs_out = lambda process: process.name == "fast" and len(script.alive) == 2
+    done = play(script)
+    assert done.restarted
+    for run in done.runs.values():
+        # Once to its end, and twice for a block.
+        assert run.status == "finished" and len(run.steps) == 20 and run.result == {"again": False}
+        assert pairs(run) == [(0, 15), (1, 15), (2, 15)]
+    starts = [name for name, steps in script.orders if steps == 15]
+    assert starts[-6:] == ["stock", "fast", "fast", "stock", "stock", "fast"]
+
+
+def test_one_that_runs_out_of_memory_alone_is_a_result(play):
+    script = Script()
+    script.runs_out = lambda process: process.name == "stock" and process.taken == 1
+    done = play(script)
+    assert done.runs["stock"].status == "out of memory" and not done.restarted
+    assert done.runs["fast"].status == "finished" and len(done.runs["fast"].steps) == 20
+    script.runs_out = lambda process: process.name == "fast" and process.taken > 4
+    done = play(script)
+    assert done.restarted and [run.status for run in done.runs.values()] == ["finished", "out of memory"]
+    assert len(pairs(done.runs["stock"])) == 1
+
+
+def test_all_ranks_go_the_same_way(play):
+    script = Script()
+
+    def gather(value):
+        return [value, 7] if type(value) is int else [value, value]
+
+    # Another rank is faster.
+    assert pairs(play(script, gather=gather).runs["fast"])[:2] == [(0, 7), (1, 7)]
+
+    def waits_in_vain(process):
+        if process.taken > 1:
+            raise OutOfMemoryElsewhere
+
+    script.runs_out = waits_in_vain
+    assert play(script, names=("fast",)).runs["fast"].status == "out of memory"
+    script.runs_out = lambda process: False
+
+    def gather_of_one_that_ran_out(value):
+        return [value, "out of memory" if value == "finished" and script.orders[-1] == ("fast", 4) else value]
+
+    script.orders.clear()
+    script.orders.append(("", None))
+    assert play(script, names=("fast",), gather=gather_of_one_that_ran_out).runs["fast"].status == "out of memory"

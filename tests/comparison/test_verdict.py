@@ -1,0 +1,96 @@
+"""The ratio of two runs on a machine with other work: right, or the verdict says that the machine was busy."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import stepping
+
+from pylate_fastmaxsim.comparison.turns import Child, Run, Turns, python, take_turns
+from pylate_fastmaxsim.comparison.verdict import compared_runs, verdict
+
+
+def run(*seconds: float, cpu: float = 2.0, device: str = "cpu", steps: int = 3) -> Run:
+    """A run with a block of each length, behind a warm-up that took long; ``cpu`` is of its CPU seconds to its seconds."""
+    blocks = [{"seconds": 99.0, "cpu_seconds": 99.0, "steps": 5, "pair": None}]
+    blocks += [{"seconds": s, "cpu_seconds": cpu * s, "steps": steps, "pair": pair} for pair, s in enumerate(seconds)]
+    taken = [{"loss": 1.0}] * sum(block["steps"] for block in blocks)
+    return Run(steps=taken, blocks=blocks, device=device, memory={"before": 1, "peak": 2}, wall_seconds=9.0)
+
+
+def test_the_ratio_is_of_blocks_beside_each_other():
+    # The load of the machine doubles in the middle; the sums would say 2.0 too, the first half of stock not.
+    judged = verdict(run(2.0, 2.0, 4.1, 4.0), run(1.0, 1.0, 2.0, 2.0))
+    assert judged["ratio"] == 2.0 and judged["pairs"] == 4 and judged["cpu_ratio"] == pytest.approx(2.0)
+    assert judged["quartiles"] == pytest.approx([2.0, 2.0125]) and not judged["busy"] and judged["why_busy"] is None
+    # One that was disturbed alone does not turn it.
+    assert verdict(run(2.0, 2.0, 9.0, 2.0, 2.0), run(*[1.0] * 5))["ratio"] == 2.0
+    # Blocks that have no partner, or one of other steps, do not count.
+    assert verdict(run(2.0, 2.0), run(1.0))["pairs"] == 1
+    assert verdict(run(2.0), run(1.0, steps=2)) is verdict(run(), run()) is None
+
+
+def test_a_machine_is_busy_where_ratios_are_apart():
+    judged = verdict(run(2.0, 2.0, 2.4, 2.6), run(*[1.0] * 4))
+    assert judged["busy"] and "half of the 4 pairs of blocks have ratios from 2.00 to 2.45" in judged["why_busy"]
+    assert not verdict(run(2.0, 2.0, 2.2, 2.3), run(*[1.0] * 4))["busy"]
+
+
+def test_a_machine_is_busy_where_cpu_seconds_say_another_ratio():
+    stock, fast = run(1.0, 1.0, cpu=2.0), run(1.0, 1.0, cpu=1.0)
+    judged = verdict(stock, fast)
+    assert judged["busy"] and "the ratio of CPU seconds is 2.0, that of wall seconds 1.0" in judged["why_busy"]
+    assert not verdict(stock, run(1.0, 1.0, cpu=1.7))["busy"]
+    # The host waits for a GPU, so that its seconds say nothing about steps.
+    assert not verdict(run(1.0, device="cuda"), run(1.0, cpu=1.0, device="cuda"))["busy"]
+    # Too short for the clock of the system.
+    assert verdict(run(1.0, cpu=0.0), run(1.0, cpu=0.0))["cpu_ratio"] is None
+
+
+def test_what_the_report_takes():
+    compared = compared_runs(Turns({"stock": run(6.0, 6.0), "fast": run(3.0, 3.0)}, restarted=False))
+    assert compared["summary"]["speedup"] == compared["summary"]["turns"]["ratio"] == 2.0
+    assert compared["summary"]["wall_seconds"] == {"stock": 9.0, "fast": 9.0}
+    # Of 11 steps, 5 are warm-up.
+    assert compared["runs"]["fast"]["step_seconds"] == 1.0 and compared["runs"]["fast"]["cpu_step_seconds"] == 2.0
+    gone = compared_runs(Turns({"stock": Run("out of memory"), "fast": run(3.0)}, restarted=False))
+    assert gone["summary"]["speedup"] is gone["summary"]["turns"] is None
+
+
+def burn() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.e2e
+def test_a_load_that_starts_in_the_middle_does_not_turn_the_verdict(tmp_path):
+    """One after the other, the load would meet the second alone."""
+    place = str(Path(stepping.__file__).parent)
+    trace = tmp_path / "trace"
+
+    def child(name: str, work: int) -> Child:
+        code = f"sys.path.insert(0, {place!r}); import stepping; stepping.main(steps=65, work={work}, trace={str(trace)!r})"
+        return Child(python(code), tmp_path / f"{name}.log")
+
+    load = [multiprocessing.get_context("fork").Process(target=burn, daemon=True) for _ in range(2 * os.cpu_count())]
+    begun = threading.Event()
+
+    def on_wait(name: str) -> None:
+        if not begun.is_set() and trace.exists() and trace.read_text().count("\n") > 65:  # of the 130 of both
+            begun.set()
+            for process in load:
+                process.start()
+
+    try:
+        done = take_turns({"stock": child("stock", 120), "fast": child("fast", 60)}, on_wait=on_wait)
+    finally:
+        for process in load[: len(load) * begun.is_set()]:
+            process.kill()
+            process.join()
+    judged = verdict(*done.runs.values())
+    assert begun.is_set() and judged["pairs"] >= 6
+    assert judged["busy"] or judged["ratio"] == pytest.approx(2.0, rel=0.1), judged
