@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 from pylate_fastmaxsim.recipes.config.schema import (
-    FILE_TYPES,
     FIRST_STAGE_KEYS,
     LOSSES_WITH_NEGATIVES,
     POOLING_KEYS,
@@ -22,6 +21,7 @@ from pylate_fastmaxsim.recipes.config.schema import (
 )
 from pylate_fastmaxsim.recipes.data.docstrings import package_directory
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files.types import ENDINGS, file_type
 
 VISUAL_LOSS_OPTIONS = {
     "temperature",
@@ -113,6 +113,11 @@ def check(recipe: Recipe) -> None:
         raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
     if recipe.data.negatives_per_query is not None and recipe.loss.name not in ("contrastive", "cached_contrastive"):
         raise RecipeError(f"data.negatives_per_query does not apply to the {recipe.loss.name} loss.")
+    ids = recipe.data.source == "distillation" or recipe.data.collection is not None
+    if recipe.data.n_ways is not None and not (ids and recipe.loss.name == "distillation"):
+        raise RecipeError("data.n_ways applies to distillation with ids of documents (data.collection) only.")
+    if recipe.data.collection is not None and recipe.model.visual:
+        raise RecipeError(f"data.collection does not apply to model.kind {recipe.model.kind}.")
     kind = recipe.model.kind
     options = KIND_LOSS_OPTIONS.get(kind, LOSS_OPTIONS)[recipe.loss.name]
     for option in dataclasses.fields(recipe.loss):
@@ -336,16 +341,21 @@ def _check_data(data: DataSection, section: str) -> None:
     required = own[0]
     if getattr(data, required) is None:
         raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
-    if section != "data" and data.negatives_per_query is not None:
-        raise RecipeError(f"{section}.negatives_per_query does not apply to mining.")
+    for name in ("negatives_per_query", "n_ways", "collection"):
+        if section != "data" and getattr(data, name) is not None:
+            raise RecipeError(f"{section}.{name} does not apply to mining.")
     _require_no_file(f"{section}.name", "data", data.name)
-    for file in data.files or []:
-        if Path(file).suffix not in FILE_TYPES:
-            raise RecipeError(f"{section}.files must end in {' or '.join(FILE_TYPES)}, got {file}.")
-        if not Path(file).is_file():
-            raise RecipeError(f"{section}.files: {file} is not a file.")
-    if len({Path(file).suffix for file in data.files or []}) > 1:
-        raise RecipeError(f"{section}.files must all be of one type, .jsonl or .parquet.")
+    for name in ("files", "queries", "collection"):
+        given = getattr(data, name) or []
+        for file in given if name == "files" else [given] if given else []:
+            if file_type(file) is None:
+                raise RecipeError(f"{section}.{name} must end in {ENDINGS}, got {file}.")
+            if not Path(file).is_file():
+                raise RecipeError(f"{section}.{name}: {file} is not a file.")
+    if len({file_type(file).removesuffix(".gz") for file in data.files or []}) > 1:
+        raise RecipeError(f"{section}.files must all be of one type: {ENDINGS}.")
+    if data.queries is not None and data.collection is None:
+        raise RecipeError(f"{section}.collection is missing; {section}.queries needs it.")
     for package in data.packages or []:
         try:
             package_directory(package)

@@ -104,13 +104,10 @@ class ModelSection:
 # The keys of each source; the first one is required.
 SOURCE_KEYS = {
     "docstrings": ("packages",),
-    "hub": ("name", "config", "split", "negatives_per_query"),
-    "files": ("files", "negatives_per_query"),
+    "hub": ("name", "config", "split", "queries", "collection", "negatives_per_query", "n_ways"),
+    "files": ("files", "queries", "collection", "negatives_per_query", "n_ways"),
     "distillation": ("name", "split", "n_ways"),
 }
-
-# Types of files and their names in ``datasets``.
-FILE_TYPES = {".jsonl": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -118,8 +115,9 @@ class DataSection:
     """Rows to train on.
 
     ``source: docstrings`` makes (query, positive) pairs from the installed ``packages``; ``hub`` loads
-    ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local .jsonl or
-    .parquet ``files``.
+    ``name``, ``config`` and ``split`` with ``datasets.load_dataset``; ``files`` loads local ``files``: .parquet, .jsonl,
+    .json, .csv or .tsv, all but the first perhaps with .gz behind it. Of .csv and .tsv everything is text. A .tsv has no
+    quotes, and may have no line of column names, as that of MS MARCO (docs/recipes.md#data).
 
     ``columns`` lists the columns to use in order: the query, its positive and any negatives. Without it all are used, in
     the order of the data, except ``dataset_name`` and those with ``_id`` in their name, which PyLate's collator leaves
@@ -130,6 +128,10 @@ class DataSection:
     ``negatives_per_query`` is how many negatives of each row are used: more are drawn with ``seed``, fewer are repeated.
     Null uses all, and every row must have as many.
 
+    With a ``collection`` documents are ids, of the documents in this file, and with ``queries`` queries are ids too. Both
+    are .tsv files of id, text and perhaps title, or files of another type with these columns (_id, text, title). Files of
+    ids may then be ColBERT's JSON lines as well: [qid, pid+, pid-, ...], or [qid, [pid, score], ...] for distillation.
+
     For distillation the columns are the query, a list of documents and
     a list of teacher scores. For retrieval of pages they are the query, the image of its page and, for losses with
     negatives, a list of images of other pages.
@@ -137,8 +139,8 @@ class DataSection:
     ``source: distillation`` loads ``name`` in the layout of ``lightonai/ms-marco-en-bge``: the subsets
     ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
     (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
-    as .jsonl or .parquet files. An id stands for one text. Texts are read from disk as they are needed.
-    ``n_ways`` is how many documents of each row are used, the first ones; null uses as many as the
+    as files of one of these types. An id stands for one text. Texts are read from disk as they are needed.
+    ``n_ways`` is how many documents of each row of ids are used, the first ones; null uses as many as the
     shortest row has.
 
     ``max_rows`` keeps a random part, drawn with ``seed``.
@@ -151,6 +153,8 @@ class DataSection:
     split: str | None = None
     files: list[str] | None = key(None, path=True)
     columns: list[str] | None = None
+    queries: str | None = key(None, path=True)
+    collection: str | None = key(None, path=True)
     negatives_per_query: int | None = key(None, minimum=1)
     n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, Features
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
@@ -63,6 +64,14 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this type in Arrow holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
+    """The length of each list in a column; 0 for a missing list. The error begins with ``where``."""
+    kind = table[name].type
+    if not is_list(kind):
+        raise RecipeError(f"{where} must hold lists, but it holds {kind}.")
+    return pc.fill_null(pc.list_value_length(table[name]), 0)
 
 
 class Spread:

@@ -7,12 +7,19 @@ from pathlib import Path
 from datasets import Dataset, Sequence, Value
 
 from pylate_fastmaxsim.recipes.backend import backend
-from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, DataSection, Recipe
-from pylate_fastmaxsim.recipes.data.distillation import load_distillation
+from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
+from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
+from pylate_fastmaxsim.recipes.data.distillation import load_distillation, number_of_ways
+from pylate_fastmaxsim.recipes.data.ids import TextTable, look_up
 from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table
-from pylate_fastmaxsim.recipes.data.text import is_id, query_named
+from pylate_fastmaxsim.recipes.data.text import is_id, query_named, require_text
+from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
+
+# Names of the columns of ids in a collection and in queries.
+IDS = ("_id", "id", "qid", "pid", "docid", "query_id", "document_id", "doc_id")
 
 
 def load_rows(recipe: Recipe) -> Dataset:
@@ -33,12 +40,53 @@ def _load_mined(recipe: Recipe) -> Dataset:
 
 def _load_checked(recipe: Recipe) -> Dataset:
     dataset = load_columns(recipe.data, "data")
+    if recipe.data.collection is not None:
+        return _texts_of_ids(recipe, dataset)
     if not recipe.model.visual and recipe.loss.name != "distillation":
         dataset = one_text_a_column(recipe.data, dataset)
     if recipe.model.kind == "colbert":
         dataset = query_named(recipe, dataset)
     backend(recipe.model, __package__).check_columns(recipe, dataset, dataset.column_names)
     return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
+
+
+def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
+    """Rows with the texts of ``data.collection`` and ``data.queries`` in place of ids."""
+    data, n_ways = recipe.data, None
+    key, place = (
+        ("data.files", ", ".join(Path(file).name for file in data.files)) if data.files else ("data.name", data.name)
+    )
+    if recipe.loss.name == "distillation":
+        if len(rows.column_names) != 3:
+            raise RecipeError(
+                f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(rows.column_names)}]."
+            )
+        names, n_ways = ["query", "documents", "scores"], number_of_ways(data, rows, key, place)
+    else:
+        if len(rows.column_names) < 2:
+            raise RecipeError(
+                f"data.columns must be the query, its positive and any negatives, got {rows.column_names}."
+            )
+        rows = one_text_a_column(data, rows)
+        names = names_of_rows(len(rows.column_names))
+    queries, documents = (
+        file and _load_texts(name, file) for name, file in (("queries", data.queries), ("collection", data.collection))
+    )
+    if queries is None:
+        require_text(rows, rows.column_names[:1], "data")
+    return look_up(rows, key, place, names, queries, documents, n_ways)
+
+
+def _load_texts(name: str, file: str) -> TextTable:
+    table = load_files(f"data.{name}", FILE_TYPES[file_type(file)], {"train": [file]}, names=names_of_texts)
+    ids = next((column for column in table.column_names if column in IDS), None)
+    if ids is None or "text" not in table.column_names:
+        raise RecipeError(
+            f"data.{name}: {file} must have a column of ids ({', '.join(IDS)}) and one named text, it has "
+            f"{', '.join(table.column_names)}."
+        )
+    columns = [ids, *(column for column in ("text", "title") if column in table.column_names)]
+    return TextTable(f"data.{name}", Path(file).name, ids, table.select_columns(columns))
 
 
 def _scores_as_floats(dataset: Dataset) -> Dataset:
@@ -53,7 +101,8 @@ def load_columns(data: DataSection, section: str) -> Dataset:
     """Load the rows of a section, with its ``columns``, or with all columns but ids if it names none."""
     dataset = _load_rows(data, section)
     # If all columns are ids, check_columns refuses them.
-    columns = data.columns or [name for name in dataset.column_names if not is_id(name)] or dataset.column_names
+    texts = [name for name in dataset.column_names if data.collection is not None or not is_id(name)]
+    columns = data.columns or texts or dataset.column_names
     for column in columns:
         if column not in dataset.column_names:
             raise RecipeError(
@@ -64,6 +113,9 @@ def load_columns(data: DataSection, section: str) -> Dataset:
 
 def _load_rows(data: DataSection, section: str) -> Dataset:
     if data.source == "files":
-        kind = FILE_TYPES[Path(data.files[0]).suffix]
-        return load_files(f"{section}.files", kind, {"train": data.files})
+        key, kind = f"{section}.files", FILE_TYPES[file_type(data.files[0])]
+        if kind == "json" and has_lists(data.files[0]):
+            return read_triples(key, data.files)
+        names = names_of_texts if section == "mining.corpus" else names_of_rows
+        return load_files(key, kind, {"train": data.files}, names=names, columns=data.columns)
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")

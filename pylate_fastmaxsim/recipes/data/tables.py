@@ -25,16 +25,15 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES
+from pylate_fastmaxsim.recipes.data.delimited import Names, read_options
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
+from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
 
 # What datasets says of a table without rows. For an empty file it raises StopIteration.
 NO_ROWS = "corresponds to no data"
 
 # Files that only save_to_disk of datasets writes: for one table, and for several.
 SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
-
-FOLDER_FILE_TYPES = {**FILE_TYPES, ".json": "json", ".csv": "csv"}
 
 
 def load_table(key: str, path: str, subset: str | None = None, split: str | None = None) -> Dataset:
@@ -55,15 +54,28 @@ def load_table(key: str, path: str, subset: str | None = None, split: str | None
     return load_files(key, kind, files, split)
 
 
-def load_files(key: str, kind: str, files: dict[str, list[str]], split: str | None = "train") -> Dataset:
-    """Load a table from files, which are listed by split. ``kind`` is the name of ``datasets`` for their type."""
-    names = [name for parts in files.values() for name in parts]
+def load_files(
+    key: str,
+    kind: str,
+    files: dict[str, list[str]],
+    split: str | None = "train",
+    names: Names | None = None,
+    columns: list[str] | None = None,
+) -> Dataset:
+    """Load a table from files, which are listed by split. ``kind`` is the name of ``datasets`` for their type.
+
+    ``names`` and ``columns`` are those of :func:`~pylate_fastmaxsim.recipes.data.delimited.read_options`.
+    """
+    every = [name for parts in files.values() for name in parts]
     patterns = {name: [glob.escape(part) for part in parts] for name, parts in files.items()}
     # The cache of datasets is keyed by path and modification time, which a copy or an unpacked archive may share with an
     # older file. Size and change time in an option without effect make the key different.
-    status = [os.stat(name) for name in names if os.path.exists(name)]
+    status = [os.stat(name) for name in every if os.path.exists(name)]
     description = str([(each.st_size, each.st_ctime_ns) for each in status])
-    return _load(key, ", ".join(names), kind, split=split, data_files=patterns, description=description)
+    options = {"split": split, "data_files": patterns, "description": description}
+    if kind == "csv":
+        options |= read_options(key, every[0], names, columns)
+    return _load(key, ", ".join(every), kind, **options)
 
 
 def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset:
@@ -125,9 +137,9 @@ def _files_of_folder(path: str, subset: str | None) -> tuple[str, dict[str, list
     version of this one, would be returned. For files the key is path and modification time.
     """
     files = load_dataset_builder(path, subset).config.data_files
-    kinds = {FOLDER_FILE_TYPES.get(Path(file).suffix) for parts in files.values() for file in parts}
+    kinds = {FILE_TYPES.get(file_type(file)) for parts in files.values() for file in parts}
     if len(kinds) != 1 or None in kinds:
-        raise ValueError(f"the files of a table must all end in one of {', '.join(FOLDER_FILE_TYPES)}.")
+        raise ValueError(f"the files of a table must all end in one of {', '.join(FILE_TYPES)}.")
     return kinds.pop(), {str(split): list(map(str, parts)) for split, parts in files.items()}
 
 
@@ -205,10 +217,12 @@ def require_utf8(where: str, texts: pa.ChunkedArray) -> None:
 
 def _load_file(key: str, folder: Path, subset: str) -> Dataset:
     if file := _plain_file(folder, subset):
-        return load_files(key, FILE_TYPES[file.suffix], {"train": [str(file)]})
+        return load_files(key, FILE_TYPES[file_type(file)], {"train": [str(file)]})
     _require_readable(key, folder)
-    names = " or ".join(f"{subset}{suffix}" for suffix in FILE_TYPES)
-    raise RecipeError(f"{key}: the folder {folder} must hold {names}, or a README.md that names its subsets.")
+    raise RecipeError(
+        f"{key}: the folder {folder} must hold {subset}.jsonl or {subset}.parquet (or {subset} as .json, .csv or .tsv), or "
+        "a README.md that names its subsets."
+    )
 
 
 def _plain_file(folder: Path, subset: str) -> Path | None:

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.distillation import list_lengths
+from pylate_fastmaxsim.recipes.data.lists import list_lengths
 from pylate_fastmaxsim.recipes.data.tables import require_texts, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.recipes.config.schema import FILE_TYPES, EvaluationSection
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     is_text,
@@ -25,6 +25,7 @@ from pylate_fastmaxsim.recipes.data.tables import (
     table_failure,
 )
 from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.files.types import ENDINGS, FILE_TYPES, file_type
 
 KEY = "evaluation.beir"
 JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
@@ -86,9 +87,9 @@ def load_files_of_collection(corpus: Path, queries: Path, judgements: Path | Non
     tables = []
     for subset, file in (("corpus", corpus), ("queries", queries)):
         key = f"--{subset}"
-        if file.suffix not in FILE_TYPES:
-            raise RecipeError(f"{key} must be a file that ends in {' or '.join(FILE_TYPES)}, got {file}.")
-        table = load_files(key, FILE_TYPES[file.suffix], {"train": [str(file)]})
+        if file_type(file) is None:
+            raise RecipeError(f"{key} must be a file that ends in {ENDINGS}, got {file}.")
+        table = load_files(key, FILE_TYPES[file_type(file)], {"train": [str(file)]})
         tables.append(require_columns(key, subset, table, ("_id", "text")))
         _require_texts_with_ids(key, subset, tables[-1])
     grades = {} if judgements is None else _by_query("--qrels", _read_judgements("--qrels", judgements))

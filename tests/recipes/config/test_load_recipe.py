@@ -49,7 +49,10 @@ def test_an_override_changes_one_of_the_sections_that_an_alias_makes_equal(tmp_p
         ("data.files=pairs.jsonl", "data.files must be a list of at least one string or null, got 'pairs.jsonl'."),
         ("data.columns=[query, query]", "data.columns must name each column once, got query, query."),
         ("data.files=[missing.jsonl]", "data.files: missing.jsonl is not a file."),
-        ("data.files=[rows.csv]", "data.files must end in .jsonl or .parquet, got rows.csv."),
+        (
+            "data.files=[rows.txt]",
+            "data.files must end in .parquet, .jsonl, .json, .csv or .tsv (these four also with .gz), got ",
+        ),
         ("data.name=some/data", "data.name does not apply to data.source files, which takes files, "),
         ("data={source: hub}", "data.name is missing; data.source hub needs it."),
         ("data={source: docstrings, packages: [no_such]}", "data.packages: No package named 'no_such' is installed."),

@@ -66,21 +66,21 @@ def test_rows_are_those_of_pylate(form, tmp_path):
 
 
 def test_only_row_numbers_are_kept_and_they_are_made_once(tmp_path, monkeypatch):
-    from pylate_fastmaxsim.recipes.data import distillation
+    from pylate_fastmaxsim.recipes.data import ids
 
     folder = write_files(tmp_path / "data", kd_subsets(rows=25))
     first = load(tmp_path, folder)
     stored = first.with_format(None)[0]
     assert isinstance(stored["query"], int) and all(isinstance(row, int) for row in stored["documents"])
-    monkeypatch.setattr(distillation, "_Resolve", lambda *arguments: pytest.fail)
+    monkeypatch.setattr(ids, "_Resolve", lambda *arguments: pytest.fail)
     assert by_query(load(tmp_path, folder)) == by_query(first)
 
 
 @pytest.mark.parametrize(
     ("subset", "values", "sentence"),
     [
-        ("train", {"query_id": "q99"}, "query_id of the subset train has q99, which is not in the subset queries."),
-        ("train", {"document_ids": [*"1234", "x"]}, "document_ids of the subset train has 1, which is not in the "),
+        ("train", {"query_id": "q99"}, "'query_id' of the subset train has q99, which is not in the subset queries."),
+        ("train", {"document_ids": [*"1234", "x"]}, "'document_ids' of the subset train has 1, which is not in the "),
         ("train", {"scores": [0.1, 0.2]}, "the row of query_id q21 has 5 document_ids but 2 scores; it must have "),
         ("train", {"scores": [0.1, 0.2, 0.3, 0.4, None]}, "must be finite numbers"),
         ("train", {"scores": None}, "has 5 document_ids but 0 scores"),
@@ -146,7 +146,7 @@ def test_missing_columns_and_files_are_named(tmp_path):
     with pytest.raises(RecipeError, match="the subset documents has no column 'document_id', it has id, text"):
         load(tmp_path, write_files(tmp_path / "renamed", subsets))
     del subsets["documents"]
-    with pytest.raises(RecipeError, match="must hold documents.jsonl or documents.parquet, or a README.md"):
+    with pytest.raises(RecipeError, match="must hold documents.jsonl or documents.parquet .*, or a README.md"):
         load(tmp_path, write_files(tmp_path / "missing", subsets))
     with pytest.raises(RecipeError, match="data.split must be train for .*, a folder with one file for .* got 'dev'."):
         load(tmp_path, write_files(tmp_path / "whole", kd_subsets()), "data.split=dev")
