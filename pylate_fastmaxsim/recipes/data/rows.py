@@ -65,7 +65,7 @@ def _texts_of_ids(recipe: Recipe, rows: Dataset) -> Dataset:
     else:
         if len(rows.column_names) < 2:
             raise RecipeError(
-                f"data.columns must be the query, its positive and any negatives, got {rows.column_names}."
+                f"data.columns must be the query, its positive and any negatives, got {', '.join(rows.column_names)}."
             )
         rows = one_text_a_column(data, rows)
         names = names_of_rows(len(rows.column_names))

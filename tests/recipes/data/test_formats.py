@@ -100,12 +100,9 @@ def test_triples_of_ids_have_the_texts_of_a_collection(name, others, tmp_path):
     more = tables(tmp_path, **others)
     overrides = ["data.negatives_per_query=1"] if name == "rows.jsonl" else []
     rows = of_ids(tmp_path, name, lines, *overrides, **more)
-    assert (
-        rows.to_list()
-        if False
-        else [rows[n] for n in range(12)]
-        == [{"query": f"query {n}", "positive": document(n), "negative": document(2 * n)} for n in range(12)]
-    )
+    assert [rows[n] for n in range(12)] == [
+        {"query": f"query {n}", "positive": document(n), "negative": document(2 * n)} for n in range(12)
+    ]
 
 
 def test_several_negatives_and_queries_as_texts(tmp_path):
