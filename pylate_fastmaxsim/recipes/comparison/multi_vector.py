@@ -21,8 +21,9 @@ class MeasuredTrainer(Counted, CARD_TRAINER):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        encoder = encoder_of(self.model)
-        self.stop_counting = encoder.register_forward_pre_hook(self._count_encoded, with_kwargs=True).remove
+        # Not of the encoder: Sentence Transformers calls its method forward, which runs no hooks.
+        embeddings = encoder_of(self.model).get_input_embeddings()
+        self.stop_counting = embeddings.register_forward_pre_hook(self._count_encoded).remove
 
     def count(self, inputs: dict[str, Any]) -> None:
         (queries, *documents), _ = self.collect_features(inputs)
@@ -31,9 +32,9 @@ class MeasuredTrainer(Counted, CARD_TRAINER):
             self.measured["documents"] += _texts(column)
             self.measured["live"] += _tokens(column)
 
-    def _count_encoded(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _count_encoded(self, module: torch.nn.Module, args: tuple[Tensor]) -> None:
         if torch.is_grad_enabled():
-            self.measured["encoded"] += (args[0] if args else kwargs["input_ids"]).numel()
+            self.measured["encoded"] += args[0].numel()
 
 
 def _texts(column: dict[str, Any]) -> int:

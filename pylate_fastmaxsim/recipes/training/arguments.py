@@ -36,6 +36,8 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
     query_rate = options.pop("query_learning_rate")
     if query_rate is not None:
         options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
+    if not options["gradient_checkpointing"]:
+        del options["gradient_checkpointing"]  # later releases of transformers warn of the name
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
     precision = _precision(recipe, on_gpu)
