@@ -153,7 +153,7 @@ def test_a_folder_holds_at_most_ten_files_of_its_own():
 
 def test_what_is_imported_is_declared():
     """Also what another package would bring along, until it no longer does. NumPy is one: PyTorch comes without it."""
-    extras = ("pylate", "colpali", "recipes")
+    extras = ("pylate", "colpali", "recipes", "commands")
     declared = [
         re.match(r"[\w-]+", requirement)[0].replace("_", "-").lower()
         for requirement in requires("pylate-fastmaxsim")

@@ -1,4 +1,4 @@
-"""The command ``fastmaxsim``. ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes]."""
+"""The command ``fastmaxsim``. ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes] or [commands]."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def main() -> None:
     try:
         app()
     except ModuleNotFoundError as error:
-        # PyLate may be the only package that is missing: Sentence Transformers 6 excludes it.
-        if str(error.name).partition(".")[0] != "pylate":
+        # With [commands] alone there is no library of models.
+        if str(error.name).partition(".")[0] != "sentence_transformers":
             raise
         _stop_without(error)
 
@@ -60,7 +60,7 @@ def load_app():
 def _stop_without(error: ModuleNotFoundError) -> NoReturn:
     sys.exit(
         f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run, doctor and compare of a script needs: "
-        'pip install "pylate-fastmaxsim[recipes]".'
+        'pip install "pylate-fastmaxsim[recipes]", or without PyLate "pylate-fastmaxsim[multi-vector,commands]".'
     )
 
 

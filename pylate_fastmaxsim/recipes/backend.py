@@ -17,8 +17,8 @@ MODULES = {
     "colpali": "visual",
     "colqwen2": "visual",
 }
-# What a kind needs that is not in the extra [recipes].
-NEEDED = {"text": ("PyLate", "pylate"), "visual": ("colpali-engine", "colpali")}
+# The library that a kind needs, and the extras that bring it.
+NEEDED = {"text": ("PyLate", "recipes"), "visual": ("colpali-engine", "recipes,colpali")}
 
 
 def backend(model: ModelSection, package: str) -> ModuleType:
@@ -49,5 +49,5 @@ def backend(model: ModelSection, package: str) -> ModuleType:
             raise
         library, extra = NEEDED[module]
         raise RecipeError(
-            f'model.kind {model.kind} needs {library}: pip install "pylate-fastmaxsim[recipes,{extra}]" ({error}).'
+            f'model.kind {model.kind} needs {library}: pip install "pylate-fastmaxsim[{extra}]" ({error}).'
         ) from error

@@ -125,12 +125,19 @@ builtins.__import__ = interrupted
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("missing", ["typer", "pylate"])
-def test_without_the_recipes_extra_it_says_what_to_install(missing):
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("typer", "fastmaxsim: typer is missing"),
+        ("sentence_transformers", "fastmaxsim: sentence_transformers is missing"),
+        ("pylate", "fastmaxsim: model.kind colbert needs PyLate"),
+    ],
+)
+def test_without_the_recipes_extra_it_says_what_to_install(missing, sentence):
     code = f"sys.modules['{missing}'] = None"
     done = fastmaxsim("train", RECIPES / "quickstart.yaml", code=code)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert f"fastmaxsim: {missing} is missing" in done.stderr and "pylate-fastmaxsim[recipes]" in done.stderr
+    assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
+    assert sentence in done.stderr and "pylate-fastmaxsim[recipes]" in done.stderr
 
 
 @pytest.mark.process
