@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_NAMES = ("encode",)
+_NAMES = ("encode", "ContrastiveDistillation", "Matryoshka")
 
 
 # Loaded when asked for, so that this module can be imported beside an older release.

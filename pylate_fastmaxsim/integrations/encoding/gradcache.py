@@ -181,6 +181,45 @@ def with_second_passes(
     return loss
 
 
+def losses_of_chunks(
+    values: Tensor, count: int, chunks: Iterable[slice], loss_of: Callable[[slice, Tensor], Tensor]
+) -> list[Tensor]:
+    """Losses of chunks of queries; with gradients enabled each adds its own to the leaves.
+
+    The chunks leave those of the documents at a copy of ``values [T, d]``, so that what these were made from, as by an
+    exchange with other ranks, is differentiated once and not per chunk.
+
+    Parameters
+    ----------
+    values
+        Token embeddings of all documents.
+    count, chunks
+        The number of queries, and slices of them.
+    loss_of
+        The loss of a chunk against the documents with these values.
+    """
+    with_backward = torch.is_grad_enabled()
+    leaf = values.detach().requires_grad_(with_backward)
+    losses, gradient = [], None
+    for chunk in chunks:
+        loss = loss_of(chunk, leaf)
+        if with_backward:
+            loss.backward()
+            # In 16 bits each chunk's gradient is rounded anyway, but their sum need not be.
+            # Nothing is held longer than needed: each of these is as large as all documents.
+            part, leaf.grad = leaf.grad, None
+            if gradient is None:
+                is_all = chunk.stop >= count
+                gradient = part if is_all else part.to(torch.promote_types(part.dtype, torch.float32))
+            else:
+                gradient.add_(part)
+            del part
+        losses.append(loss.detach())
+    if with_backward:
+        values.backward(gradient.to(values.dtype))
+    return losses
+
+
 def _second_passes(
     model: nn.Module, calls: Sequence[CachedCall], gradients: Sequence[Tensor], grad_output: Tensor
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,6 +13,24 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_fastmaxsim.integrations.patching.provenance import defined_in
+
+
+class StandIn(nn.Module):
+    """In the place of a model while a loss runs: ``answer`` returns for each call what the model would.
+
+    It has the attributes of the model, which is not a part of it.
+    """
+
+    def __init__(self, model: nn.Module, answer: Callable) -> None:
+        super().__init__()
+        self.__dict__["stands_for"] = model
+        self._answer = answer
+
+    def forward(self, *args, **kwargs):
+        return self._answer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["stands_for"], name)
 
 
 def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
@@ -26,7 +45,7 @@ def layers_of_wrapping(model: nn.Module) -> list[nn.Module]:
     >>> layers_of_wrapping(nn.DataParallel(model))[-1] is model
     True
     """
-    layers = [model]
+    layers = [model.stands_for if isinstance(model, StandIn) else model]
     while not isinstance(layers[-1], FullyShardedDataParallel):
         layer = layers[-1]
         inner = getattr(layer, "_orig_mod", None) or getattr(layer, "module", None)

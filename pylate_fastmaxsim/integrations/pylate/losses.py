@@ -21,10 +21,13 @@ from torch.nn import functional as F
 
 from pylate_fastmaxsim._winners import queries_at_once
 from pylate_fastmaxsim.integrations.encoding import encode as encoding_encode
+from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.mask_changes import MasksChanged, as_given, changes_masks, settle
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
+from pylate_fastmaxsim.integrations.encoding.views import current as current_views
+from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
 from pylate_fastmaxsim.integrations.log import log_once
-from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, wrapper_attribute
+from pylate_fastmaxsim.integrations.models.wrappers import StandIn, group_in_step, wrapper_attribute
 from pylate_fastmaxsim.integrations.options import Options, current_options
 from pylate_fastmaxsim.integrations.patching.fallback import asked_backend
 from pylate_fastmaxsim.integrations.patching.known_sources import not_known, unknown_part
@@ -67,7 +70,8 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
         @wraps(stock)
         def forward(self: nn.Module, sentence_features: Iterable[dict[str, Tensor]], *labels, **named_labels):
             features = list(sentence_features)
-            options = current_options()
+            # A stand-in answers for the columns as stock gives them to a model.
+            options = None if isinstance(self.model, StandIn) else current_options()
             if options is not None:
                 reason = _reason_to_leave(self, stock) or _reason_in_model(self)
                 if reason is None:
@@ -85,8 +89,12 @@ def _replaces(stock: Callable) -> Callable[[Callable], Callable]:
                         features, reason = before, _reason_in_model(self)
                 name = type(self).__name__
                 log_once(NOT_ACCELERATED, name, reason, about=self)
-            return stock(self, [without_total(column) for column in features], *labels, **named_labels)
+            features = [without_total(column) for column in features]
+            if (views := current_views.get()) is not None and not isinstance(self.model, StandIn):
+                return views.of_stock(partial(stock, self), features, *labels, **named_labels)
+            return stock(self, features, *labels, **named_labels)
 
+        forward.takes_views = True
         return forward
 
     return decorate
@@ -147,18 +155,19 @@ class _Scored:
 def contrastive(self: Contrastive, options: Options, features: Features, labels: Tensor | None = None) -> Tensor:
     queries, documents = _encode(self, features)
     queries_mask = scored_tokens(self.model, features)
-    scored = _scored(self, options, documents, features)
-    # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
-    if _in_ring(self, options):
-        scores = _score_in_ring(queries, queries_mask, scored)
-    else:
-        scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
-    loss = F.cross_entropy(
-        scores / self.temperature,
-        _targets(len(queries), len(features) - 1, self.gather_across_devices, queries.device),
-        reduction="mean" if self.size_average else "sum",
-    )
-    return loss * get_world_size() if self.gather_across_devices else loss
+    targets = _targets(len(queries), len(features) - 1, self.gather_across_devices, queries.device)
+
+    def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
+        # All at once, whatever score_mini_batch_size says: it bounds the memory of similarities, and there are none.
+        if _in_ring(self, options):
+            scores = _score_in_ring(queries, queries_mask, scored)
+        else:
+            scores = _score(queries, queries_mask, _gather(scored) if self.gather_across_devices else scored)
+        reduction = "mean" if self.size_average else "sum"
+        loss = F.cross_entropy(scores / self.temperature, targets, reduction=reduction)
+        return loss * get_world_size() if self.gather_across_devices else loss
+
+    return _seen(sum_over_views, loss_of, queries, _scored(self, options, documents, features))
 
 
 @_replaces(Distillation.forward)
@@ -166,12 +175,16 @@ def distillation(self: Distillation, options: Options, features: Features, label
     features = features[:2]
     queries, documents = _encode(self, features)
     candidates = torch.arange(len(documents), device=queries.device).view(len(queries), -1)
-    scored = _scored(self, options, documents, features)
-    scores = _score(queries, scored_tokens(self.model, features), scored, candidates)
-    if self.normalize_scores:
-        lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
-        scores = (scores - lowest) / (highest - lowest + 1e-8)
-    return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
+    queries_mask = scored_tokens(self.model, features)
+
+    def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
+        scores = _score(queries, queries_mask, scored, candidates)
+        if self.normalize_scores:
+            lowest, highest = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
+            scores = (scores - lowest) / (highest - lowest + 1e-8)
+        return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
+
+    return _seen(sum_over_views, loss_of, queries, _scored(self, options, documents, features))
 
 
 @_replaces(CachedContrastive.forward)
@@ -186,9 +199,20 @@ def cached_contrastive(
     queries_mask = scored_tokens(self.model, features)
     progress = partial(_progress, self, description="Embed mini-batches")
     batch = CachedBatch(self.model, features, mini_batch_size=self.mini_batch_size, progress=progress)
+
+    def loss_of(queries: Tensor, scored: _Scored) -> Tensor:
+        return _loss_in_chunks(self, queries, queries_mask, scored, len(features) - 1)
+
     scored = _scored(self, options, batch.documents, features)
-    loss = _loss_in_chunks(self, batch.queries, queries_mask, scored, len(features) - 1)
+    loss = _seen(sum_over_views_of_leaves, loss_of, batch.queries, scored)
     return batch.with_second_passes(loss) if torch.is_grad_enabled() else loss
+
+
+def _seen(total: Callable, loss_of: Callable[[Tensor, _Scored], Tensor], queries: Tensor, scored: _Scored) -> Tensor:
+    def of_view(queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None) -> Tensor:
+        return loss_of(queries, replace(scored, documents=documents, zero_floor=zero_floor))
+
+    return total(of_view, queries, scored.documents, scored.zero_floor)
 
 
 def _loss_in_chunks(
@@ -208,35 +232,18 @@ def _loss_in_chunks(
 def _losses_of_chunks(
     self: CachedContrastive, queries: Tensor, queries_mask: Tensor | None, scored: _Scored, targets: Tensor
 ) -> list[Tensor]:
-    with_backward = torch.is_grad_enabled()
     if self.gather_across_devices:
         scored = _gather(scored)
-    # Chunks leave their gradients at the gathered documents, so that these are sent back once and not per chunk.
-    gathered = scored.documents.values
-    leaf = gathered.detach().requires_grad_(with_backward)
-    scored = replace(scored, documents=scored.documents.with_values(leaf))
-    kept = state_bytes(scored.metric.pooling, scored.documents.max_length, leaf.dtype)
-    at_once = queries_at_once(queries.shape[1], len(scored.documents), kept)
-    losses, gradient = [], None
-    for chunk in _chunks(self, len(queries), at_once):
-        scores = _score(queries[chunk], None if queries_mask is None else queries_mask[chunk], scored)
-        loss = _sum_of_losses(self, scores, targets[chunk])
-        if with_backward:
-            loss.backward()
-            # In 16 bits each chunk's gradient is rounded anyway, but their sum need not be.
-            # Nothing is held longer than needed: each of these is as large as all documents.
-            part, leaf.grad = leaf.grad, None
-            if gradient is None:
-                is_all = chunk.stop >= len(queries)
-                gradient = part if is_all else part.to(torch.promote_types(part.dtype, torch.float32))
-            else:
-                gradient.add_(part)
-            del part
-        losses.append(loss.detach())
-    if with_backward:
-        gradient = gradient.to(gathered.dtype)
-        gathered.backward(gradient)
-    return losses
+    documents, count = scored.documents, len(queries)
+    kept = state_bytes(scored.metric.pooling, documents.max_length, documents.values.dtype)
+    chunks = _chunks(self, count, queries_at_once(queries.shape[1], len(documents), kept))
+
+    def loss_of(chunk: slice, values: Tensor) -> Tensor:
+        mask = None if queries_mask is None else queries_mask[chunk]
+        scores = _score(queries[chunk], mask, replace(scored, documents=documents.with_values(values)))
+        return _sum_of_losses(self, scores, targets[chunk])
+
+    return losses_of_chunks(documents.values, count, chunks, loss_of)
 
 
 def _losses_in_ring(

@@ -1,0 +1,183 @@
+"""ContrastiveDistillation: both losses of one encoding and one scoring, with GradCache if asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pylate_fastmaxsim._checks import require_count
+from pylate_fastmaxsim._winners import queries_at_once
+from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
+from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.options import Options, current_options
+from pylate_fastmaxsim.ops.distributed.gather import gather_documents
+from pylate_fastmaxsim.ops.maxsim import maxsim
+from pylate_fastmaxsim.ops.pooled import Max, pooled_scores, state_bytes
+from pylate_fastmaxsim.tokens import TokenBatch
+
+Features = dict[str, Tensor]
+
+# Of queries [Nq, Lq, d], their mask [Nq, Lq] or None, documents by query, and their floors.
+Encoded = tuple[Tensor, Tensor | None, TokenBatch, Tensor | None]
+
+
+class ContrastiveDistillation(nn.Module):
+    """The loss of both terms; see the class of the same name of a library's module."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        contrastive_weight: float = 1.0,
+        distillation_weight: float = 1.0,
+        temperature: float = 1.0,
+        teacher_temperature: float = 1.0,
+        mini_batch_size: int | None = None,
+        mini_batch_tokens: int | None = None,
+        gather_across_devices: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value in (("temperature", temperature), ("teacher_temperature", teacher_temperature)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"ContrastiveDistillation: {name} must be a number above 0, got {value}.")
+        sizes = {"mini_batch_size": mini_batch_size, "mini_batch_tokens": mini_batch_tokens}
+        sizes = {
+            name: require_count("ContrastiveDistillation", name, size)
+            for name, size in sizes.items()
+            if size is not None
+        }
+        if len(sizes) > 1:
+            raise ValueError("ContrastiveDistillation: give mini_batch_size or mini_batch_tokens, not both.")
+        self.model = model
+        self.contrastive_weight, self.distillation_weight = contrastive_weight, distillation_weight
+        self.temperature, self.teacher_temperature = temperature, teacher_temperature
+        self.mini_batch_size, self.mini_batch_tokens = mini_batch_size, mini_batch_tokens
+        self.gather_across_devices = gather_across_devices
+
+    @property
+    def uses_gradient_cache(self) -> bool:
+        """Whether the loss differentiates in a hook on what it returns; Sentence Transformers asks its losses."""
+        return self.mini_batch_size is not None or self.mini_batch_tokens is not None
+
+    def get_config_dict(self) -> dict[str, object]:
+        """The settings, which Sentence Transformers writes in a model card."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "training"}
+
+    def forward(self, sentence_features: Iterable[Features], labels: Tensor) -> Tensor:
+        """The loss, a scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            The tokenized columns: B queries, and N documents a query in one column or several, the positive first.
+        labels
+            The teacher's scores, ``[B, N]``, floating point.
+
+        Raises
+        ------
+        ValueError
+            ``labels`` has another shape, or N is 1.
+        """
+        features = list(sentence_features)
+        counts = [len(column["input_ids"]) for column in features]
+        ways = sum(counts[1:]) / max(1, counts[0])
+        if ways < 2 or labels is None or labels.shape != (counts[0], ways):
+            raise ValueError(
+                "ContrastiveDistillation: labels must be the teacher's scores of each query's documents, at least two, "
+                f"[B, N] = [{counts[0]}, {ways:g}], got {None if labels is None else tuple(labels.shape)}."
+            )
+        if self.uses_gradient_cache:
+            return self._cached(features, partial(self._of_leaves, labels))
+        queries, mask, documents, zero_floor = self._encoded(features)
+        return sum_over_views(partial(self._at_once, labels, mask), queries, documents, zero_floor)
+
+    forward.takes_views = True
+
+    def _encoded(self, features: list[Features]) -> Encoded:
+        """What is scored, differentiable."""
+        raise NotImplementedError
+
+    def _cached(self, features: list[Features], loss_of: Callable[..., Tensor]) -> Tensor:
+        """The loss of embeddings made without gradients, whose backward makes them again.
+
+        ``loss_of`` takes what :meth:`_encoded` returns, and leaves gradients at it.
+        """
+        raise NotImplementedError
+
+    def _at_once(
+        self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
+    ) -> Tensor:
+        documents, zero_floor, own = self._gathered(documents, zero_floor, labels)
+        return self._share(labels, mask, queries, documents, zero_floor, own)
+
+    def _of_leaves(
+        self, labels: Tensor, queries: Tensor, mask: Tensor | None, documents: TokenBatch, zero_floor: Tensor | None
+    ) -> Tensor:
+        return sum_over_views_of_leaves(partial(self._in_chunks, labels, mask), queries, documents, zero_floor)
+
+    def _in_chunks(
+        self, labels: Tensor, mask: Tensor | None, queries: Tensor, documents: TokenBatch, zero_floor: Tensor | None
+    ) -> Tensor:
+        documents, zero_floor, own = self._gathered(documents, zero_floor, labels)
+        kept = state_bytes(_options().pooling, documents.max_length, documents.values.dtype)
+        step, count = queries_at_once(queries.shape[1], len(documents), kept), len(queries)
+
+        def loss_of(chunk: slice, values: Tensor) -> Tensor:
+            of_queries = labels[chunk], None if mask is None else mask[chunk], queries[chunk]
+            share = self._share(*of_queries, documents.with_values(values), zero_floor, own[chunk])
+            return share * (len(of_queries[0]) / count)
+
+        chunks = (slice(begin, begin + step) for begin in range(0, count, step))
+        return torch.stack(losses_of_chunks(documents.values, count, chunks, loss_of)).sum()
+
+    def _gathered(
+        self, documents: TokenBatch, zero_floor: Tensor | None, labels: Tensor
+    ) -> tuple[TokenBatch, Tensor | None, Tensor]:
+        """The documents of all ranks, if asked for, and which of them each query has of its own, ``[B, N]``."""
+        own = torch.arange(len(documents), device=documents.device).view(labels.shape)
+        if not self._gathers:
+            return documents, zero_floor, own
+        if _options().ring:
+            log_once("ring=True has no effect in ContrastiveDistillation, which gathers the documents of all ranks.")
+        return *gather_documents(documents, zero_floor), own + dist.get_rank() * len(documents)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.gather_across_devices and dist.is_available() and dist.is_initialized()
+
+    def _share(
+        self,
+        labels: Tensor,
+        mask: Tensor | None,
+        queries: Tensor,
+        documents: TokenBatch,
+        zero_floor: Tensor | None,
+        own: Tensor,
+    ) -> Tensor:
+        """The mean over some queries."""
+        options = _options()
+        batch = TokenBatch.from_padded(queries.to(torch.promote_types(queries.dtype, documents.values.dtype)), mask)
+        if isinstance(options.pooling, Max):
+            scores = maxsim(batch, documents, zero_floor=zero_floor, grad_filter=options.grad_filter)
+        else:
+            scores = pooled_scores(batch, documents, pooling=options.pooling, grad_filter=options.grad_filter)
+        scores = scores / self.temperature
+        # Averaged over the ranks afterwards, while each document has gradients of the queries of all.
+        ranks = dist.get_world_size() if self._gathers else 1
+        contrastive = F.cross_entropy(scores, own[:, 0]) * ranks
+        teacher = F.log_softmax(labels.detach().to(scores.dtype) / self.teacher_temperature, dim=1)
+        student = F.log_softmax(scores.gather(1, own), dim=1)
+        distillation = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+        return self.contrastive_weight * contrastive + self.distillation_weight * distillation
+
+
+def _options() -> Options:
+    """The options in force; those of a flag that is off are the defaults."""
+    return current_options() or Options()
