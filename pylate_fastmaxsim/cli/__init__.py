@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 # Options of `compare` that take a value, with a script and with a recipe.
@@ -82,7 +81,7 @@ def is_script(arguments: Sequence[str]) -> bool:
         if word in _TAKE_A_VALUE:
             next(words, None)
         elif not word.startswith("-"):
-            return word.endswith(".py") or (not word.endswith((".yaml", ".yml")) and Path(word).is_file())
+            return word.endswith(".py")
     return False
 
 

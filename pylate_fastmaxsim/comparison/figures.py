@@ -164,10 +164,11 @@ def _draw_time_and_memory(time: Axes, memory: Axes, runs: dict[str, Any], betwee
 def _draw_bars(
     axes: Axes, title: str, runs: dict[str, Any], values: dict[str, float], pale: dict[str, float] | None = None
 ) -> None:
-    """One bar per run, its lower part pale up to ``pale``; a run that did not finish says so instead."""
+    """One bar per run, its lower part pale up to ``pale``; a run without a value says why instead."""
     for place, (mode, run) in enumerate(runs.items()):
         if run["status"] != FINISHED or mode not in values:
-            axes.text(place, 0, f" {run['status']}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
+            why = run["status"] if run["status"] != FINISHED else "not measured"
+            axes.text(place, 0, f" {why}", rotation=90, ha="center", va="bottom", color=COLORS[mode])
             continue
         axes.bar(place, values[mode], width=0.65, color=COLORS[mode])
         if pale:

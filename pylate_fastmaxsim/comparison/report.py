@@ -110,10 +110,11 @@ def caption(comparison: dict[str, Any]) -> str:
     difference, nan_from = summary["largest_loss_difference"], summary["loss_difference_nan_from"]
     largest = f"NaN, first at step {nan_from}" if nan_from is not None else form("{:.2g}", difference)
     curves = "" if largest == "-" else f" Largest difference of the loss curves over {steps} steps: {largest}."
+    before = ", before evaluation" if "model" in comparison["recipe"] else ""  # not of a script
     measure = "allocated on the GPU" if "CPU" not in device(comparison) else "resident in the process"
     whole = form(" The whole comparison took {:.0f} s.", summary.get("wall_seconds", {}).get("whole"))
     return (
-        f"{_on_the_turns(summary)}Steps after warm-up, data loading included; memory {measure}, before evaluation.{curves}"
+        f"{_on_the_turns(summary)}Steps after warm-up, data loading included; memory {measure}{before}.{curves}"
         f"{'' if whole == '-' else whole}{_on_the_pooling(comparison['recipe'])}"
         f"{_on_the_allocator(comparison['runs'].values())}"
     )

@@ -7,7 +7,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,9 @@ from pylate_fastmaxsim.integrations.run_script import parse
 
 RESULT_FILE = "compare.json"
 INTERRUPTED = 130
+
+# To the beginning of a terminal's line, and what is written there is gone.
+_CLEAR = "\r\x1b[K"
 
 
 def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -> None:
@@ -54,7 +58,8 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
     with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
         children = {mode: _child(mode, Path(scratch), output, arguments, ranks) for mode in (STOCK, FAST)}
         try:
-            turns = take_turns(children, of=steps, on_wait=_Waiting(ranks), gather=ranks.gather)
+            with _waiting(ranks) as on_wait:
+                turns = take_turns(children, of=steps, on_wait=on_wait, gather=ranks.gather)
         except ChildFailed as failed:
             _fail_as(failed, Path(scratch))
         except KeyboardInterrupt:
@@ -76,17 +81,22 @@ def _child(mode: str, scratch: Path, output: Path, arguments: Sequence[str], ran
     return Child([*program, mode, str(folder), *arguments], log, environment)
 
 
-class _Waiting:
-    """While a process has its turn: says which, on a terminal, and looks out for other ranks."""
+@contextmanager
+def _waiting(ranks: Ranks) -> Iterator[Callable[[str], None]]:
+    """What to do while a process has its turn: say which, on a terminal, and look out for other ranks."""
+    begun = time.perf_counter()
+    shown = ranks.rank == 0 and sys.stderr.isatty()
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.begun = time.perf_counter()
+    def wait(name: str) -> None:
+        ranks.look_out()
+        if shown:
+            print(f"{_CLEAR}{time.perf_counter() - begun:.0f} s: {name}", end="", file=sys.stderr, flush=True)
 
-    def __call__(self, name: str) -> None:
-        self.ranks.look_out()
-        if self.ranks.rank == 0 and sys.stderr.isatty():
-            print(f"\r{time.perf_counter() - self.begun:.0f} s, {name} \r", end="", file=sys.stderr, flush=True)
+    try:
+        yield wait
+    finally:
+        if shown:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def _fail_as(failed: ChildFailed, scratch: Path) -> NoReturn:

@@ -40,7 +40,7 @@ from pylate_fastmaxsim.integrations.run_script import (
 
 STOCK, FAST = "stock", "fast"
 STEPS = 30
-# Below, in the folder of a run: what the script said when it failed.
+# The file in the folder of a run that holds what the script said when it failed.
 FAILURE = "failure"
 FEWEST_STEPS = 6
 
@@ -207,7 +207,7 @@ def _last_for(trainer: Any, steps: int) -> None:
     data = trainer.train_dataset
     try:
         rows = sum(map(len, data.values())) if isinstance(data, Mapping) else len(data)
-    except TypeError:  # a streamed dataset
+    except TypeError:  # streamed, or made by a method of the user's own
         return
     batch = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     if math.floor(arguments.num_train_epochs * rows / batch) < steps:
@@ -223,7 +223,8 @@ class _Counted:
         self.measured: dict[str, Any] = {}
 
     def __call__(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        masks = [value for name, value in inputs.items() if name.endswith("attention_mask")]
+        columns = inputs if isinstance(inputs, Mapping) else {}  # a collator of the user's own may return a list
+        masks = [mask for name, mask in columns.items() if name.endswith("attention_mask")]
         if len(masks) > 1:
             queries, *documents = masks
             self._add("documents", sum(mask.shape[:-1].numel() for mask in documents))
@@ -232,7 +233,7 @@ class _Counted:
                 self._add("encoded", sum(mask.numel() for mask in masks))
                 self._add("query_tokens", queries.numel())
         loss = self.training_step(model, inputs, *args, **kwargs)
-        self._add("loss", loss)
+        self._add("loss", loss.detach())
         return loss
 
     def _add(self, name: str, value: Any) -> None:
@@ -348,9 +349,6 @@ def main() -> None:
             _fail(folder, f"fastmaxsim compare: {error}\n", 2)
         _fail(folder, "".join(traceback.format_exception(type(error), error.with_traceback(found), found)), 1)
     if not meter.taken:
-        _fail(
-            folder,
-            f"fastmaxsim compare: {words[0]} ended without a training step: no optimizer stepped in its process.\n",
-            1,
-        )
+        no_step = "ended without a training step: no optimizer stepped in its process"
+        _fail(folder, f"fastmaxsim compare: {words[0]} {no_step}.\n", 1)
     meter.finish()

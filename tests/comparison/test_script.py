@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ import torch
 from compared_script import compare, compared, example
 
 from pylate_fastmaxsim.comparison import script
-from pylate_fastmaxsim.comparison.ranks import Ranks
+from pylate_fastmaxsim.comparison.ranks import SEVERAL_MACHINES, Ranks
 from pylate_fastmaxsim.comparison.runs import OUT_OF_MEMORY
 from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere
 
@@ -37,7 +39,13 @@ SPLADE = """
 from datasets import Dataset
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
 from sentence_transformers.sparse_encoder.losses import SpladeLoss, SparseMultipleNegativesRankingLoss
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+class Watch(TrainerCallback):
+    def on_save(self, *_, **kwargs):
+        raise AssertionError("saved or evaluated")
+
+    on_evaluate = on_save
 
 model = SparseEncoder({model!r}, device="cpu")
 words = "late interaction keeps one vector for every token of a document".split()
@@ -48,7 +56,7 @@ arguments = SparseEncoderTrainingArguments(
     load_best_model_at_end=True, metric_for_best_model="eval_loss",
 )
 loss = SpladeLoss(model, SparseMultipleNegativesRankingLoss(model), 1e-3, 5e-5)
-trainer = SparseEncoderTrainer(model, arguments, rows, rows, loss, callbacks=[EarlyStoppingCallback()])
+trainer = SparseEncoderTrainer(model, arguments, rows, rows, loss, callbacks=[EarlyStoppingCallback(), Watch()])
 trainer.train(resume_from_checkpoint=True)
 trainer.save_model("final")
 """
@@ -160,24 +168,52 @@ def test_nothing_to_compare_is_one_sentence(words, error, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == f"fastmaxsim compare: error: {error}"
 
 
-def test_several_machines_are_refused():
-    with pytest.raises(ValueError, match="starts processes on several"):
-        Ranks({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+@pytest.fixture
+def ranks(monkeypatch):
+    """Two ranks of a launcher whose store is that of this process; each is asked for the machine it is on."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free port
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", str(store.port)),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+    ):
+        monkeypatch.setenv(name, value)
+
+    def made(*machines):
+        monkeypatch.setattr(socket, "gethostname", lambda: machines[int(threading.current_thread().name)])
+        found = [None, None]
+
+        def make(rank):
+            try:
+                found[rank] = Ranks({"RANK": str(rank), "WORLD_SIZE": "2"})
+            except ValueError as error:
+                found[rank] = str(error)
+
+        threads = [threading.Thread(target=make, args=[rank], name=str(rank)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    yield made
+    del store
 
 
-def test_ranks_exchange_values_and_hear_who_is_out_of_memory(monkeypatch):
-    port = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # finds a free one
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    first, second = (Ranks({"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) for rank in range(2))
+def test_several_machines_are_refused(ranks):
+    first, second = ranks("here", "there")
+    assert first == second == SEVERAL_MACHINES
+
+
+def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
+    first, second = ranks("here", "here")
     heard = []
     other = threading.Thread(target=lambda: heard.extend([second.gather(3), second.environment()]))
     other.start()
     assert first.gather({"steps": 4}) == [{"steps": 4}, 3]
     variables = first.environment()
     other.join()
-    assert heard == [[{"steps": 4}, 3], variables] and variables["MASTER_PORT"] != str(port.port)
+    assert heard == [[{"steps": 4}, 3], variables] and variables["MASTER_PORT"] != os.environ["MASTER_PORT"]
     assert "TORCHELASTIC_USE_AGENT_STORE" not in variables
     first.look_out()
     last = threading.Thread(target=second.gather, args=[OUT_OF_MEMORY])
