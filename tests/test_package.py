@@ -93,7 +93,7 @@ ROOMS = {
         ("load",),
         ("training",),
         ("mining", "comparison", "search", "warmup"),
-        ("robustness",),
+        ("robustness", "retrieval_evaluation"),
     ),
 }
 # Pairs of modules that do not keep to it yet. The list only shrinks.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.codec import ResidualCodec
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import needs_codec, train_codec
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 from pylate_fastmaxsim.recipes.files.lock import hold_lock
@@ -85,10 +86,12 @@ def open_or_build(
     encode_from: EncodeFrom,
     encode_sample: EncodeSample,
     device: torch.device,
+    pooling: Pooling = Max(),
 ) -> Index:
     """The index in a folder, finished first where an earlier call was interrupted, and built where there is none.
 
-    A finished index is only read: by several commands at once, and where the folder cannot be written.
+    A finished index is only read: by several commands at once, and where the folder cannot be written. ``pooling`` is
+    that of the scores of token embeddings.
 
     Raises
     ------
@@ -100,27 +103,27 @@ def open_or_build(
     try:
         if (folder / DESCRIPTION_FILE).exists():
             _require_same(folder, description)
-            if (index := _finished(folder, description, device)) is not None:
+            if (index := _finished(folder, description, device, pooling)) is not None:
                 return index
         with hold_lock("--index", folder, LOCK_FILE, building):
             _describe(folder, description)
             if description.is_sparse:
                 return _Sparse(SparseIndex.build(_vectors(encode_from), folder=folder / SPARSE_FOLDER, device=device))
-            return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample))
+            return _LateInteraction(_build(folder, description.stored, encode_from, encode_sample), pooling)
     except RecipeError:
         raise
     except ValueError as error:  # a file is damaged, or a number does not fit the format
         raise RecipeError(f"--index: {first_line(error)}") from error
 
 
-def _finished(folder: Path, description: Description, device: torch.device) -> Index | None:
+def _finished(folder: Path, description: Description, device: torch.device, pooling: Pooling) -> Index | None:
     if description.is_sparse:
         if not (folder / SPARSE_FOLDER / SPARSE_FILE).exists():
             return None
         return _Sparse(SparseIndex.load(folder / SPARSE_FOLDER, device))
     if not (folder / LATE_FOLDER / CORPUS_FILE).exists():
         return None
-    return _LateInteraction(Corpus(folder / LATE_FOLDER))
+    return _LateInteraction(Corpus(folder / LATE_FOLDER), pooling)
 
 
 def _describe(folder: Path, description: Description) -> None:
@@ -178,10 +181,11 @@ def _vectors(encode_from: EncodeFrom) -> Callable[[int], Iterator[SparseBatch]]:
 @dataclass(frozen=True)
 class _LateInteraction:
     corpus: Corpus
+    pooling: Pooling
 
     def search(self, queries: TokenBatch, k: int, searched: Callable[[int], None]) -> tuple[Tensor, Tensor]:
         try:
-            return search(queries, self.corpus, k, progress=searched)
+            return search(queries, self.corpus, k, pooling=self.pooling, progress=searched)
         except ValueError as error:  # bounds or codes are damaged, which are looked at when they are read
             raise RecipeError(f"--index: {first_line(error)}") from error
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim._memory import is_out_of_memory
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import SAMPLE_DOCUMENTS
 from pylate_fastmaxsim.recipes.config.schema import CompressedFormat
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -68,6 +69,8 @@ class Options:
         Whether a static model ranks by MaxSim; otherwise by the upper bounds that its sparse vectors give.
     plaid
         Folder of an index of PLAID that is searched in place of documents that the model encodes, or None.
+    pooling
+        Of late interaction, over document tokens.
     """
 
     k: int = 1000
@@ -78,6 +81,7 @@ class Options:
     trust_remote_code: bool = False
     exact: bool = True
     plaid: Path | None = None
+    pooling: Pooling = Max()
 
 
 def search(name: str, collection: Collection, options: Options, progress: Progress) -> dict[str, Any]:
@@ -123,11 +127,15 @@ def _check_options(options: Options, kind: str) -> None:
         raise RecipeError("--no-exact is for a static model; every other is searched exactly.")
     if options.plaid is not None and (options.index is not None or kind != LATE_INTERACTION):
         raise RecipeError("--plaid is an index of its own; it needs a ColBERT and no --index.")
-    if options.format is None:
-        return
-    if options.format not in FORMATS:
-        raise RecipeError(f"--format must be one of {', '.join(FORMATS)}, got {options.format}.")
-    if options.index is None or kind != LATE_INTERACTION:
+    if options.format is not None:
+        check_format(options.format, options.index if kind == LATE_INTERACTION else None)
+
+
+def check_format(name: str, index: Path | None) -> None:
+    """Refuse a format of token embeddings that is not one, or where no index holds them."""
+    if name not in FORMATS:
+        raise RecipeError(f"--format must be one of {', '.join(FORMATS)}, got {name}.")
+    if index is None:
         raise RecipeError("--format is that of token embeddings in an index; it needs --index and a ColBERT.")
 
 
@@ -214,7 +222,7 @@ class Search:
         depth = min(self.options.k, len(self.collection.corpus)) + 1
         if self.options.index is None and self.plaid is None:
             with self.clock.during(SEARCH):
-                return exact_search(queries, self._encode_from(0), depth)
+                return exact_search(queries, self._encode_from(0), depth, self.options.pooling)
         with self.clock.during(INDEX):
             index = self.plaid or self._index(self.options.index)
             if isinstance(queries, StaticQueries) and queries.needs_tokens:
@@ -236,7 +244,8 @@ class Search:
         return {**folder, **overlap(self.positions, own), "metrics": metrics(found)}
 
     def _index(self, folder: Path) -> Index:
-        return open_or_build(folder, self.description, self._encode_from, self._sample, self.clock.device)
+        options = (self.clock.device, self.options.pooling)
+        return open_or_build(folder, self.description, self._encode_from, self._sample, *options)
 
     def _queries(self) -> Encoded:
         texts = list(self.collection.queries.values())

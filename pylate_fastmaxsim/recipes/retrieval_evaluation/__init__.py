@@ -1,0 +1,1 @@
+"""``fastmaxsim evaluate``: rankings, metrics and paired tests of trained models on one collection."""

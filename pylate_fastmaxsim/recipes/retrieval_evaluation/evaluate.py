@@ -1,0 +1,135 @@
+"""Evaluate models one after the other on a collection, and compare them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection
+from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
+from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, kind_of, load_retriever
+from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
+from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare
+from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import Target
+from pylate_fastmaxsim.recipes.search.clock import Clock
+from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Progress, Search, best_device, check_format
+from pylate_fastmaxsim.recipes.search.run import Options as SearchOptions
+from pylate_fastmaxsim.recipes.search.run_file import require_ids_of_one_word, write_run
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to evaluate.
+
+    Parameters
+    ----------
+    run
+        Folder for a TREC run file of each model, or None.
+    per_query
+        The .jsonl or .tsv file for the metrics of each query, or None.
+    index
+        Folder in which each model has an index of its documents, or None to keep none.
+    format
+        Of token embeddings in an index, as for a search; sparse vectors have none.
+    batch_size
+        Texts encoded at once; None is that of the recipe, or 32.
+    trust_remote_code
+        Whether code that comes with a model may run; a recipe may allow it too.
+    test
+        The paired test: student or fisher.
+    """
+
+    run: Path | None = None
+    per_query: Path | None = None
+    index: Path | None = None
+    format: str | None = None
+    batch_size: int | None = None
+    trust_remote_code: bool = False
+    test: str = "student"
+
+
+def evaluate(
+    targets: Sequence[Target], name: str, collection: Collection, options: Options, progress: Progress
+) -> dict[str, Any]:
+    """Search all judged queries with each model, exactly.
+
+    Returns
+    -------
+    ``collection`` (its name), ``queries`` and ``documents`` (how many); ``models``: of each its ``label``, the summary
+    of its search and its ``metrics``; ``test`` and ``pairs``: each two models by each metric
+    (:func:`~pylate_fastmaxsim.recipes.retrieval_evaluation.significance.compare`).
+
+    Raises
+    ------
+    RecipeError
+        A model, an index or an option does not fit, embeddings are not finite, or memory has run out.
+    """
+    if options.format is not None:
+        check_format(options.format, options.index)
+    if options.run is not None:
+        require_ids_of_one_word(collection)
+        make_directory("--run", options.run)
+    if options.per_query is not None:
+        prepare_per_query(options.per_query)
+    models: list[dict[str, Any]] = []
+    scores: Scores = {}
+    for target in targets:
+        summary, scores[target.label] = _evaluate(target, collection, options, progress)
+        models.append(summary)
+    if options.per_query is not None:
+        write_per_query(options.per_query, scores)
+    return {
+        "collection": name,
+        "queries": len(collection.queries),
+        "documents": len(collection.corpus),
+        "models": models,
+        "test": options.test,
+        "pairs": compare(scores, options.test),
+    }
+
+
+def _evaluate(
+    target: Target, collection: Collection, options: Options, progress: Progress
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """The summary of a model, and its metrics by query."""
+    section = EvaluationSection() if target.recipe is None else target.recipe.evaluation
+    trusted = options.trust_remote_code or (target.recipe is not None and target.recipe.model.trust_remote_code)
+    device = best_device()
+    model = load_retriever(target.path, device, trusted)
+    searching = SearchOptions(
+        k=max(METRICS_BY_DEPTH.values()),
+        run=None if options.run is None else options.run / f"{target.label.replace('/', '-')}.trec",
+        index=options.index,
+        format=options.format if kind_of(model) == LATE_INTERACTION else None,
+        batch_size=options.batch_size or section.batch_size,
+        pooling=target.pooling,
+    )
+    task = Search(
+        target.path,
+        model,
+        collection,
+        searching,
+        lambda task, total, done=0: progress(f"{target.label}: {task}", total, done),
+        Clock(device),
+    )
+    if options.index is not None:
+        task.options = replace(searching, index=options.index / _index_name(target, task))
+    found = task.ranking()
+    if searching.run is not None:
+        write_run(searching.run, found)
+    by_query = metrics_by_query(found, collection, list(METRICS_BY_DEPTH))
+    means = {metric: sum(values.values()) / len(values) for metric, values in by_query.items()}
+    return {"label": target.label, **task.summary(), "pooling": str(target.pooling), "metrics": means}, by_query
+
+
+def _index_name(target: Target, task: Search) -> str:
+    """Of the folder of an index: another for other weights and settings, another collection or another format."""
+    made_of = task.description
+    parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
+    own = Path(target.path).name if target.recipe is None else target.recipe.name
+    return f"{own}-{hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()}"

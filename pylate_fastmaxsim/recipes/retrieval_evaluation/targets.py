@@ -1,0 +1,121 @@
+"""The models that the command line names, and the collection on which they are evaluated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pylate_fastmaxsim.ops.pooled import Max, Pooling
+from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
+from pylate_fastmaxsim.recipes.config.shipped import is_recipe
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
+from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of_task, task_of
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.models.kind import saved_class
+from pylate_fastmaxsim.recipes.pooling import final_pooling
+from pylate_fastmaxsim.recipes.training.inputs import load_data
+from pylate_fastmaxsim.recipes.training.prepare import prepare
+from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to evaluate.
+
+    Parameters
+    ----------
+    label
+        What tables and files call it.
+    path
+        Its folder or its name on the Hub.
+    recipe
+        That trained it, if the command line names a recipe.
+    """
+
+    label: str
+    path: str
+    recipe: Recipe | None = None
+
+    @property
+    def pooling(self) -> Pooling:
+        """Of its scores."""
+        return Max() if self.recipe is None else final_pooling(self.recipe.loss.pooling)
+
+
+def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Target]:
+    """The models of recipes, folders and names on the Hub. None is loaded.
+
+    A label is the name of the recipe, or the last part of the path; where that is not unique, the whole.
+
+    Raises
+    ------
+    RecipeError
+        There is no such recipe or model, the model of a recipe is not trained or is of pages, a model is of another kind,
+        or one is given twice.
+    """
+    recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
+    if overrides and not recipes:
+        raise RecipeError("--set overrides a key of a recipe, and no recipe is given.")
+    short = {name: recipes[name].name if name in recipes else Path(name).name for name in names}
+    counts, targets = Counter(short.values()), []
+    for name in names:
+        recipe = recipes.get(name)
+        path = name if recipe is None else str(_trained(name, recipe))
+        saved_class(path)
+        targets.append(Target(short[name] if counts[short[name]] == 1 else name, path, recipe))
+    if repeated := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise RecipeError(f"each model must be given once, but {repeated} is given twice.")
+    return targets
+
+
+def _trained(name: str, recipe: Recipe) -> Path:
+    """The folder of the trained model of a recipe."""
+    if recipe.model.visual:
+        raise RecipeError(
+            f"{name}: fastmaxsim evaluate ranks texts, and model.kind {recipe.model.kind} retrieves pages, which "
+            "`fastmaxsim train` evaluates."
+        )
+    folder = Path(recipe.output_dir, MODEL_DIRECTORY)
+    if not folder.is_dir():
+        raise RecipeError(f"{name}: there is no model in {folder}; run `fastmaxsim train` with this recipe first.")
+    return folder
+
+
+def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> tuple[str, Collection]:
+    """The name of the collection and the collection: that of ``--beir``, or that of the recipes.
+
+    Raises
+    ------
+    RecipeError
+        There is neither, recipes have several, or it cannot be loaded.
+    """
+    if beir is not None:
+        return beir, load_collection(EvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
+    recipes = [target.recipe for target in targets if target.recipe is not None]
+    if not recipes:
+        raise RecipeError("name a collection in BEIR's layout with --beir, or give the recipe of a model.")
+    first = recipes[0]
+    if other := next((recipe for recipe in recipes if _evaluated_on(recipe) != _evaluated_on(first)), None):
+        raise RecipeError(
+            f"{first.name} and {other.name} are evaluated on different data; name one collection for all with --beir."
+        )
+    section = first.evaluation
+    if section.beir is not None:
+        return section.beir, load_collection(section)
+    if section.nano_beir is not None or not section.rows:
+        has = "several collections (evaluation.nano_beir)" if section.nano_beir else "no data to evaluate on"
+        raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
+    prepared = prepare(first)
+    return f"rows held out by {first.name}", collection_of_task(task_of(prepared, load_data(prepared).held_out))
+
+
+def _evaluated_on(recipe: Recipe) -> Any:
+    """What makes the collection of a recipe; the same for those with the same one."""
+    section = recipe.evaluation
+    if section.beir is not None:
+        return section.beir, section.split
+    return recipe.data, section.rows, section.nano_beir, recipe.loss.name == "distillation"
