@@ -132,5 +132,5 @@ def _report(comparison: dict[str, Any], file: Path) -> None:
             write(comparison, file.with_suffix(suffix))
             written.append(file.with_suffix(suffix))
     except ModuleNotFoundError as error:
-        print(f"There is no PNG and no HTML: {error.name} is missing.", file=sys.stderr)
+        print(f"There is no PNG and no HTML: {str(error.name).partition('.')[0]} is missing.", file=sys.stderr)
     print(*written, sep="\n")

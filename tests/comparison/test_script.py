@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +17,8 @@ from compared_script import compare, compared, example
 from pylate_fastmaxsim.comparison import script
 from pylate_fastmaxsim.comparison.ranks import SEVERAL_MACHINES, Ranks
 from pylate_fastmaxsim.comparison.runs import OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere
+from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere, Run, Turns
+from pylate_fastmaxsim.comparison.verdict import compared_runs
 
 STEPS = ("--steps", "12")
 
@@ -223,3 +226,21 @@ def test_ranks_exchange_values_and_hear_who_is_out_of_memory(ranks):
             first.look_out()
     first.gather("finished")
     last.join()
+
+
+def test_without_rich_and_matplotlib_the_table_is_text(monkeypatch, tmp_path, capsys):
+    for name in ("rich", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("figures", "html"):
+        monkeypatch.delitem(sys.modules, f"pylate_fastmaxsim.comparison.{name}", raising=False)
+    blocks = [{"seconds": 0.5, "cpu_seconds": 0.5, "steps": 2, "pair": 0}]
+    runs = {
+        mode: Run(steps=[{"loss": 1.0}, {"loss": float("nan")}], blocks=blocks, memory={"before": 2**20, "peak": 2**21})
+        for mode in ("stock", "fast")
+    }
+    script._report({"recipe": {"name": "train.py"}, **compared_runs(Turns(runs, False))}, tmp_path / "compare.json")
+    said = capsys.readouterr()
+    assert "train.py on unknown device\n" in said.out
+    assert re.search(r"\npeak memory +2 MiB +2 MiB +100%\n", said.out)
+    assert said.err == "There is no PNG and no HTML: matplotlib is missing.\n"
+    assert json.loads((tmp_path / "compare.json").read_text())["runs"]["stock"]["losses"] == [1.0, None]
