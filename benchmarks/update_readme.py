@@ -13,6 +13,7 @@ from operator import itemgetter
 
 from benchmarks.harness.paths import RESULTS, ROOT
 from benchmarks.harness.tables import table
+from benchmarks.harness.turns import speed
 from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
 from benchmarks.operators.attention import markdown as attention_table
@@ -80,7 +81,7 @@ def padding_table() -> str:
     rows: dict[str, list[str]] = {"speed": [], "speed, both compiled": [], "memory": []}
     for tokens, compiled in itertools.product(mean_lengths(cells), (False, True)):
         stock, fast = (cells[lengths_cell(path, tokens, compiled)] for path in ("stock", "fast"))
-        rows["speed, both compiled" if compiled else "speed"].append(f"{stock['step_ms'] / fast['step_ms']:.2f}x")
+        rows["speed, both compiled" if compiled else "speed"].append(speed(fast, stock))
         if not compiled:
             rows["memory"].append(f"{fast['peak_gib'] / stock['peak_gib']:.0%}")
     return table(["padding", *shares], [[title, *entries] for title, entries in rows.items()])
@@ -109,7 +110,7 @@ def compared(title: str, stock: dict, peer: dict | None, ours: dict) -> list[str
     """A row: three steps, and speed and memory of the last relative to the first."""
     entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" if cell else "" for cell in (stock, peer, ours)]
     mark = mark_of_runs(ours, stock)
-    ratios = [f"{stock['step_ms'] / ours['step_ms']:.2f}x{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
+    ratios = [f"{speed(ours, stock)}{mark}", f"{ours['peak_gib'] / stock['peak_gib']:.0%}"]
     return [title, *entries, *ratios]
 
 
@@ -219,7 +220,7 @@ def encoders_table() -> str:
     for (name, batch), title in titles.items():
         stock, fast = pair = [cells[f"{name}/{path}/batch={batch}"] for path in ("stock", "fast")]
         entries = [f"{cell['step_ms']:,.0f} ms, {cell['peak_gib']:.1f} GiB" for cell in pair]
-        ratios = [f"{stock['step_ms'] / fast['step_ms']:.2f}x", f"{fast['peak_gib'] / stock['peak_gib']:.0%}"]
+        ratios = [speed(fast, stock), f"{fast['peak_gib'] / stock['peak_gib']:.0%}"]
         lines.append([title, *entries, *ratios])
     return table(["encoder", "PyLate", "this package", "speed", "memory"], lines)
 

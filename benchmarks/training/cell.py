@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import os
 import random
 import statistics
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
-from benchmarks.harness.timing import elapsed, mark, peaks_gib
+from benchmarks.harness.timing import peaks_gib
+from benchmarks.harness.turns import gate, send_by_turns, step_times
 from benchmarks.harness.workers import send_result
 
 QUERY_LENGTH = 32
@@ -270,17 +272,16 @@ def run_cell(options: argparse.Namespace) -> dict:
             step(batches[0])
             raise ValueError(f"A step has no more than {options.chunks} chunks.")
         return {"status": "ok", "chunks": options.chunks, "peak_gib": peaks_gib()[0]}
-    # As in a training run, nothing waits for the GPU between steps; events mark its time.
-    began = time.perf_counter()
-    marks = [mark(cuda)]
-    for index in range(options.warmup, options.warmup + options.steps):
-        losses_seen.append(step(batches[index % len(batches)]))
-        marks.append(mark(cuda))
-        # All ranks must make the same number of steps.
-        if options.ranks == 1 and len(marks) > 5 and time.perf_counter() - began > options.seconds:
-            break
-    synchronize()
-    times = largest_of_ranks(options, [elapsed(*pair) for pair in zip(marks, marks[1:], strict=False)])
+    # All ranks must make the same number of steps.
+    limit = options.seconds if options.ranks == 1 else math.inf
+    times = step_times(
+        lambda index: losses_seen.append(step(batches[index % len(batches)])),
+        options.warmup,
+        options.steps,
+        cuda,
+        limit,
+    )
+    times = largest_of_ranks(options, times)
     peak, reserved = largest_of_ranks(options, peaks_gib() if cuda else [0.0, 0.0])
     return {
         "status": "ok",
@@ -353,7 +354,9 @@ def main() -> None:
         result = run_cell(options)
     except torch.OutOfMemoryError as error:
         result = {"status": "out of memory", "detail": str(error).split(". ")[0]}
-    if result["status"] != "ok" or os.environ.get("LOCAL_RANK", "0") == "0":
+    if gate():
+        send_by_turns(result)
+    elif result["status"] != "ok" or os.environ.get("LOCAL_RANK", "0") == "0":
         send_result(result)
     if options.ranks > 1:
         if result["status"] != "ok":

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+from benchmarks.harness.turns import measure_by_turns
 from benchmarks.harness.workers import ask_apart, child_variables, last_error, parse_result
 
 CELL = ["-m", "benchmarks.training.cell"]
@@ -48,9 +49,24 @@ def measure(cells: list[dict], extra: list[str], timeout: float) -> Iterator[tup
             yield index, result
 
 
+def measure_together(cells: list[dict], extra: list[str], timeout: float) -> Iterator[tuple[int, dict]]:
+    """Run cells that are compared with the first one: by turns, or as :func:`measure` does if one of them fails."""
+    # A launcher does not pass a gate on to its ranks.
+    if len(cells) > 1 and "--ranks" not in extra:
+        names = [cell["path"] for cell in cells]
+        commands = {name: [*CELL, *_options(cell, extra)] for name, cell in zip(names, cells, strict=True)}
+        if results := measure_by_turns(commands, dict.fromkeys(names, {}), timeout):
+            yield from enumerate(results.values())
+            return
+    yield from measure(cells, extra, timeout)
+
+
 def _command(cell: dict, extra: list[str]) -> list[str]:
-    command = [sys.executable, *CELL, "--wait-for-turn"]
-    command += ["--path", cell["path"], "--batch", str(cell["batch"]), *extra]
+    return [sys.executable, *CELL, "--wait-for-turn", *_options(cell, extra)]
+
+
+def _options(cell: dict, extra: list[str]) -> list[str]:
+    command = ["--path", cell["path"], "--batch", str(cell["batch"]), *extra]
     return command + ["--compile"] * cell["compile"] + ["--checkpointing"] * cell["checkpointing"]
 
 
@@ -94,6 +110,20 @@ def _run(command: list[str], timeout: float, warm: threading.Event, all_warm: li
     if "CUDA error: out of memory" in text:  # not raised by PyTorch's allocator
         return {"status": OUT_OF_MEMORY, "detail": "CUDA out of memory"}
     return {"status": "failed", "detail": last_error(text), "stderr": text[-3000:]}
+
+
+def steps_together(
+    command: list[str], cells: dict[str, dict], timeout: float, alone: bool
+) -> Iterator[tuple[str, dict]]:
+    """The results of training steps by name: of stock and fast, not compiled, by turns if both are there."""
+    pair = {name: cell for name, cell in cells.items() if cell["path"] in ("stock", "fast") and not cell.get("compile")}
+    together = None
+    if len(pair) == 2 and not alone:
+        together = measure_by_turns(dict.fromkeys(pair, command), pair, timeout)
+    yield from (together or {}).items()
+    for name, cell in cells.items():
+        if name not in (together or {}):
+            yield name, step_apart(command, cell, timeout)
 
 
 def step_apart(command: list[str], cell: dict, timeout: float) -> dict:

@@ -4,8 +4,8 @@
     python -m benchmarks.training.lengths --render-only         # table and plot from the committed results
 
 Steps are those of train_step.py at one batch size. Lengths are log-normal and truncated at 300, to which PyLate pads;
-with a mean of 3,000 every document is truncated and there is no padding. Stock and fast warm up at once and are
-measured one after the other. Options that are not listed here are those of cell.py.
+with a mean of 3,000 every document is truncated and there is no padding. Stock and fast
+take turns, or with --alone warm up at once and are measured one after the other. Options that are not listed here are those of cell.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.plots import COLOURS, plt
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.harness.tables import table
-from benchmarks.training.cell_processes import measure
+from benchmarks.harness.turns import add_alone, speed
+from benchmarks.training.cell_processes import measure, measure_together
 from benchmarks.training.plots import MEASURES
 from benchmarks.training.train_step import mark_of_runs, row_title, time_and_memory
 
@@ -54,7 +55,7 @@ def markdown_table(cells: dict) -> str:
             cell, stock = (cells.get(cell_name(name, tokens, compiled)) for name in (path, "stock"))
             text = time_and_memory(cell) if cell else ""
             if path == "fast" and cell and stock and stock["status"] == cell["status"] == "ok":
-                text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
+                text += f" ({speed(cell, stock)}{mark_of_runs(cell, stock)})"
             entries.append(text)
         lines.append(entries)
     return table(["padding", *titles], lines)
@@ -84,11 +85,13 @@ def plot(cells: dict, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, RESULTS / "lengths.json", timeout=240)
+    add_alone(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[40, 80, 150, 300, 3000], help="means of the lengths")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--compile", choices=list(SWITCH), default="both")
     options, extra = parser.parse_known_args()
     results = Results(options)
+    run = measure if options.alone else measure_together
     pairs = itertools.product(SWITCH[options.compile], options.tokens)
     for compiled, tokens in [] if options.render_only else pairs:
         names = {path: cell_name(path, tokens, compiled) for path in PATHS}
@@ -98,7 +101,7 @@ def main() -> None:
         cells = [
             {"path": path, "batch": options.batch, "compile": compiled, "checkpointing": False} for path in missing
         ]
-        for index, result in measure(cells, [*extra, "--mean-tokens", str(tokens)], options.timeout):
+        for index, result in run(cells, [*extra, "--mean-tokens", str(tokens)], options.timeout):
             cell = {"cell": cells[index], "tokens": tokens, "options": extra, **result, "environment": environment()}
             shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
             results.add(names[missing[index]], cell, shown)

@@ -24,10 +24,11 @@ from pathlib import Path
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.harness.tables import table
-from benchmarks.harness.timing import elapsed, mark, peaks_gib
+from benchmarks.harness.timing import peaks_gib
+from benchmarks.harness.turns import add_alone, gate, serve_by_turns, speed, step_times
 from benchmarks.harness.workers import serve
 from benchmarks.training.cell import DOCUMENT_LENGTH, make_rows, save_encoder
-from benchmarks.training.cell_processes import step_apart
+from benchmarks.training.cell_processes import steps_together
 from benchmarks.training.torch_flash_attention import provide
 
 PATHS = {
@@ -105,14 +106,8 @@ def _measured(cell: dict, directory: Path) -> dict:
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    # As in a training run, nothing else waits for the GPU between steps.
-    marks = [mark(cuda)]
-    for index in range(cell["warmup"], cell["warmup"] + cell["steps"]):
-        values.append(step(index))
-        marks.append(mark(cuda))
-    if cuda:
-        torch.cuda.synchronize()
-    times = [elapsed(*pair) * 1e3 for pair in zip(marks, marks[1:], strict=False)]
+    measured = step_times(lambda index: values.append(step(index)), cell["warmup"], cell["steps"], cuda)
+    times = [seconds * 1e3 for seconds in measured]
     masks = [column["attention_mask"] for columns in batches for column in columns[1:] if "attention_mask" in column]
     return {
         "status": "ok",
@@ -138,8 +133,7 @@ def markdown_table(cells: dict[str, dict], rows: list[tuple]) -> str:
                 entries.append(cell["status"])
                 continue
             memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
-            speed = cell is not first and first["status"] == "ok"
-            ratio = f" ({first['step_ms'] / cell['step_ms']:.2f}x)" if speed else ""
+            ratio = f" ({speed(cell, first)})" if cell is not first and first["status"] == "ok" else ""
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}{ratio}")
         lines.append(entries)
     return table(["", *(f"{batch:,} queries" for batch in batches)], lines)
@@ -163,6 +157,7 @@ def cell_name(batch: int, path: str, compiled: bool, texts: int | None = None, t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, None, timeout=240)
+    add_alone(parser)
     parser.add_argument("--mini-batch", type=int, help="measure GradCache with mini-batches of this many texts")
     parser.add_argument("--mini-batch-tokens", type=int, help="and of at most this many tokens, in place of texts")
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
@@ -175,19 +170,19 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        serve(run_cell)
+        (serve_by_turns if gate() else serve)(run_cell)
         return
     options.results = options.results or RESULTS / f"multi_vector_{'gradcache' if options.mini_batch else 'step'}.json"
     results = Results(options, flat=True)
-    choices = itertools.product(SWITCH[options.compile], options.batches, options.paths)
-    for compiled, batch, path in [] if options.render_only else choices:
-        cell = {"path": path, "batch": batch, "compile": compiled}
-        keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
-        cell |= {key: getattr(options, key) for key in keys}
-        if results.wants(name := cell_name(batch, *row_of(cell))):
-            result = step_apart(["-m", "benchmarks.training.multi_vector_step", "--worker"], cell, options.timeout)
+    keys = ("mini_batch", "mini_batch_tokens", "layers", "different", "warmup", "steps")
+    how = {key: getattr(options, key) for key in keys}
+    command = ["-m", "benchmarks.training.multi_vector_step", "--worker"]
+    for compiled, batch in [] if options.render_only else itertools.product(SWITCH[options.compile], options.batches):
+        choices = [{"path": path, "batch": batch, "compile": compiled, **how} for path in options.paths]
+        cells = {name: cell for cell in choices if results.wants(name := cell_name(batch, *row_of(cell)))}
+        for name, result in steps_together(command, cells, options.timeout, options.alone):
             shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
-            results.add(name, {**cell, **result, "environment": environment()}, shown)
+            results.add(name, {**cells[name], **result, "environment": environment()}, shown)
     ordered = sorted(results.cells.values(), key=lambda cell: (cell["compile"], list(PATHS).index(cell["path"])))
     print(markdown_table(results.cells, list(dict.fromkeys(map(row_of, ordered)))))
 

@@ -15,15 +15,15 @@ import argparse
 import itertools
 import os
 import statistics
-import time
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import Results, add_options, environment
 from benchmarks.harness.tables import table
+from benchmarks.harness.turns import add_alone, gate, serve_by_turns, speed, step_times
 from benchmarks.harness.workers import serve
-from benchmarks.training.cell_processes import step_apart
+from benchmarks.training.cell_processes import steps_together
 
 PATHS = {"stock": "colpali-engine", "fast": "colpali-engine + pylate-fastmaxsim"}
 QUERY_TOKENS = 25
@@ -174,11 +174,7 @@ def run_cell(cell: dict) -> dict:
         step(index)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times = []
-    for index in range(cell["steps"]):
-        began = time.perf_counter()
-        step(index)  # waits for the device to read the loss
-        times.append(time.perf_counter() - began)
+    times = step_times(step, 0, cell["steps"], cuda)
     return {
         "status": "ok",
         "step_ms": statistics.median(times) * 1e3,
@@ -230,7 +226,7 @@ def markdown_table(cells: dict[str, dict]) -> str:
             memory = "" if cell["peak_gib"] is None else f", {cell['peak_gib']:.1f} GiB"
             entries.append(f"{cell['step_ms']:,.0f} ms{memory}")
             if path != "stock" and stock and stock["status"] == "ok":
-                entries[-1] += f" ({stock['step_ms'] / cell['step_ms']:.2f}x)"
+                entries[-1] += f" ({speed(cell, stock)})"
         lines.append(entries)
     return table(["", *(f"{kind}, batch {batch}" for kind, batch in keys)], lines)
 
@@ -241,24 +237,29 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[16, 64])
     add_options(parser, RESULTS / "page_step.json", timeout=240)
+    add_alone(parser)
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial without a GPU")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        serve(run_cell)
+        (serve_by_turns if gate() else serve)(run_cell)
         return
     results = Results(options, flat=True)
     how = {"warmup": options.warmup, "steps": options.steps, "tiny": options.tiny}
-    choices = itertools.product(options.kinds, options.batches, options.paths)
-    for kind, batch, path in [] if options.render_only else choices:
-        if results.wants(name := f"{kind}/{path}/batch={batch}"):
-            cell = {"kind": kind, "path": path, "batch": batch}
-            result = step_apart(["-m", "benchmarks.training.page_step", "--worker"], cell | how, options.timeout)
+    command = ["-m", "benchmarks.training.page_step", "--worker"]
+    for kind, batch in [] if options.render_only else itertools.product(options.kinds, options.batches):
+        cells = {
+            name: {"kind": kind, "path": path, "batch": batch}
+            for path in options.paths
+            if results.wants(name := f"{kind}/{path}/batch={batch}")
+        }
+        asked = {name: cell | how for name, cell in cells.items()}
+        for name, result in steps_together(command, asked, options.timeout, options.alone):
             recorded = environment() | {"colpali-engine": version("colpali-engine")}
             shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "detail")}
-            results.add(name, {**cell, **result, "environment": recorded}, shown)
+            results.add(name, {**cells[name], **result, "environment": recorded}, shown)
     print(markdown_table(results.cells))
     draw(results.cells, results.target.with_suffix(".png"))
 

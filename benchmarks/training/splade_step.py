@@ -27,10 +27,11 @@ from pathlib import Path
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
-from benchmarks.harness.timing import elapsed, mark, peaks_gib
+from benchmarks.harness.timing import peaks_gib
+from benchmarks.harness.turns import add_alone, gate, ratio, serve_by_turns, speed, step_times
 from benchmarks.harness.workers import serve
 from benchmarks.training.cell import VOCABULARY, save_encoder
-from benchmarks.training.cell_processes import step_apart
+from benchmarks.training.cell_processes import steps_together
 from benchmarks.training.multi_vector_step import cell_name, markdown_table
 
 PATHS = ("stock", "fast")
@@ -102,14 +103,8 @@ def _measured(cell: dict, directory: Path) -> dict:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     warmup_seconds = time.perf_counter() - began
-    # As in a training run, nothing else waits for the GPU between steps.
-    marks = [mark(cuda)]
-    for index in range(cell["warmup"], cell["warmup"] + cell["steps"]):
-        values.append(step(index))
-        marks.append(mark(cuda))
-    if cuda:
-        torch.cuda.synchronize()
-    times = [elapsed(*pair) * 1e3 for pair in zip(marks, marks[1:], strict=False)]
+    measured = step_times(lambda index: values.append(step(index)), cell["warmup"], cell["steps"], cuda)
+    times = [seconds * 1e3 for seconds in measured]
     masks = [value for columns in batches for key, value in columns.items() if key.endswith("attention_mask")]
     return {
         "status": "ok",
@@ -133,21 +128,21 @@ def sizes(hidden: int | None) -> dict:
 def checks(cells: dict) -> list[str]:
     """What is wanted of this package, and what was measured, a line each."""
     found = []
-    for compiled, (speed, memory) in MUSTS.items():
+    for compiled, (least, memory) in MUSTS.items():
         stock, fast = (cells.get(cell_name(128, *each), {}) for each in (("stock", False), ("fast", compiled)))
         how = "with compile" if compiled else "without compile"
         said = "not measured"
         if stock.get("peak_gib") and fast.get("peak_gib"):
-            faster, share = stock["step_ms"] / fast["step_ms"], fast["peak_gib"] / stock["peak_gib"]
-            said = f"{faster:.2f}x in {share:.0%}: {'met' if faster >= speed and share <= memory else 'missed'}"
-        found.append(f"batch 128, {how}: {speed:g}x in {memory:.0%} of stock's memory wanted; {said}")
+            faster, share = ratio(fast, stock), fast["peak_gib"] / stock["peak_gib"]
+            said = f"{faster:.2f}x in {share:.0%}: {'met' if faster >= least and share <= memory else 'missed'}"
+        found.append(f"batch 128, {how}: {least:g}x in {memory:.0%} of stock's memory wanted; {said}")
     fast = cells.get(cell_name(256, "fast", False), {})
     if fast.get("peak_gib"):
         found.append(f"batch 256: 25 GiB wanted; {fast['peak_gib']:.1f} GiB")
     for batch in (8, 16):
         stock, fast = (cells.get(cell_name(batch, path, False), {}) for path in PATHS)
         with contextlib.suppress(KeyError):
-            found.append(f"batch {batch}: no slower wanted; {stock['step_ms'] / fast['step_ms']:.2f}x")
+            found.append(f"batch {batch}: no slower wanted; {speed(fast, stock)}")
     return found
 
 
@@ -159,6 +154,7 @@ def steps_table(cells: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, RESULTS / "splade_step.json", timeout=240)
+    add_alone(parser)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--batches", nargs="+", type=int, default=[128, 32, 256, 64, 16, 8])
     parser.add_argument("--compile", choices=list(SWITCH), default="both")
@@ -170,18 +166,21 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        serve(run_cell)
+        (serve_by_turns if gate() else serve)(run_cell)
         return
     results = Results(options, flat=True)
-    choices = itertools.product(SWITCH[options.compile], options.batches, options.paths)
-    for compiled, batch, path in [] if options.render_only else choices:
-        cell = {"path": path, "batch": batch, "compile": compiled}
-        cell |= {key: getattr(options, key) for key in ("layers", "hidden", "different", "warmup", "steps")}
-        if results.wants(name := cell_name(batch, path, compiled)):
-            result = step_apart(["-m", "benchmarks.training.splade_step", "--worker"], cell, options.timeout)
+    how = {key: getattr(options, key) for key in ("layers", "hidden", "different", "warmup", "steps")}
+    command = ["-m", "benchmarks.training.splade_step", "--worker"]
+    for compiled, batch in [] if options.render_only else itertools.product(SWITCH[options.compile], options.batches):
+        cells = {
+            name: {"path": path, "batch": batch, "compile": compiled, **how}
+            for path in options.paths
+            if results.wants(name := cell_name(batch, path, compiled))
+        }
+        for name, result in steps_together(command, cells, options.timeout, options.alone):
             shown = {key: result.get(key) for key in ("status", "step_ms", "peak_gib", "warmup_seconds", "detail")}
             shown["first_loss"] = result.get("losses", [None])[0]
-            results.add(name, {**cell, **result, "environment": environment()}, shown)
+            results.add(name, {**cells[name], **result, "environment": environment()}, shown)
     print(steps_table(results.cells))
     print("\n".join(checks(results.cells)))
 

@@ -5,7 +5,8 @@
 
 A step is forward, contrastive loss, backward and AdamW in bf16 autocast, with one negative per query. Options that are
 not listed here, such as --loss, are those of cell.py (`python -m benchmarks.training.cell --help`). Each cell runs in a
-process of its own, which has --timeout seconds to warm up and again as many to be measured. It is written to the
+process of its own, which has --timeout seconds to warm up and again as many to be measured. Stock and fast of a batch,
+not compiled, take turns with their steps, unless --alone. It is written to the
 results file as soon as it is known, and a finished one is not measured again, so several short runs on a GPU fill one
 file.
 """
@@ -18,7 +19,8 @@ import itertools
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import SWITCH, Results, add_options, environment
 from benchmarks.harness.tables import table
-from benchmarks.training.cell_processes import OUT_OF_MEMORY, measure
+from benchmarks.harness.turns import add_alone, speed
+from benchmarks.training.cell_processes import OUT_OF_MEMORY, measure, measure_together
 
 PATHS = {
     "stock": "PyLate",
@@ -72,16 +74,28 @@ def markdown_table(cells: dict, checkpointing: bool) -> str:
             else:
                 text = time_and_memory(cell)
                 if stock and stock["status"] == cell["status"] == "ok" and cell is not stock:
-                    text += f" ({stock['step_ms'] / cell['step_ms']:.2f}x{mark_of_runs(cell, stock)})"
+                    text += f" ({speed(cell, stock)}{mark_of_runs(cell, stock)})"
                 entries.append(text)
         if any(entries):
             lines.append([row_title(path, compiled), *entries])
     return table(["path", *(f"batch {batch}" for batch in batches)], lines)
 
 
+def compared(names: list[str], cells: dict[str, dict]) -> list[list[str]]:
+    """Cells that take turns: stock and fast of a batch, not compiled."""
+    pairs = []
+    for name in names:
+        cell = cells[name]
+        fast = cell_name("fast", cell["batch"], False, cell["checkpointing"])
+        if cell["path"] == "stock" and not cell["compile"] and fast in names:
+            pairs.append([name, fast])
+    return pairs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, RESULTS / "train_step.json", timeout=240)
+    add_alone(parser)
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
     parser.add_argument("--paths", nargs="+", choices=list(PATHS), default=list(PATHS))
     parser.add_argument("--compile", choices=list(SWITCH), default="both")
@@ -106,11 +120,15 @@ def main() -> None:
             for checkpointing, compiled, batch, path in choices
         }
         names = list(filter(results.wants, cells))
-        for first in range(0, len(names), options.together):
+        pairs = [] if options.alone else compared(names, cells)
+        others = [name for name in names if not any(name in pair for pair in pairs)]
+        parted = [others[first : first + options.together] for first in range(0, len(others), options.together)]
+        for group in [*pairs, *parted]:
             if results.left <= 0:
                 break
-            group = names[first : first + options.together]
-            for index, result in measure([cells[name] for name in group], extra, options.timeout):
+            chosen = [cells[name] for name in group]
+            run = measure_together if group in pairs else measure
+            for index, result in run(chosen, extra, options.timeout):
                 cell = {"cell": cells[group[index]], "options": extra, **result, "environment": recorded}
                 shown = {key: value for key, value in result.items() if key not in ("losses", "each_ms", "stderr")}
                 results.add(group[index], cell, shown)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from benchmarked import run_benchmark
 
+from benchmarks.harness.turns import ratio, speed
 from benchmarks.operators import splade as head
 from benchmarks.operators.splade_table import checks, docs_table
 from benchmarks.training import splade_step
@@ -96,6 +97,16 @@ def test_bounds_of_steps():
     assert gpu(cells[cell_name(128, "stock", False)]) == "H100"
 
 
+def test_speed_is_that_of_pairs_of_blocks_where_cells_took_turns():
+    stock, fast = {"step_ms": 200, "turns": "a"}, {"step_ms": 100, "turns": "a"}
+    judged = {"ratio": 1.87, "busy": False}
+    assert speed(fast, stock) == "2.00x"
+    assert speed({**fast, "against_first": judged}, stock) == "1.87x"
+    assert speed({**fast, "against_first": {**judged, "busy": True}}, stock) == "about 1.9x, busy machine"
+    # Stock was measured again.
+    assert ratio({**fast, "against_first": judged}, {"step_ms": 200}) == 2.0
+
+
 @pytest.mark.bench
 def test_the_command_measures_every_implementation(tmp_path):
     target = tmp_path / "head.json"
@@ -112,8 +123,10 @@ def test_the_command_measures_every_implementation(tmp_path):
 @pytest.mark.bench
 def test_steps_of_both_paths_are_measured(tmp_path):
     target = tmp_path / "step.json"
-    small = ["--batches", "2", "--layers", "1", "--hidden", "64", "--steps", "1", "--warmup", "1", "--different", "1"]
+    small = ["--batches", "2", "--layers", "1", "--hidden", "64", "--steps", "8", "--warmup", "1", "--different", "1"]
     printed = run_benchmark("training.splade_step", "--compile", "no", *small, "--results", str(target))
     stock, fast = json.loads(target.read_text()).values()
     assert stock["losses"][0] == pytest.approx(fast["losses"][0], rel=2e-2) and 0 < stock["padding"] < 1
-    assert "x) |" in printed
+    # By turns: 2 steps of warm-up, and two blocks of 3.
+    assert stock["turns"] == fast["turns"] and fast["against_first"]["pairs"] == 2 and len(fast["each_ms"]) == 8
+    assert f"({speed(fast, stock)}) |" in printed
