@@ -8,8 +8,9 @@ import pytest
 import torch
 from compared import assert_equal
 from multi_vector import LOSSES as OF_HOST
-from multi_vector import TEACHER, batch_of, load, run
+from multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, batch_of, load, run
 from multi_vector import assert_equal as assert_nearly_equal
+from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
 
@@ -140,3 +141,27 @@ def test_settings_for_a_model_card(encoder):
     }
     config = Matryoshka(model, both, (64, 32)).get_config_dict()
     assert config["loss"] == "ContrastiveDistillation" and config["dims"] == (64, 32)
+
+
+@pytest.mark.e2e
+def test_the_trainer(encoder, packed, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES, "label": TEACHER.tolist()}
+
+    def curve() -> list[float]:
+        torch.manual_seed(0)
+        model = MultiVectorEncoder(encoder("bert"), device="cpu")
+        loss = ContrastiveDistillation(model, temperature=0.5, mini_batch_tokens=60)
+        loss = Matryoshka(model, loss, (128, 32), document_tokens=(None, 4), pooled=True)
+        options = {"per_device_train_batch_size": 4, "max_steps": 4, "logging_steps": 1, "report_to": "none"}
+        arguments = MultiVectorEncoderTrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True, **options)
+        data = datasets.Dataset.from_dict(rows)
+        trainer = MultiVectorEncoderTrainer(model=model, args=arguments, train_dataset=data, loss=loss)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    stock = curve()
+    assert "document_tokens" in (tmp_path / "saved" / "README.md").read_text(encoding="utf-8")
+    pylate_fastmaxsim.enable()
+    assert curve() == pytest.approx(stock, rel=1e-4)
