@@ -6,6 +6,10 @@ from __future__ import annotations
 class RecipeError(ValueError):
     """A recipe that cannot be run. The message is one sentence that names the key and what is allowed."""
 
+    def __init__(self, sentence: str) -> None:
+        # A DataLoader raises an error of its workers again, with their traceback before the sentence.
+        super().__init__(sentence.rpartition("RecipeError: ")[2].strip())
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or the name of its type if it has no text.

@@ -113,6 +113,8 @@ def check(recipe: Recipe) -> None:
         raise RecipeError("data.columns does not apply to data.source distillation, whose columns have fixed names.")
     if recipe.data.negatives_per_query is not None and recipe.loss.name not in ("contrastive", "cached_contrastive"):
         raise RecipeError(f"data.negatives_per_query does not apply to the {recipe.loss.name} loss.")
+    if recipe.data.streaming:
+        _check_streaming(recipe)
     ids = recipe.data.source == "distillation" or recipe.data.collection is not None
     if recipe.data.n_ways is not None and not (ids and recipe.loss.name == "distillation"):
         raise RecipeError("data.n_ways applies to distillation with ids of documents (data.collection) only.")
@@ -145,6 +147,29 @@ def check(recipe: Recipe) -> None:
     there = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not there.is_dir():
         raise RecipeError(f"output_dir must be a directory or a path yet to be made, but {there} is a file.")
+
+
+def _check_streaming(recipe: Recipe) -> None:
+    if recipe.data.source not in ("hub", "files"):
+        raise RecipeError(f"data.source must be hub or files with data.streaming, got {recipe.data.source!r}.")
+    if recipe.training.max_steps is None:
+        raise RecipeError("training.max_steps is missing; with data.streaming it says when training ends.")
+    if recipe.evaluation.rows:
+        raise RecipeError(
+            "evaluation.rows must be 0 with data.streaming, whose rows are read once in passing: evaluate on evaluation.beir or "
+            "evaluation.nano_beir."
+        )
+    for key, given in {
+        "data.max_rows": recipe.data.max_rows is not None,
+        "data.collection": recipe.data.collection is not None,
+        "model.build": recipe.model.build is not None,
+        "training.batch_sampler": recipe.training.batch_sampler != "batch_sampler",
+        "training.log_gradient_concentration": recipe.training.log_gradient_concentration is not None,
+    }.items():
+        if given:
+            raise RecipeError(f"{key} does not apply to data.streaming: it needs all rows at once.")
+    if recipe.model.visual:
+        raise RecipeError(f"data.streaming does not apply to model.kind {recipe.model.kind}.")
 
 
 def _require_no_file(key: str, what: str, path: str | None) -> None:
@@ -341,6 +366,8 @@ def _check_data(data: DataSection, section: str) -> None:
     required = own[0]
     if getattr(data, required) is None:
         raise RecipeError(f"{section}.{required} is missing; {section}.source {data.source} needs it.")
+    if section != "data" and data.streaming:
+        raise RecipeError(f"{section}.streaming does not apply to mining, which needs all texts.")
     for name in ("negatives_per_query", "n_ways", "collection"):
         if section != "data" and getattr(data, name) is not None:
             raise RecipeError(f"{section}.{name} does not apply to mining.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -105,7 +106,7 @@ def _compare(
     prepared = prepare(recipe)
     # Fails here rather than in both runs, before anything is written. Also downloads everything once.
     data = load_data(prepared)
-    rows = len(data.train) + len(data.held_out or ())
+    rows = math.inf if recipe.data.streaming else len(data.train) + len(data.held_out or ())
     if batch_sizes and max(batch_sizes) > rows:
         raise RecipeError(
             f"--sweep: batch_size must be at most {rows}, as many rows as the data has, got {max(batch_sizes)}."

@@ -144,6 +144,10 @@ class DataSection:
     shortest row has.
 
     ``max_rows`` keeps a random part, drawn with ``seed``.
+
+    With ``streaming`` rows of ``hub`` and ``files`` are read while training, and nothing is copied to the disk. They are
+    shuffled within a buffer of 10,000 rows, and come again in the same order after the last. ``training.max_steps`` says
+    when training ends.
     """
 
     source: Literal["docstrings", "hub", "files", "distillation"]
@@ -159,6 +163,7 @@ class DataSection:
     n_ways: int | None = key(None, minimum=2)
     max_rows: int | None = key(None, minimum=2)
     seed: int = key(0, minimum=0)
+    streaming: bool = False
 
 
 # How the embeddings of documents may be compressed: int8, fp8, and PLAID's residual codes of 1, 2 or 4 bits a number.

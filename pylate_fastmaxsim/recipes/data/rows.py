@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datasets import Dataset, Sequence, Value
+from datasets import Dataset, IterableDataset, Sequence, Value
 
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
@@ -23,7 +23,10 @@ IDS = ("_id", "id", "qid", "pid", "docid", "query_id", "document_id", "doc_id")
 
 
 def load_rows(recipe: Recipe) -> Dataset:
-    """Load the rows of a recipe, with the columns that it uses, in the order of the data."""
+    """Load the rows of a recipe, with the columns that it uses, in the order of the data.
+
+    Those that are streamed are read by :func:`pylate_fastmaxsim.recipes.data.streaming.stream_rows`.
+    """
     return _load_mined(recipe) if recipe.data.source == "distillation" else _load_checked(recipe)
 
 
@@ -44,6 +47,11 @@ def _load_checked(recipe: Recipe) -> Dataset:
         return _texts_of_ids(recipe, dataset)
     if not recipe.model.visual and recipe.loss.name != "distillation":
         dataset = one_text_a_column(recipe.data, dataset)
+    return fitted(recipe, dataset)
+
+
+def fitted(recipe: Recipe, dataset: Dataset) -> Dataset:
+    """Rows whose columns fit the loss and the host, by their names and types."""
     if recipe.model.kind == "colbert":
         dataset = query_named(recipe, dataset)
     backend(recipe.model, __package__).check_columns(recipe, dataset, dataset.column_names)
@@ -99,23 +107,28 @@ def _scores_as_floats(dataset: Dataset) -> Dataset:
 
 def load_columns(data: DataSection, section: str) -> Dataset:
     """Load the rows of a section, with its ``columns``, or with all columns but ids if it names none."""
-    dataset = _load_rows(data, section)
+    dataset = open_rows(data, section)
+    return dataset.select_columns(used_columns(data, section, dataset.column_names))
+
+
+def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]:
+    """The columns to use of those that the data have."""
     # If all columns are ids, check_columns refuses them.
-    texts = [name for name in dataset.column_names if data.collection is not None or not is_id(name)]
-    columns = data.columns or texts or dataset.column_names
+    columns = data.columns or [name for name in there if data.collection is not None or not is_id(name)] or there
     for column in columns:
-        if column not in dataset.column_names:
-            raise RecipeError(
-                f"{section}.columns: no column {column!r}, the data has the columns {', '.join(dataset.column_names)}."
-            )
-    return dataset.select_columns(columns)
+        if column not in there:
+            raise RecipeError(f"{section}.columns: no column {column!r}, the data has the columns {', '.join(there)}.")
+    return columns
 
 
-def _load_rows(data: DataSection, section: str) -> Dataset:
+def open_rows(data: DataSection, section: str, streaming: bool = False) -> Dataset | IterableDataset:
+    """The rows of a section as they are, all of them or as a stream."""
     if data.source == "files":
         key, kind = f"{section}.files", FILE_TYPES[file_type(data.files[0])]
         if kind == "json" and has_lists(data.files[0]):
+            if streaming:
+                raise RecipeError(f"{section}.streaming does not read lists in JSON lines; set it to false.")
             return read_triples(key, data.files)
         names = names_of_texts if section == "mining.corpus" else names_of_rows
-        return load_files(key, kind, {"train": data.files}, names=names, columns=data.columns)
-    return load_table(f"{section}.name", data.name, data.config, split=data.split or "train")
+        return load_files(key, kind, {"train": data.files}, names=names, columns=data.columns, streaming=streaming)
+    return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)

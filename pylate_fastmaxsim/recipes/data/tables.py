@@ -15,6 +15,7 @@ import yaml
 from datasets import (
     Dataset,
     DatasetDict,
+    IterableDataset,
     are_progress_bars_disabled,
     disable_progress_bars,
     enable_progress_bars,
@@ -36,8 +37,12 @@ NO_ROWS = "corresponds to no data"
 SAVED_TO_DISK = (("state.json", "dataset_info.json"), ("dataset_dict.json",))
 
 
-def load_table(key: str, path: str, subset: str | None = None, split: str | None = None) -> Dataset:
+def load_table(
+    key: str, path: str, subset: str | None = None, split: str | None = None, streaming: bool = False
+) -> Dataset | IterableDataset:
     """Load a table from the Hub or from a folder. Without ``split`` it must have exactly one split.
+
+    With ``streaming`` its rows are read as they are needed.
 
     Raises
     ------
@@ -45,13 +50,15 @@ def load_table(key: str, path: str, subset: str | None = None, split: str | None
         It cannot be loaded. The message names the recipe's ``key``.
     """
     if not Path(path).is_dir():
-        return _load(key, f"the subset {subset} of {path}" if subset else path, path, subset, split=split)
+        return _load(
+            key, f"the subset {subset} of {path}" if subset else path, path, subset, split=split, streaming=streaming
+        )
     _require_readable(key, Path(path))
     try:
         kind, files = _files_of_folder(path, subset)
     except Exception as error:  # as in _load
         raise table_failure(key, error) from error
-    return load_files(key, kind, files, split)
+    return load_files(key, kind, files, split, streaming=streaming)
 
 
 def load_files(
@@ -61,7 +68,8 @@ def load_files(
     split: str | None = "train",
     names: Names | None = None,
     columns: list[str] | None = None,
-) -> Dataset:
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
     """Load a table from files, which are listed by split. ``kind`` is the name of ``datasets`` for their type.
 
     ``names`` and ``columns`` are those of :func:`~pylate_fastmaxsim.recipes.data.delimited.read_options`.
@@ -72,13 +80,13 @@ def load_files(
     # older file. Size and change time in an option without effect make the key different.
     status = [os.stat(name) for name in every if os.path.exists(name)]
     description = str([(each.st_size, each.st_ctime_ns) for each in status])
-    options = {"split": split, "data_files": patterns, "description": description}
+    options = {"split": split, "data_files": patterns, "description": description, "streaming": streaming}
     if kind == "csv":
         options |= read_options(key, every[0], names, columns)
     return _load(key, ", ".join(every), kind, **options)
 
 
-def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset:
+def _load(key: str, place: str, path: str, subset: str | None = None, **options: Any) -> Dataset | IterableDataset:
     try:
         with progress_shown():
             table = load_dataset(path, subset, **options)

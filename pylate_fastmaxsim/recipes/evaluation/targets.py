@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 
@@ -20,7 +20,7 @@ class RecipeData:
     That is rows held out of them, a collection in BEIR's layout, sets of NanoBEIR, or nothing.
     """
 
-    train: Dataset
+    train: Dataset | IterableDataset
     held_out: Dataset | None = None
     collection: Collection | None = None
     nano_beir: NanoBEIREvaluator | None = None

@@ -38,6 +38,9 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> SentenceTransformerT
         options["learning_rate_mapping"] = {r"\.sub_modules\.query\.": query_rate}
     if not options["gradient_checkpointing"]:
         del options["gradient_checkpointing"]  # later releases of transformers warn of the name
+    if recipe.data.streaming:
+        # Otherwise one process would read for all, and cut columns of several documents a row to the number of rows.
+        options["accelerator_config"] = {"dispatch_batches": False}
     save_steps = options.pop("save_steps")
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
     precision = _precision(recipe, on_gpu)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.rows import load_rows
+from pylate_fastmaxsim.recipes.data.streaming import stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import load_collection
 from pylate_fastmaxsim.recipes.evaluation.nano_beir import load_nano_beir
@@ -22,11 +23,17 @@ def load_data(recipe: Recipe) -> RecipeData:
 
     Docstring pairs must have been written to a file first, which is what ``prepare`` does.
     """
+    if recipe.data.streaming:
+        return _evaluated(recipe, stream_rows(recipe), None)
     dataset = load_rows(recipe).shuffle(seed=recipe.data.seed)
     if recipe.data.max_rows is not None:
         dataset = dataset.select(range(min(recipe.data.max_rows, len(dataset))))
     train, held_out = _split(dataset, recipe.evaluation.rows)
     _require_a_batch(recipe, len(train), 0 if held_out is None else len(held_out))
+    return _evaluated(recipe, train, held_out)
+
+
+def _evaluated(recipe: Recipe, train: Dataset | IterableDataset, held_out: Dataset | None) -> RecipeData:
     if recipe.evaluation.beir is not None:
         return RecipeData(train, collection=load_collection(recipe.evaluation))
     if recipe.evaluation.nano_beir is not None:

@@ -46,7 +46,7 @@ def build_trainer(
     from sentence_transformers.multi_vector_encoder import MultiVectorEncoderDataCollator
 
     function = build_loss(loss, model)
-    first = spread(rows[0])
+    first = spread(next(iter(rows)))
     # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
     model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
     trainer = (trainer_class or MultiVectorRecipeTrainer)(

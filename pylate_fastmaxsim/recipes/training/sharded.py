@@ -13,6 +13,7 @@ import torch
 from sentence_transformers import SentenceTransformerTrainer
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+from transformers.trainer_utils import has_length
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -132,8 +133,9 @@ class TextTrainerMixin(WholeModelMixin):
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Where training goes on: epochs that are done, and batches of the one begun."""
-        super()._init_training_state(*arguments)
-        return batches_done(self.state, len(self._train_dataloader))
+        done = super()._init_training_state(*arguments)
+        # Rows that are streamed have no number, and one epoch without an end.
+        return batches_done(self.state, len(self._train_dataloader)) if has_length(self._train_dataloader) else done
 
     def _load_from_checkpoint(self, checkpoint_path: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:

@@ -39,7 +39,7 @@ def build_trainer(
     function = build_loss(loss, model)
     section = loss.regularizers
     schedule = SpladeRegularizerWeightSchedulerCallback(function, section.schedule, section.warmup_ratio)
-    first = spread(rows[0])
+    first = spread(next(iter(rows)))
     # Sentence Transformers would look for them in columns of texts, which not all rows have before they are read.
     model.model_card_data.widget = [{"text": text} for text in first.values() if isinstance(text, str)]
     sides = sides_of(first)

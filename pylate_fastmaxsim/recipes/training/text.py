@@ -41,7 +41,11 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of Sentence Transformers, with PyLate's collator and the loss of the recipe."""
     # The columns of distillation end with the scores.
-    if loss.name == "distillation" and loss.normalize_scores is not False and len(rows[0][rows.column_names[-1]]) == 2:
+    if (
+        loss.name == "distillation"
+        and loss.normalize_scores is not False
+        and len(next(iter(rows))[rows.column_names[-1]]) == 2
+    ):
         logger.warning(
             "loss.normalize_scores scales the model's scores of each query to [0, 1], and with two documents to 0 and 1 "
             "whatever they are: nothing is learned. Set it to false, or use more documents (data.n_ways)."

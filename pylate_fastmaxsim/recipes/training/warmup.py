@@ -90,6 +90,8 @@ def warm_up(recipe: Recipe, processes: int | None = None) -> Warmed:
     """
     prepared = prepare(recipe)
     rows = load_data(prepared).train
+    if recipe.data.streaming:
+        rows = Dataset.from_list(list(rows.take(recipe.training.per_device_train_batch_size)))
     steps, before = [], cached_kernels()
     with tempfile.TemporaryDirectory() as scratch, switched(recipe.fast):
         arguments = training_arguments(

@@ -1,0 +1,186 @@
+"""Rows that are streamed: the same training as from a table, endless, resumed exactly, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import islice
+
+import pytest
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset, IterableDataset
+from recipe_runs import command, interrupt, same_model
+from tiny_recipe import text, tiny, write
+from torch.utils.data import DataLoader
+
+from pylate_fastmaxsim.recipes.config.schema import Recipe
+from pylate_fastmaxsim.recipes.data import streaming
+from pylate_fastmaxsim.recipes.data.rows import load_rows
+from pylate_fastmaxsim.recipes.data.streaming import stream_rows
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training.train import train
+
+PAIRS = [{"query": text(n, 4), "positive": f"{text(n, 4 + n % 17)} number {n}"} for n in range(30)]
+LISTS = [
+    {
+        "question": text(n, 4),
+        "pos": [f"{text(n, 9)} {n}"] * (1 + n % 2),
+        "neg": [text(n + k, 7) for k in range(1 + n % 3)],
+    }
+    for n in range(20)
+]
+TAUGHT = [{"query": text(n, 4), "documents": [text(n, 5), text(n + 1, 6), "a"], "scores": [3, 2, n]} for n in range(20)]
+
+
+@pytest.fixture
+def recipe_of(encoder, tmp_path, monkeypatch):
+    # datasets waits for five seconds at the end of Parquet files.
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0, raising=False)
+
+    def make(rows: list[dict], *overrides: str, file: str = "rows.jsonl.gz", output: str = "out", **sections) -> Recipe:
+        path = tmp_path / file
+        if file.endswith(".parquet"):
+            Dataset.from_list(rows).to_parquet(path)
+        elif file.endswith(".tsv"):
+            path.write_text("".join("\t".join(row.values()) + "\n" for row in rows))
+        else:
+            with gzip.open(path, "wt") as lines:
+                lines.writelines(json.dumps(row) + "\n" for row in rows)
+        values = tiny(tmp_path, output, evaluation={"rows": 0}, **sections)
+        values["data"] = {"source": "files", "files": [str(path)], "streaming": True}
+        values["model"] = values["model"] | {"build": None, "name_or_path": encoder("bert")}
+        values["training"] |= {"max_steps": 6, "save_steps": 4}
+        return load_recipe(write(tmp_path, values), overrides)
+
+    return make
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl.gz", "rows.parquet", "rows.tsv"])
+def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
+    stream = stream_rows(recipe_of(PAIRS, file=file))
+    assert isinstance(stream, IterableDataset) and stream.column_names == ["query", "positive"]
+    rows = [row["positive"] for row in islice(stream, 60)]
+    assert sorted(rows[:30]) == sorted(row["positive"] for row in PAIRS) and rows[:30] == rows[30:]
+    assert rows[:30] != [row["positive"] for row in PAIRS]
+    assert rows[:30] != [row["positive"] for row in islice(stream_rows(recipe_of(PAIRS, "data.seed=1")), 30)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "loss"),
+    [(LISTS, ["data.negatives_per_query=2"], "contrastive"), (TAUGHT, [], "distillation"), (PAIRS, [], "contrastive")],
+)
+def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeypatch):
+    monkeypatch.setattr(streaming, "BUFFER", 1)
+    stream = stream_rows(recipe_of(rows, *overrides, loss={"name": loss}))
+    table = load_rows(recipe_of(rows, *overrides, "data.streaming=false", loss={"name": loss}))
+    assert stream.column_names == table.column_names
+    assert list(islice(stream, len(table))) == table.to_list()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupted_run_goes_on_with_the_next_batch(workers, recipe_of, tmp_path, monkeypatch):
+    overrides = [f"training.dataloader_num_workers={workers}", "data.negatives_per_query=2"]
+    whole = train(recipe_of(LISTS, *overrides, output="whole"))
+    assert whole["steps"] == len(whole["losses"]) == 6
+    recipe = recipe_of(LISTS, *overrides)
+    assert interrupt(recipe, monkeypatch, step=3) == "checkpoint-4"
+    resumed = train(recipe)
+    assert resumed["losses"] == whole["losses"] and resumed["resumed_from"] == "checkpoint-4"
+    assert same_model(tmp_path / "whole", tmp_path / "out")
+
+
+def test_documents_of_a_distillation_are_all_scored(recipe_of):
+    # accelerate would cut a column of 12 documents to its batch of 4 rows.
+    loss = {"name": "distillation"}
+    streamed = train(recipe_of(TAUGHT, "training.max_steps=1", loss=loss, output="streamed"))
+    assert streamed["steps"] == 1 and streamed["losses"][0][1] > 0
+
+
+@pytest.mark.parametrize("kind", ["splade", "colbert"])
+def test_fast_and_stock_train_alike(kind, recipe_of, encoder):
+    sections = {}
+    if kind == "splade":
+        empty = {"kind": kind, "embedding_size": None, "query_length": None, "document_length": None}
+        sections = {"model": empty, "loss": {"regularizers": {"document_weight": 1e-3}}}
+    overrides = [f"model.name_or_path={encoder('distilbert', masked_lm=True)}", "training.max_steps=2"]
+    overrides.append("model.config_kwargs={dropout: 0.0, attention_dropout: 0.0}")
+    losses = []
+    for fast in ("true", "false"):
+        recipe = recipe_of(PAIRS, f"fast.enabled={fast}", *overrides, output=fast, **sections)
+        losses.append([loss for _, loss in train(recipe)["losses"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and len(losses[0]) == 2
+
+
+@pytest.mark.e2e
+def test_streamed_rows_are_compared(recipe_of, tmp_path):
+    recipe_of(PAIRS)
+    done = command("compare", tmp_path / "tiny.yaml", "training.max_steps=8")
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [run["steps"] for run in result["runs"].values()] == [8, 8]
+
+
+def test_processes_read_different_rows(recipe_of):
+    stream = stream_rows(recipe_of(PAIRS))
+    read = []
+    for rank in range(2):
+        loader = prepare_data_loader(
+            DataLoader(stream, batch_size=5, drop_last=True),
+            num_processes=2,
+            process_index=rank,
+            dispatch_batches=False,
+        )
+        read.append([row for batch in islice(loader, 2) for row in batch["positive"]])
+    together = [row["positive"] for row in islice(stream, 20)]
+    assert read[0] + read[1] == [*together[:5], *together[10:15], *together[5:10], *together[15:]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "override", "sentence"),
+    [
+        (
+            PAIRS,
+            "training.max_steps=null",
+            "training.max_steps is missing; with data.streaming it says when training ends.",
+        ),
+        (PAIRS, "evaluation.rows=10", "evaluation.rows must be 0 with data.streaming, whose rows are read once"),
+        (PAIRS, "data.max_rows=10", "data.max_rows does not apply to data.streaming: it needs all rows at once."),
+        (PAIRS, "training.batch_sampler=no_duplicates", "training.batch_sampler does not apply to data.streaming"),
+        (PAIRS, "model={build: {}}", "model.build does not apply to data.streaming"),
+        (
+            PAIRS,
+            "data.columns=[query, answer]",
+            "data.columns: no column 'answer', the data has the columns query, pos",
+        ),
+        (
+            PAIRS,
+            "training.per_device_train_batch_size=40",
+            "training.per_device_train_batch_size must be at most 30, as",
+        ),
+        (LISTS, "data.seed=1", "data.negatives_per_query is missing, .*: the first has 1, row 1 has 2."),
+        (
+            [PAIRS[0], {"query": "q", "positive": None}],
+            "data.seed=1",
+            "data.columns: 'positive' must hold a text in every",
+        ),
+        ([PAIRS[0], {"query": "q", "positive": 3}], "data.seed=1", "data: a column holds values of several types in "),
+        ([], "data.seed=1", "data.* there are no rows|data cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_streamed_is_one_sentence(rows, override, sentence, recipe_of):
+    with pytest.raises(RecipeError, match=f"^{sentence}") as error:
+        stream_rows(recipe_of(rows, override))
+    assert "\n" not in str(error.value)
+
+
+def test_a_row_that_does_not_fit_ends_the_training_with_one_sentence(recipe_of, monkeypatch):
+    monkeypatch.setattr(streaming, "ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(streaming, "BUFFER", 8)
+    rows = [*PAIRS[:20], {"query": "q", "positive": None}]
+    for workers in (0, 1):
+        with pytest.raises(RecipeError) as error:
+            train(recipe_of(rows, f"training.dataloader_num_workers={workers}", output=f"out-{workers}"))
+        assert str(error.value) == (
+            "data.columns: 'positive' must hold a text in every row, but some have none (in the rows from number 16 on)."
+        )
