@@ -15,7 +15,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training import epochs
 from pylate_fastmaxsim.recipes.training import train as training
 from pylate_fastmaxsim.recipes.training.checkpoints import last_checkpoint
-from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer
+from pylate_fastmaxsim.recipes.training.sharded import RecipeTrainer, TextTrainerMixin
 
 
 def uneven(folder: Path, name: str, **section):
@@ -63,7 +63,7 @@ def test_the_last_step_is_not_saved_twice(tmp_path, monkeypatch):
 
 def test_an_older_transformers_does_not_go_on_after_an_uneven_epoch(tmp_path, monkeypatch):
     recipe = uneven(tmp_path, "out")
-    monkeypatch.delattr(RecipeTrainer, "_init_training_state")
+    monkeypatch.delattr(TextTrainerMixin, "_init_training_state")
     monkeypatch.setattr(epochs, "COUNTS_BATCHES", False)
     assert interrupt(recipe, monkeypatch, step=5) == "checkpoint-6"
     # In the first epoch the number of steps is enough to go on.
