@@ -56,7 +56,7 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
     except (ValueError, OSError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
-        children = {mode: _child(mode, Path(scratch), output, arguments, ranks) for mode in (STOCK, FAST)}
+        children = {mode: child_of(mode, Path(scratch), output, arguments, ranks) for mode in (STOCK, FAST)}
         try:
             with _waiting(ranks) as on_wait:
                 turns = take_turns(children, of=steps, on_wait=on_wait, gather=ranks.gather)
@@ -71,7 +71,8 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
         _report({"recipe": command | {"options": given}, **compared_runs(turns)}, output / RESULT_FILE)
 
 
-def _child(mode: str, scratch: Path, output: Path, arguments: Sequence[str], ranks: Ranks) -> Child:
+def child_of(mode: str, scratch: Path, output: Path, arguments: Sequence[str], ranks: Ranks) -> Child:
+    """How to start one of the two runs; its log goes to ``output``, all else that it writes to ``scratch``."""
     folder = scratch / mode
     folder.mkdir()
     program = python("from pylate_fastmaxsim.comparison.script_child import main; main()")

@@ -12,6 +12,12 @@ from typing import Any
 
 from paths import ROOT
 
+from pylate_fastmaxsim.comparison.ranks import Ranks
+from pylate_fastmaxsim.comparison.script import child_of
+from pylate_fastmaxsim.comparison.script_child import FAST
+from pylate_fastmaxsim.comparison.turns import take_turns
+from pylate_fastmaxsim.comparison.verdict import summary_of
+
 COMMAND = ("-m", "pylate_fastmaxsim.cli", "compare")
 
 
@@ -35,6 +41,17 @@ def compared(folder: Path, script: str, *options: str, **how: Any) -> dict[str, 
         "compare.json\ncompare/compare.png\ncompare/compare.html\n"
     )
     return json.loads((folder / "compare" / "compare.json").read_text(encoding="utf-8"))
+
+
+def accelerated(folder: Path, script: str, steps: int) -> dict[str, Any]:
+    """A script in a folder, with the flag only, which takes half as long; nothing else is in the folder afterwards."""
+    scratch = folder.with_name(f"{folder.name}-scratch")
+    scratch.mkdir()
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    words = ["--steps", str(steps), str(folder / "train.py")]
+    turns = take_turns({FAST: child_of(FAST, scratch, scratch, words, Ranks({}))}, of=steps)
+    assert {path.name for path in folder.iterdir()} == {"train.py"}
+    return summary_of(turns.runs[FAST])
 
 
 def example(page: str, model: str, stand_in: str) -> str:
