@@ -130,6 +130,7 @@ def _time_rows(runs: dict[str, Any], wall_seconds: dict[str, float]) -> Rows:
         ("status", *(run["status"] for run in both)),
         ("steps", *(str(run["steps"]) for run in both)),
         _row("median step", [run.get("step_seconds") for run in both], "{:.3f} s"),
+        _row("CPU time of a step", [run.get("cpu_step_seconds") for run in both], "{:.3f} s"),
         ("peak memory", *(memory(run, "peak") for run in both)),
         ("of it before training", *(memory(run, "before") for run in both)),
         ("held by PyTorch's allocator", *(memory(run, "held") for run in both)),

@@ -127,7 +127,11 @@ def _on_the_turns(summary: dict[str, Any]) -> str:
         return ""
     low, high = turns["quartiles"]
     pairs = "1 pair" if turns["pairs"] == 1 else f"{turns['pairs']} pairs"
-    how = "Memory did not hold both processes, so each was started alone, in turns. " if summary["restarted"] else ""
+    how = (
+        "The device does not take both processes at once, so each was started alone, in turns. "
+        if summary["restarted"]
+        else ""
+    )
     if turns["busy"]:
         return f"{turns['why_busy']} There is no verdict on the speed; the ratio was about {turns['ratio']:.2g}. {how}"
     spread = f", half of them from {low:.2f} to {high:.2f}" if turns["pairs"] > 1 else ""

@@ -32,6 +32,8 @@ ROUNDS = 3
 # Of the memory of the device, beyond which the peaks of all together are too much.
 FULL = 0.9
 POLL_SECONDS = 0.1
+# In CUDA's words: a GPU in exclusive mode, as clusters set it, takes one process at a time.
+_EXCLUSIVE = "busy or unavailable"
 
 Gather = Callable[[Any], list[Any]]
 
@@ -92,7 +94,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Turns:
-    """All runs by name. ``restarted`` if memory did not hold all processes, so that whole processes took turns."""
+    """All runs by name. ``restarted`` if the device did not take all processes at once, so that whole ones took turns."""
 
     runs: dict[str, Run]
     restarted: bool
@@ -125,7 +127,7 @@ def take_turns(
     block of the same number of steps, at least 3 and as many as the fastest does in 2 seconds if at least 6 blocks come
     of it; then in the opposite order, and so on. Whoever has no step left does the rest in one turn, after all steps.
 
-    If memory does not hold all of them, each goes from its start to its end alone, and two more times through its warm-up
+    If the device does not take all of them at once, each goes from its start to its end alone, and two more times through its warm-up
     and a block. All processes are killed when this returns or raises, by a signal too.
 
     Parameters
@@ -169,7 +171,7 @@ def python(code: str) -> list[str]:
 
 
 class _NotTogether(Exception):
-    """Memory does not hold all processes at once."""
+    """The device does not take all processes at once."""
 
 
 class _Session:
@@ -236,7 +238,12 @@ class _Session:
     def _start(self, name: str, again: bool = False) -> None:
         self._done.discard(name)
         self._processes[name] = _Process(name, self._children[name], again, self._on_wait)
-        self._hear(name)
+        try:
+            self._hear(name)
+        except ChildFailed as failed:
+            if len(self._processes) > 1 and _EXCLUSIVE in failed.log.read_text(encoding="utf-8", errors="replace"):
+                raise _NotTogether from None
+            raise
 
     def _warm_up(self, name: str) -> None:
         # One step tells how many there are.

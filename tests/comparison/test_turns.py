@@ -76,6 +76,9 @@ class Script:
     def runs_out(self, process: Scripted) -> bool:
         return False
 
+    def fails(self, process: Scripted) -> bool:
+        return False
+
     def __call__(self, name: str, child: Child, again: bool, on_wait) -> Scripted:
         self.alive.append(Scripted(self, name, again))
         return self.alive[-1]
@@ -107,6 +110,8 @@ class Scripted:
         self.answers.append({"block": block, "done": self.done})
 
     def message(self) -> dict:
+        if self.script.fails(self):
+            raise ChildFailed(self.name, 1, self.script.log)
         if self.script.runs_out(self):
             return {"finished": {"status": "out of memory"}}
         return self.answers.pop(0)
@@ -171,6 +176,19 @@ def test_where_memory_does_not_hold_both_each_is_started_alone(reason, play):
         assert pairs(run) == [(0, 15), (1, 15), (2, 15)]
     starts = [name for name, steps in script.orders if steps == 15]
     assert starts[-6:] == ["stock", "fast", "fast", "stock", "stock", "fast"]
+
+
+def test_a_gpu_that_takes_one_process_at_a_time(play, tmp_path):
+    script = Script()
+    script.log = tmp_path / "log"
+    script.fails = lambda process: len(script.alive) > 1
+    script.log.write_text("torch.AcceleratorError: CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    done = play(script)
+    assert done.restarted and [run.status for run in done.runs.values()] == ["finished", "finished"]
+    # Another failure is one.
+    script.log.write_text("torch.AcceleratorError: CUDA error: misaligned address")
+    with pytest.raises(ChildFailed, match="The fast run ended with exit code 1"):
+        play(script)
 
 
 def test_one_that_runs_out_of_memory_alone_is_a_result(play):
