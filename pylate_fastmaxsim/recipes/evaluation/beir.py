@@ -31,6 +31,7 @@ KEY = "evaluation.beir"
 JUDGEMENT_COLUMNS = ("query-id", "corpus-id", "score")
 
 IDS_AT_ONCE = 10_000
+PAGES = "image"  # the column of a corpus of pages, in place of text
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Collection:
     Parameters
     ----------
     corpus
-        Documents with the columns ``_id``, ``text`` and perhaps ``title``, on disk.
+        Documents with the columns ``_id``, ``text`` and perhaps ``title``, on disk; of pages ``_id`` and ``image``.
     queries
         Text of each query by its id.
     judgements
@@ -242,6 +243,11 @@ def is_query(collection: Collection, query: str, title: str | None, text: str | 
 def document_texts(rows: dict[str, list]) -> list[str]:
     """Title and text of each document of a corpus."""
     return [_joined(title, text) for title, text in zip(titles(rows), rows["text"], strict=True)]
+
+
+def is_of_pages(corpus: Dataset) -> bool:
+    """Whether documents are images."""
+    return "text" not in corpus.column_names
 
 
 def titles(rows: dict[str, list]) -> list[str | None]:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.compression import compressor, needs_codec, sampled, train_codec
-from pylate_fastmaxsim.recipes.evaluation.beir import Collection, document_texts, is_query, titles
+from pylate_fastmaxsim.recipes.evaluation.beir import PAGES, Collection, document_texts, is_of_pages, is_query, titles
 from pylate_fastmaxsim.recipes.models.encode import BATCHES_AT_ONCE, Encoded, encode, exact_search
 from pylate_fastmaxsim.recipes.models.retriever import TextRetriever
 
@@ -62,8 +62,10 @@ def retrieve(
 
 def encode_corpus(model: TextRetriever, corpus: Dataset, batch_size: int, begin: int = 0) -> Iterator[Encoded]:
     """The documents of a corpus from the one at ``begin`` on, in batches that are encoded as they are asked for."""
-    for rows in corpus.select(range(begin, len(corpus))).iter(BATCHES_AT_ONCE * batch_size):
-        yield encode(model, document_texts(rows), batch_size, is_query=False)
+    pages = is_of_pages(corpus)
+    # Of pages one batch, because an image takes megabytes.
+    for rows in corpus.select(range(begin, len(corpus))).iter(batch_size if pages else BATCHES_AT_ONCE * batch_size):
+        yield encode(model, rows[PAGES] if pages else document_texts(rows), batch_size, is_query=False)
 
 
 def encode_sample(model: TextRetriever, corpus: Dataset, batch_size: int) -> Iterator[Encoded]:

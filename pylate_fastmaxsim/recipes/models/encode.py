@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sentence_transformers import SparseEncoder
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from pylate_fastmaxsim.compressed import CompressedBatch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
-from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, is_multi_vector
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever, is_multi_vector
 from pylate_fastmaxsim.recipes.models.static import StaticDocuments, StaticQueries, encode_static, search_static
 from pylate_fastmaxsim.retrieval.search import search
 from pylate_fastmaxsim.retrieval.sparse_search import sparse_search
@@ -25,12 +26,14 @@ Encoded = TokenBatch | SparseBatch | StaticQueries | StaticDocuments
 
 
 def encode(
-    model: TextRetriever, texts: Sequence[str], batch_size: int, is_query: bool, show_progress: bool = False
+    model: TextRetriever, texts: Sequence[Any], batch_size: int, is_query: bool, show_progress: bool = False
 ) -> Encoded:
     """What ``model.encode`` makes of texts: one vector for each token, without padding and skipped tokens, or a sparse one.
 
-    Of a static model token ids and sparse vectors.
+    Of a static model token ids and sparse vectors; a visual one takes images in place of the texts of documents.
     """
+    if isinstance(model, VisualRetriever):
+        return TokenBatch.from_list(model.encode(texts, batch_size, is_query))
     if isinstance(model, StaticLateInteraction):
         return encode_static(model, texts, is_query)
     options = {"batch_size": batch_size, "show_progress_bar": show_progress}

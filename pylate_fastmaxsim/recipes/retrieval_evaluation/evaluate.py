@@ -12,7 +12,7 @@ from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
 from pylate_fastmaxsim.recipes.files.write import make_directory
-from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, kind_of, load_retriever
+from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, kind_of
 from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
 from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare
 from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import Target
@@ -98,9 +98,8 @@ def _evaluate(
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     """The summary of a model, and its metrics by query."""
     section = EvaluationSection() if target.recipe is None else target.recipe.evaluation
-    trusted = options.trust_remote_code or (target.recipe is not None and target.recipe.model.trust_remote_code)
     device = best_device()
-    model = load_retriever(target.path, device, trusted)
+    model = target.load(device, options.trust_remote_code)
     searching = SearchOptions(
         k=max(METRICS_BY_DEPTH.values()),
         run=None if options.run is None else options.run / f"{target.label.replace('/', '-')}.trec",

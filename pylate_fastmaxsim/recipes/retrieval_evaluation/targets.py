@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.ops.pooled import Max, Pooling
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
@@ -15,11 +15,16 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection, load_collection
 from pylate_fastmaxsim.recipes.evaluation.held_out import collection_of_task, task_of
 from pylate_fastmaxsim.recipes.load import load_recipe
-from pylate_fastmaxsim.recipes.models.kind import saved_class
+from pylate_fastmaxsim.recipes.models.kind import load_retriever, saved_class
+from pylate_fastmaxsim.recipes.models.load import load_trained
+from pylate_fastmaxsim.recipes.models.retriever import TextRetriever, VisualRetriever
 from pylate_fastmaxsim.recipes.pooling import final_pooling
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 from pylate_fastmaxsim.recipes.training.run_directory import MODEL_DIRECTORY
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,18 @@ class Target:
         """Of its scores."""
         return Max() if self.recipe is None else final_pooling(self.recipe.loss.pooling)
 
+    @property
+    def visual(self) -> bool:
+        """Whether it retrieves pages."""
+        return self.recipe is not None and self.recipe.model.visual
+
+    def load(self, device: torch.device, trust_remote_code: bool) -> TextRetriever | VisualRetriever:
+        """The model. RecipeError if it cannot be loaded."""
+        if self.visual:  # whose adapters do not say of what
+            return load_trained(prepare(self.recipe).model, Path(self.path), device)
+        trusted = trust_remote_code or (self.recipe is not None and self.recipe.model.trust_remote_code)
+        return load_retriever(self.path, device, trusted)
+
 
 def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Target]:
     """The models of recipes, folders and names on the Hub. None is loaded.
@@ -54,8 +71,8 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     Raises
     ------
     RecipeError
-        There is no such recipe or model, the model of a recipe is not trained or is of pages, a model is of another kind,
-        or one is given twice.
+        There is no such recipe or model, the model of a recipe is not trained, a model is of another kind, or one is given
+        twice.
     """
     recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
     if overrides and not recipes:
@@ -65,7 +82,8 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     for name in names:
         recipe = recipes.get(name)
         path = name if recipe is None else str(_trained(name, recipe))
-        saved_class(path)
+        if recipe is None or not recipe.model.visual:
+            saved_class(path)
         targets.append(Target(short[name] if counts[short[name]] == 1 else name, path, recipe))
     if repeated := next((name for name, count in Counter(names).items() if count > 1), None):
         raise RecipeError(f"each model must be given once, but {repeated} is given twice.")
@@ -74,11 +92,6 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
 
 def _trained(name: str, recipe: Recipe) -> Path:
     """The folder of the trained model of a recipe."""
-    if recipe.model.visual:
-        raise RecipeError(
-            f"{name}: fastmaxsim evaluate ranks texts, and model.kind {recipe.model.kind} retrieves pages, which "
-            "`fastmaxsim train` evaluates."
-        )
     folder = Path(recipe.output_dir, MODEL_DIRECTORY)
     if not folder.is_dir():
         raise RecipeError(f"{name}: there is no model in {folder}; run `fastmaxsim train` with this recipe first.")
@@ -93,6 +106,12 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
     RecipeError
         There is neither, recipes have several, or it cannot be loaded.
     """
+    visual = [target.label for target in targets if target.visual]
+    if visual and (beir is not None or len(visual) < len(targets)):
+        raise RecipeError(
+            f"{visual[0]} retrieves pages; evaluate it without --beir, on the rows that its recipe holds out, and apart from "
+            "models of texts."
+        )
     if beir is not None:
         return beir, load_collection(EvaluationSection(beir=str(Path(beir).expanduser()), split=split), "--beir")
     recipes = [target.recipe for target in targets if target.recipe is not None]
@@ -109,8 +128,13 @@ def find_collection(targets: Sequence[Target], beir: str | None, split: str) -> 
     if section.nano_beir is not None or not section.rows:
         has = "several collections (evaluation.nano_beir)" if section.nano_beir else "no data to evaluate on"
         raise RecipeError(f"{first.name} has {has}; name one collection with --beir.")
-    prepared = prepare(first)
-    return f"rows held out by {first.name}", collection_of_task(task_of(prepared, load_data(prepared).held_out))
+    prepared, name = prepare(first), f"rows held out by {first.name}"
+    held_out = load_data(prepared).held_out
+    if not visual:
+        return name, collection_of_task(task_of(prepared, held_out))
+    from pylate_fastmaxsim.recipes.evaluation.visual import collection_of_pages
+
+    return name, collection_of_pages(held_out)
 
 
 def _evaluated_on(recipe: Recipe) -> Any:

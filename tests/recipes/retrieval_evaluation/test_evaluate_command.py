@@ -158,7 +158,7 @@ def test_a_recipe_is_evaluated_on_the_rows_that_it_holds_out_as_in_training(reci
         ("COLBERT --beir DATA --index DATA/i --format x", "--format must be one of float32, bfloat16, float16, int8,"),
         ("none.yaml", "Cannot read the recipe none.yaml: No such file or directory."),
         ("quickstart", "quickstart: there is no model in "),
-        ("colpali_vidore", "colpali_vidore: fastmaxsim evaluate ranks texts, and model.kind colpali retrieves pages"),
+        ("colpali_vidore", "colpali_vidore: there is no model in runs/colpali_vidore/model; run `fastmaxsim train`"),
         ("RECIPE --set evaluation.rows=0", "tiny has no data to evaluate on; name one collection with --beir."),
         ("RECIPE OTHER", "tiny and other are evaluated on different data; name one collection for all with --beir."),
     ],

@@ -19,13 +19,15 @@ from launcher import launch
 from recipe_runs import command
 from safetensors.torch import load_file
 from tiny_recipe import text
+from typer.testing import CliRunner
 from visual_models import build_visual_model, page
 
+from pylate_fastmaxsim.cli import load_app
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.evaluate import evaluate
-from pylate_fastmaxsim.recipes.evaluation.visual import evaluate_pages
+from pylate_fastmaxsim.recipes.evaluation.visual import collection_of_pages, evaluate_pages
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.load import load_model, load_trained
 from pylate_fastmaxsim.recipes.models.visual import CLASSES
@@ -256,6 +258,47 @@ def test_a_model_of_nan_has_no_metrics(recipe, caplog):
         retriever.model.custom_text_proj.weight.fill_(torch.nan)
     assert evaluate(loaded, retriever, load_data(loaded)) == {"ndcg@10": None}
     assert "embeddings of the model are NaN or infinite" in caplog.messages[-1]
+
+
+@pytest.mark.e2e
+def test_evaluate_ranks_pages_as_the_evaluation_of_a_training_does(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    files, expected = [], []
+    for kind in RECIPES:
+        loaded = recipe(kind, output=kind)
+        retriever = load_model(loaded.model, "cpu", 0)
+        retriever.save_pretrained(f"{loaded.output_dir}/model")
+        files.append(tmp_path / f"{kind}.yaml")
+        files[-1].write_text(dump_recipe(loaded))
+        collection = collection_of_pages(load_data(loaded).held_out)
+        queries = retriever.encode(list(collection.queries.values()), 4, is_query=True)
+        scores = retriever.processor.score(queries, retriever.encode(collection.corpus["image"], 4, is_query=False))
+        # The page of a query is the one of its row. All pages are equal for one of the queries.
+        ranks = (scores > scores.diag()[:, None]).sum(1) + (scores == scores.diag()[:, None]).tril(-1).sum(1)
+        expected.append(float((1 / (ranks + 2).log2()).mean()))
+    result = tmp_path / "result.json"
+    arguments = ["evaluate", *files, "--index", tmp_path / "index", "--json", result, "--batch-size", 4]
+    for encoded in (6, 0):
+        done = CliRunner().invoke(load_app(), list(map(str, arguments)))
+        assert done.exit_code == 0, done.output
+        written = json.loads(result.read_text())
+        assert [model["encoded_documents"] for model in written["models"]] == [encoded, encoded]
+        assert [model["metrics"]["ndcg@10"] for model in written["models"]] == pytest.approx(expected)
+    for more in (["--beir", tmp_path], [tmp_path / "text"]):
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / "config_sentence_transformers.json").write_text('{"model_type": "ColBERT"}')
+        done = CliRunner().invoke(load_app(), list(map(str, ["evaluate", *files, *more])))
+        assert "colqwen_vidore retrieves pages; evaluate it without --beir" in done.stderr
+
+
+def test_pages_are_kept_as_they_are_stored(tmp_path):
+    page(1).save(tmp_path / "page.jpg", quality=30)  # which would lose more if it were encoded again
+    image = {"bytes": (tmp_path / "page.jpg").read_bytes(), "path": None}
+    rows = {"query": ["a", "b"], "image": [image, image]}
+    held_out = Dataset.from_dict(rows, features=Features({"query": Value("string"), "image": Image()}))
+    collection = collection_of_pages(held_out)
+    (kept,) = collection.corpus["image"]
+    assert kept.tobytes() == held_out[0]["image"].tobytes() and collection.queries == {"q0": "a", "q1": "b"}
 
 
 LAYERS = {"colqwen2": "Qwen2VLDecoderLayer", "colpali": "GemmaDecoderLayer"}
