@@ -168,13 +168,39 @@ class Matryoshka(nn.Module):
 
 @contextmanager
 def answering(loss: nn.Module, answer: Callable) -> Iterator[None]:
-    """Context in which ``answer`` stands for the model of a loss."""
-    model = loss.model
-    loss.model = StandIn(model, answer)
+    """Context in which ``answer`` stands for the model of a loss, and of the losses inside of it.
+
+    Raises
+    ------
+    ValueError
+        The loss did not ask it, so that it has computed with other embeddings.
+    """
+    model, asked = loss.model, []
+
+    def asking(*args, **kwargs):
+        asked.append(None)
+        return answer(*args, **kwargs)
+
+    holders = list(_holders(loss, model))
+    for holder in holders:
+        holder.model = StandIn(model, asking)
     try:
         yield
     finally:
-        loss.model = model
+        for holder in holders:
+            holder.model = model
+    if not asked:
+        raise ValueError(
+            f"Matryoshka: {type(loss).__name__} does not call self.model, so its embeddings cannot be cut."
+        )
+
+
+def _holders(loss: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
+    if getattr(loss, "model", None) is model:
+        yield loss
+    for child in loss.children():
+        if child is not model:
+            yield from _holders(child, model)
 
 
 def _weighted(

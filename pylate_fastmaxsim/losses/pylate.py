@@ -141,24 +141,36 @@ class Matryoshka(matryoshka.Matryoshka):
     def _of_answers(self, stock: Callable[..., Tensor], features: list[Features], *labels, **named_labels) -> Tensor:
         columns = [dict(column) for column in features]
         embeddings = [unit(self.loss.model(column)["token_embeddings"]) for column in columns]
-        masks = extract_skiplist_mask(columns, wrapper_attribute(self.loss.model, "skiplist"))
+        skiplist = wrapper_attribute(self.loss.model, "skiplist")
+        masks = extract_skiplist_mask(columns, skiplist)
+        counted = min({*range(len(skiplist) + 1)} - {*skiplist})
         total = 0.0
         for view in self.views:
             seen = [
                 view.of_padded(*column, are_documents=index > 0)
                 for index, column in enumerate(zip(embeddings, masks, strict=True))
             ]
-            # Losses read which tokens count from the columns. An id of -1 is in no skiplist.
+            # Losses read which tokens count from the columns.
             given = [columns[0]] + [
                 {
                     **column,
-                    "input_ids": torch.full_like(column["input_ids"], -1),
+                    "input_ids": torch.full_like(column["input_ids"], counted),
                     "attention_mask": live.to(column["attention_mask"].dtype),
                 }
                 for column, (_, live) in zip(columns[1:], seen[1:], strict=True)
             ]
             answers = iter([values for values, _ in seen])
-            with answering(self.loss, lambda _features, answers=answers: {"token_embeddings": next(answers)}):
+
+            def answer(texts: Features, answers=answers) -> Features:
+                values = next(answers, None)
+                if values is None or len(texts["input_ids"]) != len(values):
+                    raise ValueError(
+                        f"Matryoshka: {type(self.loss).__name__} must call its model once for each column of texts, in "
+                        "order. With GradCache, give the loss that has it to Matryoshka itself."
+                    )
+                return {"token_embeddings": values}
+
+            with answering(self.loss, answer):
                 total = total + view.weight * stock(given, *labels, **named_labels)
         return total
 

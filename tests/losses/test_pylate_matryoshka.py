@@ -121,15 +121,46 @@ class OfOnesOwn(losses.Contrastive):
         return 2 * super().forward(sentence_features, labels)
 
 
-def test_a_loss_of_ones_own(model):
+class Around(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = loss.model, loss
+
+    def forward(self, sentence_features, labels=None):
+        return 2 * self.loss(sentence_features, labels)
+
+
+@pytest.mark.parametrize("make", [OfOnesOwn, lambda model: Around(losses.Contrastive(model))])
+def test_a_loss_of_ones_own(model, make):
     batch = batch_of(model)
     stock = run(Matryoshka(model, losses.Contrastive(model), **VIEWS), batch)
-    twice = Matryoshka(model, OfOnesOwn(model), **VIEWS)
+    twice = Matryoshka(model, make(model), **VIEWS)
     for enabled in (False, True):
         if enabled:
             pylate_fastmaxsim.enable(stock_masking=True)
         found = run(twice, batch)
         assert_equal((found[0] / 2, {name: gradient / 2 for name, gradient in found[1].items()}), stock, 1e-7)
+
+
+def test_a_loss_that_cannot_be_cut_is_refused(model):
+    batch, other = batch_of(model), losses.Contrastive(model)
+    with pytest.raises(ValueError, match="Around must call its model once for each column of texts"):
+        Matryoshka(model, Around(losses.CachedContrastive(model, mini_batch_size=2)), (16,))(batch)
+    own = Around(losses.Contrastive(model))
+    own.forward = lambda *args: other(*args)
+    with pytest.raises(ValueError, match="Around does not call self.model"):
+        Matryoshka(model, own, (16,))(batch)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_tokens_that_are_left_out_of_full_documents_are_masked_ones(encoder, pooled):
+    """In stock a document without padding has no similarity of 0, and one that was cut has."""
+    model = load_model(encoder("bert"), document_length=6).double()
+    loss = Matryoshka(model, losses.Contrastive(model), document_tokens=(2,), pooled=pooled)
+    batch = batch_of(model)
+    stock = run(loss, batch)
+    pylate_fastmaxsim.enable(stock_masking=True)
+    assert_equal(run(loss, batch), stock)
 
 
 def test_any_score_metric_inside(model):
