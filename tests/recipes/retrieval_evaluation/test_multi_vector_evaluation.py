@@ -13,11 +13,15 @@ pytest.importorskip(
 
 import torch
 from beir_folder import QUERIES, tables, write_folder
+from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers import MultiVectorEncoder
 from sparse_encoders import build_sparse_encoder
+from tiny_recipe import write
 from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli import load_app
+from pylate_fastmaxsim.recipes.load import load_recipe
+from pylate_fastmaxsim.recipes.training.train import train
 
 
 def ndcg(order: list[str], grades: dict[str, int]) -> float:
@@ -59,3 +63,15 @@ def test_both_kinds_are_ranked_as_by_their_own_similarity(encoder, tmp_path, mon
         order = [content["corpus"][each]["_id"] for each in scores.argsort(descending=True, stable=True).tolist()]
         grades = {each["corpus-id"]: each["score"] for each in content["qrels"] if each["query-id"] == f"q{place}"}
         assert row["ndcg@10"] == pytest.approx(ndcg(order, grades), abs=1e-6)
+
+
+@pytest.mark.e2e
+def test_a_recipe_has_the_metric_of_its_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = write(tmp_path, tiny_multi_vector(tmp_path, evaluation={"rows": 8}, training={"max_steps": 2}))
+    trained = train(load_recipe(file))
+    done = CliRunner().invoke(load_app(), ["evaluate", str(file), "--json", str(tmp_path / "result.json")])
+    assert done.exit_code == 0, done.output
+    (model,) = json.loads((tmp_path / "result.json").read_text())["models"]
+    assert model["metrics"]["ndcg@10"] == pytest.approx(trained["ndcg@10"], abs=1e-6)
+    assert (model["label"], model["kind"]) == ("tiny", "late interaction")
