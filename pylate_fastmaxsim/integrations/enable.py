@@ -158,7 +158,8 @@ def enable(
         "%s; %s.%s",
         "; ".join(_sentences(_patched)),
         ", ".join(f"{name} {on_or_off(value)}" for name, value in vars(new).items()),
-        " With PyLate, a loss of your own gets fused scores, but its texts are encoded with padding." * has_pylate,
+        " With PyLate, a loss of your own gets fused scores; call pylate_fastmaxsim.encode in it to leave out padding too."
+        * has_pylate,
     )
     asked = [f"{name}=True" for name in ("stock_masking", "ring") if getattr(new, name)]
     if asked and not has_pylate:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from compared import assert_equal
 from multi_vector import LOSSES as OF_HOST
-from multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, batch_of, load, run
+from multi_vector import NEGATIVES, POSITIVES, QUERIES, TEACHER, batch_of, load, modes, run
 from multi_vector import assert_equal as assert_nearly_equal
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
@@ -53,7 +53,7 @@ def test_contrastive_distillation(encoder, mode, size, joined):
     assert_nearly_equal(without, stock)
     pylate_fastmaxsim.enable()
     assert_equal(run(model, loss), without)
-    assert len(joined) == (mode == "packed" and not size)
+    assert modes(model) == {mode} and len(joined) == (mode == "packed" and not size)
     with torch.no_grad():
         torch.testing.assert_close(loss(batch_of(model), TEACHER).double(), without[0])
 

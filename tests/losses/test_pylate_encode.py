@@ -7,6 +7,7 @@ import torch
 from compared import assert_equal, batch_of, run
 from encoded import calls_of, tokens_of
 from models import collated, features, load_model, sentences
+from paths import ROOT
 from pylate import losses
 from pylate.losses.contrastive import extract_skiplist_mask
 from torch import nn
@@ -79,6 +80,16 @@ def test_documents_of_one_column_are_those_of_their_queries(model):
             return F.kl_div(scores.log_softmax(1), labels.softmax(1), reduction="batchmean")
 
     assert_equal(run(OfOwn(model), batch, labels), stock)
+
+
+def test_the_loss_of_the_docs(model, mode):
+    script = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(script, names)
+    batch, labels = batch_of(model, columns=3), torch.rand(6, 3, dtype=torch.float64)
+    stock = run(ByHand(model), batch, labels)
+    pylate_fastmaxsim.enable()
+    assert_equal(run(names["ContrastiveAndDistillation"](model), batch, labels), stock)
 
 
 def test_the_collators_counts_are_used(model, packed, no_search):
