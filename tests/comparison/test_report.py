@@ -17,18 +17,21 @@ from pylate_fastmaxsim.comparison import figures
 from pylate_fastmaxsim.comparison.figures import draw_comparison
 from pylate_fastmaxsim.comparison.html import sweep_sentence, write_html
 from pylate_fastmaxsim.comparison.report import (
-    LABELS,
     comparison_rows,
     comparison_table,
     comparison_text,
+    headline,
     sweep_rows,
     sweep_table,
 )
 from pylate_fastmaxsim.comparison.runs import contrast, summarize
+from pylate_fastmaxsim.comparison.turns import Run, Turns
+from pylate_fastmaxsim.comparison.verdict import compared_runs
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
 from pylate_fastmaxsim.recipes.files.json import without_nan, write_json
 
 MEBIBYTE = 2**20
+MODES = ("stock", "fast")
 WALL = {"wall_seconds": {"stock": 2.0, "fast": 1.0, "whole": 4.0}}  # what compare adds to a summary
 
 
@@ -119,7 +122,7 @@ def test_a_sweep_says_how_far_each_path_went():
 
     sizes = (64, 256, 1024)
     # Without a step there is nothing but the status.
-    empty = {mode: [point(64, "finished"), {"batch_size": 4096, "status": "no batch of this size"}] for mode in LABELS}
+    empty = {mode: [point(64, "finished"), {"batch_size": 4096, "status": "no batch of this size"}] for mode in MODES}
     assert sweep_sentence(empty).endswith(
         "Fast takes every batch tried, up to 64. No batch of 4,096 can be made of the rows."
     )
@@ -146,7 +149,7 @@ def test_a_sweep_says_how_far_each_path_went():
 def test_a_script_has_fewer_rows_than_a_recipe(tmp_path):
     memory = {"before": 100, "peak": 200 * MEBIBYTE}
     measured = [{"loss": 0.5, "seconds": seconds} for seconds in (9.0, 1.0, 1.0)]
-    runs = {mode: summarize({"status": "finished", "memory": memory}, measured) for mode in LABELS}
+    runs = {mode: summarize({"status": "finished", "memory": memory}, measured) for mode in MODES}
     comparison = {"recipe": {"name": "train.py"}, "runs": runs, "summary": contrast(**runs)}
     titles = [row[0] for row in comparison_rows(comparison)]
     assert titles == ["", "median step", "peak memory", "  before training", "last loss"]
@@ -158,3 +161,44 @@ def test_a_script_has_fewer_rows_than_a_recipe(tmp_path):
     write_html(comparison, tmp_path / "compare.html")
     page = Page((tmp_path / "compare.html").read_text())
     assert "wall clock" not in page.text and page.titles == ["Step time and memory", "Loss", "Versions", "Command"]
+
+
+def test_a_further_run_has_a_column_and_its_own_ratio(tmp_path):
+    def run(seconds: float) -> Run:
+        blocks = [{"seconds": 3 * seconds, "cpu_seconds": seconds, "steps": 3, "pair": pair} for pair in (0, 1)]
+        return Run(steps=[{"loss": 0.5}] * 6, blocks=blocks, memory={"before": 1, "peak": MEBIBYTE}, device="cuda")
+
+    turns = Turns({"stock": run(4.0), "fast": run(1.0), "flash_attention_2": run(2.0)}, restarted=False)
+    comparison = {"recipe": {"name": "x"}, **compared_runs(turns)}
+    head, step, cpu, *_ = comparison_rows(comparison)
+    assert head == ("", "stock", "fast", "flash_attention_2", "fast / stock", "flash_attention_2 / stock")
+    assert step == ("median step", "4.000 s", "1.000 s", "2.000 s", "4.00x as fast", "2.00x as fast")
+    assert cpu[-2:] == ("4x", "2x")
+    assert headline(comparison).endswith(
+        ": 4.00x as fast per step, 100% of the peak memory; flash_attention_2 2.00x as fast"
+    )
+    draw_comparison(comparison, tmp_path / "compare.png")
+    write_html(comparison, tmp_path / "compare.html")
+    assert Page((tmp_path / "compare.html").read_text()).text.count("flash_attention_2") > 1
+
+
+def test_of_a_busy_machine_there_is_no_verdict(tmp_path):
+    def run(*seconds: float) -> Run:
+        blocks = [{"seconds": s, "cpu_seconds": s, "steps": 3, "pair": pair} for pair, s in enumerate(seconds)]
+        steps = [{"loss": 0.5}] * (3 * len(seconds))
+        return Run(steps=steps, blocks=blocks, memory={"before": 1, "peak": MEBIBYTE}, device="cpu")
+
+    comparison = {"recipe": {"name": "x"}, **compared_runs(Turns({"stock": run(2, 3, 4), "fast": run(1, 1, 1)}, True))}
+    assert headline(comparison) == (
+        "x on unknown device: no verdict on the speed, the machine was busy, 100% of the peak memory"
+    )
+    write_html(comparison, tmp_path / "compare.html")
+    for text in (" ".join(shown(comparison).split()), Page((tmp_path / "compare.html").read_text()).text):
+        assert (
+            "The machine was busy with something else: half of the 3 pairs of blocks have ratios from 2.50 to 3.50."
+            in text
+        )
+        assert (
+            "There is no verdict on the speed; the ratio was about 3. The device does not take both processes" in text
+        )
+        assert "as fast" not in text

@@ -32,7 +32,6 @@ MODES = ("stock", "fast")
 RESULT_FILE = "compare.json"
 LOCK_FILE = "compare.lock"
 SWEEP_STEPS = 9
-_NAMES = {mode: f"{mode} run" for mode in MODES}
 _PROGRAM = "from pylate_fastmaxsim.recipes.comparison.measure import main; main()"
 
 # Removed from the environment of the runs, because it may switch the plugin off.
@@ -114,7 +113,8 @@ def _compare(
     load_model(prepared.model, "cpu", recipe.training.seed)
     make_directory("output_dir", directory / "compare")
     # Both start from the same model, so only one run evaluates it untrained.
-    turns = _run(prepared, directory / "compare", _NAMES, on_progress, {"fast": ["--untrained"]})
+    names = {mode: f"{mode} run" for mode in recipes_of(prepared)}
+    turns = _run(prepared, directory / "compare", names, on_progress, {"fast": ["--untrained"]})
     compared = compared_runs(turns)
     wall = compared["summary"]["wall_seconds"]
     # The evaluation of the untrained model counts for neither run.
@@ -134,6 +134,11 @@ def _require_trainable(recipe: Recipe) -> None:
     """Refuse arguments that both runs would fail on, without using the GPU."""
     training = replace(recipe.training, use_cpu=True, precision="fp32")
     require_trainable(training_arguments(replace(recipe, training=training), report_to=[]))
+
+
+def recipes_of(recipe: Recipe) -> dict[str, Recipe]:
+    """What is compared, by mode: the recipe without this package and with it."""
+    return {mode: replace(recipe, fast=replace(recipe.fast, enabled=mode == "fast")) for mode in MODES}
 
 
 def parse_sweep(text: str) -> list[int]:
@@ -200,7 +205,7 @@ def _run(
             directory / f"{stem}.{kind}" for kind in ("yaml", "steps.jsonl", "again.steps.jsonl", "log")
         )
         steps_file.unlink(missing_ok=True)
-        recipe = replace(prepared, output_dir=str(directory), fast=replace(prepared.fast, enabled=mode == "fast"))
+        recipe = replace(recipes_of(prepared)[mode], output_dir=str(directory))
         recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
         children[mode] = Child(
             command=[*python(_PROGRAM), str(recipe_file), str(steps_file), *options.get(mode, ())],

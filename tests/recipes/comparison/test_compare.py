@@ -22,11 +22,10 @@ from typer.testing import CliRunner
 
 from pylate_fastmaxsim.cli.commands import app
 from pylate_fastmaxsim.comparison.html import sweep_sentence
-from pylate_fastmaxsim.comparison.report import LABELS
 from pylate_fastmaxsim.comparison.runs import PHASES, summarize
 from pylate_fastmaxsim.comparison.turns import Run, Turns
 from pylate_fastmaxsim.recipes.comparison import compare as comparing
-from pylate_fastmaxsim.recipes.comparison.compare import _last_bar, last_step
+from pylate_fastmaxsim.recipes.comparison.compare import MODES, _last_bar, last_step
 from pylate_fastmaxsim.recipes.comparison.measure import measure
 from pylate_fastmaxsim.recipes.comparison.text import MeasuredTrainer
 from pylate_fastmaxsim.recipes.load import load_recipe
@@ -113,7 +112,7 @@ def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatc
     monkeypatch.setattr(comparing, "_run", run)
     comparison = comparing.compare(load_recipe(write(tmp_path, tiny(tmp_path))), batch_sizes=[16, 8])
     assert [run["status"] for run in comparison["runs"].values()] == ["out of memory", "finished"]
-    points = {mode: [(point["batch_size"], point["status"]) for point in comparison["sweep"][mode]] for mode in LABELS}
+    points = {mode: [(point["batch_size"], point["status"]) for point in comparison["sweep"][mode]] for mode in MODES}
     assert points["stock"] == [(8, "out of memory"), (16, "not run")]
     assert points["fast"] == [(8, "finished"), (16, "finished")]
     assert ran == ["stock run", "fast run", "stock, batch of 8", "fast, batch of 8", "fast, batch of 16"]
