@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as List
 from datasets.fingerprint import Hasher
 
-from pylate_fastmaxsim.recipes.data.lists import is_list
+from pylate_fastmaxsim.recipes.data.lists import is_list, titled
 from pylate_fastmaxsim.recipes.data.tables import progress_shown, require_texts, require_utf8
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
@@ -120,7 +120,7 @@ def _titled(rows: dict[str, list]) -> list[str]:
     titles = rows.get("title")
     if titles is None:
         return rows["text"]
-    return [f"{title or ''} {text}".strip() for title, text in zip(titles, rows["text"], strict=True)]
+    return list(map(titled, titles, rows["text"]))
 
 
 def as_text(ids: pa.ChunkedArray, where: str) -> pa.ChunkedArray:

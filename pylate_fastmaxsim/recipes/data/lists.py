@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features
+from datasets import Dataset, Features, Value
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection
 from pylate_fastmaxsim.recipes.data.tables import progress_shown
@@ -21,7 +21,8 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
 
     A list of positives becomes a row for each. All columns behind the positive hold negatives, texts or lists of texts;
     missing texts are none. ``data.negatives_per_query`` of them become a column each. Of more they are drawn,
-    always the same with the same ``data.seed``; fewer are repeated. Without that key every row must have as many as the
+    always the same with the same ``data.seed``; fewer are repeated. A text may also be a passage with ``text`` and perhaps
+    ``title``, as Tevatron has them. Without that key every row must have as many as the
     first. Rows without lists are returned as they are, unless that key asks for fewer negatives.
 
     Raises
@@ -45,8 +46,10 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
     spread = Spread(section, dataset.column_names, data.negatives_per_query, data.seed)
     if spread.count is None:
         spread.count = len(spread.negatives(dataset[0]))
-    kind = dataset.features[documents[0]]
-    kind = kind.feature if documents[0] in lists else kind
+    # Ids may be numbers.
+    kind = types.field(documents[0]).type
+    kind = kind.value_type if documents[0] in lists else kind
+    kind = Value("string") if pa.types.is_struct(kind) else Features.from_arrow_schema(pa.schema({"": kind}))[""]
     names = spread.names()
     features = Features({query: dataset.features[query], **dict.fromkeys(names[1:], kind)})
     with progress_shown():
@@ -64,6 +67,18 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this type in Arrow holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def titled(title: str | None, text: str | None) -> str:
+    """A text with its title before it.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.lists import titled
+    >>> titled("Bees", "They fly."), titled(None, "They fly.")
+    ('Bees They fly.', 'They fly.')
+    """
+    return f"{title or ''} {text or ''}".strip()
 
 
 def list_lengths(table: pa.Table, name: str, where: str) -> pa.ChunkedArray:
@@ -132,5 +147,7 @@ class Spread:
 
 
 def _texts(value: Any) -> list:
-    """The texts, or ids, of a list or of one; missing and empty ones are left out."""
-    return [each for each in (value if isinstance(value, list) else [value]) if each is not None and each != ""]
+    """The texts, or ids, of a list or of one; missing and empty ones are left out. Passages may have a title."""
+    values = value if isinstance(value, list) else [value]
+    values = [titled(each.get("title"), each.get("text")) if isinstance(each, dict) else each for each in values]
+    return [each for each in values if each is not None and each != ""]

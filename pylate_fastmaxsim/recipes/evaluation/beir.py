@@ -13,6 +13,7 @@ from datasets import Dataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.data.lists import titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     is_text,
@@ -237,12 +238,12 @@ def is_query(collection: Collection, query: str, title: str | None, text: str | 
     if collection.judgements.get(query, {}).get(query, 0) > 0:
         return False
     wanted = (collection.queries[query] or "").strip()
-    return wanted != "" and wanted in ((title or "").strip(), (text or "").strip(), _joined(title, text))
+    return wanted != "" and wanted in ((title or "").strip(), (text or "").strip(), titled(title, text))
 
 
 def document_texts(rows: dict[str, list]) -> list[str]:
     """Title and text of each document of a corpus."""
-    return [_joined(title, text) for title, text in zip(titles(rows), rows["text"], strict=True)]
+    return [titled(title, text) for title, text in zip(titles(rows), rows["text"], strict=True)]
 
 
 def is_of_pages(corpus: Dataset) -> bool:
@@ -253,7 +254,3 @@ def is_of_pages(corpus: Dataset) -> bool:
 def titles(rows: dict[str, list]) -> list[str | None]:
     """The title of each document, or None."""
     return rows.get("title") or [None] * len(rows["text"])
-
-
-def _joined(title: str | None, text: str | None) -> str:
-    return f"{title or ''} {text or ''}".strip()

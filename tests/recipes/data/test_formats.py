@@ -17,7 +17,7 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.train import train
 
 # Quotes and names of missing values are texts, and an id is no number.
-ROWS = [{"query": f"00{n}", "positive": text(n, 6), "negative": ['say "NA', "null", "a, b"][n % 3]} for n in range(12)]
+ROWS = [{"query": f"00{n}", "positive": text(n, 6), "negative": ['"NA', "null", "a, b"][n % 3]} for n in range(12)]
 
 
 def write_lines(file: Path, lines: list[str]) -> str:

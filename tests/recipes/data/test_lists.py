@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Value
 from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
@@ -34,7 +34,7 @@ def test_each_positive_is_a_row_and_negatives_are_drawn_or_repeated(tmp_path):
     assert first == ["q0", "p0", "a", "a", "a"]
     assert (second[:2], third[:2]) == (["q1", "p1"], ["q1", "p2"])
     for drawn in (second[2:], third[2:]):
-        assert len(set(drawn)) == 3 and set(drawn) <= set("bcdef")
+        assert second[2:] != third[2:] and len(set(drawn)) == 3 and set(drawn) <= set("bcdef")
     # By the seed, whatever else is in the data.
     alone = rows_of(tmp_path, rows[1:], "data.negatives_per_query=3")
     assert list(alone[0].values()) == second and list(alone[1].values()) == third
@@ -57,6 +57,14 @@ def test_rows_with_as_many_negatives_each_need_no_key(rows, columns, tmp_path):
     loaded = rows_of(tmp_path, rows)
     assert loaded.column_names == ["query", "positive", *columns]
     assert all(list(row.values()) == ["q", "p", *"ab"[: len(columns)]] for row in loaded)
+
+
+def test_passages_with_titles_are_texts(tmp_path):
+    passages = [{"docid": "1", "title": "Bees", "text": "They fly."}, {"docid": "2", "title": "", "text": "They hum."}]
+    row = {"query_id": "7", "query": "q", "positive_passages": passages[:1], "negative_passages": passages}
+    loaded = rows_of(tmp_path, [row] * 2, "data.negatives_per_query=2")
+    assert loaded.features["positive"] == Value("string")
+    assert set(loaded[0].values()) == {"q", "Bees They fly.", "They hum."}
 
 
 def test_columns_with_gaps_are_negatives_of_rows_that_have_fewer(tmp_path):

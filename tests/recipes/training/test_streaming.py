@@ -7,10 +7,12 @@ import json
 from itertools import islice
 
 import pytest
+import yaml
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, IterableDataset
+from launcher import launch
 from recipe_runs import command, interrupt, same_model
-from tiny_recipe import text, tiny, write
+from tiny_recipe import hub_dataset, text, tiny, write
 from torch.utils.data import DataLoader
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
@@ -78,9 +80,25 @@ def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeyp
     assert list(islice(stream, len(table))) == table.to_list()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_interrupted_run_goes_on_with_the_next_batch(workers, recipe_of, tmp_path, monkeypatch):
-    overrides = [f"training.dataloader_num_workers={workers}", "data.negatives_per_query=2"]
+def test_a_data_set_of_the_hub_is_streamed(recipe_of, tmp_path):
+    data = hub_dataset(tmp_path / "data", pair=PAIRS)
+    section = f"data={{source: hub, name: {data}, config: pair, streaming: true, columns: [positive, query]}}"
+    recipe = recipe_of(
+        PAIRS,
+        section,
+        "model.kind=splade",
+        "model.query_length=null",
+        "model.document_length=null",
+        "model.embedding_size=null",
+        "loss={regularizers: {document_weight: 1.0}}",
+    )
+    stream = stream_rows(recipe)
+    assert stream.column_names == ["positive", "query"]
+    assert sorted(row["query"] for row in islice(stream, 30)) == sorted(row["query"] for row in PAIRS)
+
+
+def test_an_interrupted_run_goes_on_with_the_next_batch(recipe_of, tmp_path, monkeypatch):
+    overrides = ["training.dataloader_num_workers=2", "data.negatives_per_query=2"]
     whole = train(recipe_of(LISTS, *overrides, output="whole"))
     assert whole["steps"] == len(whole["losses"]) == 6
     recipe = recipe_of(LISTS, *overrides)
@@ -134,6 +152,19 @@ def test_processes_read_different_rows(recipe_of):
         read.append([row for batch in islice(loader, 2) for row in batch["positive"]])
     together = [row["positive"] for row in islice(stream, 20)]
     assert read[0] + read[1] == [*together[:5], *together[10:15], *together[5:10], *together[15:]]
+
+
+@pytest.mark.process
+def test_two_processes_stream_and_go_on(recipe_of, tmp_path):
+    recipe_of(LISTS, "data.negatives_per_query=2")
+    values = yaml.safe_load((tmp_path / "tiny.yaml").read_text())
+    values["data"] |= {"negatives_per_query": 2}
+    values["training"] |= {"max_steps": 5, "save_steps": 2}
+    done = launch("ddp", tmp_path, [write(tmp_path, values, "streamed")])
+    assert done.returncode == 0, done.stderr[-3000:]
+    written = json.loads((tmp_path / "streamed-0.json").read_text())
+    assert written["parts"]["losses"] == written["whole"]["losses"] and len(written["whole"]["losses"]) == 5
+    assert written["parts"]["resumed_from"] == "checkpoint-2"
 
 
 @pytest.mark.parametrize(
