@@ -118,6 +118,7 @@ def take_turns(
     children: Mapping[str, Child],
     *,
     of: int | None = None,
+    rounds: int = ROUNDS,
     on_wait: Callable[[str], None] = lambda name: None,
     gather: Gather = lambda value: [value],
 ) -> Turns:
@@ -127,8 +128,8 @@ def take_turns(
     block of the same number of steps, at least 3 and as many as the fastest does in 2 seconds if at least 6 blocks come
     of it; then in the opposite order, and so on. Whoever has no step left does the rest in one turn, after all steps.
 
-    If the device does not take all of them at once, each goes from its start to its end alone, and two more times through its warm-up
-    and a block. All processes are killed when this returns or raises, by a signal too.
+    If the device does not take all of them at once, each goes from its start to its end alone, and in more rounds
+    through its warm-up and a block. All processes are killed when this returns or raises, by a signal too.
 
     Parameters
     ----------
@@ -136,6 +137,8 @@ def take_turns(
         By name, in the order in which they start.
     of
         How many steps each takes in all; None if they say so themselves, or nobody knows.
+    rounds
+        How often each is started where the device does not take all at once.
     on_wait
         Called every tenth of a second, with the name of the process that has its turn. What it raises ends all.
     gather
@@ -155,7 +158,7 @@ def take_turns(
             except _NotTogether:
                 pass
         with _Session(children, of, on_wait, gather) as session:
-            session.alternate_processes()
+            session.alternate_processes(rounds)
             return Turns(session.runs, restarted=True)
 
 
@@ -212,10 +215,10 @@ class _Session:
         for name in self.runs:
             self._rest(name)
 
-    def alternate_processes(self) -> None:
+    def alternate_processes(self, rounds: int) -> None:
         names = list(self.runs)
         steps = None
-        for pair in range(ROUNDS):
+        for pair in range(rounds):
             for name in names:
                 first, known = pair == 0, self.runs[name]
                 # Kept as they were at the end of its own training.

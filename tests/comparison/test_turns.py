@@ -176,6 +176,7 @@ def test_where_memory_does_not_hold_both_each_is_started_alone(reason, play):
         assert pairs(run) == [(0, 15), (1, 15), (2, 15)]
     starts = [name for name, steps in script.orders if steps == 15]
     assert starts[-6:] == ["stock", "fast", "fast", "stock", "stock", "fast"]
+    assert pairs(play(script, rounds=1).runs["fast"]) == [(0, 15)]
 
 
 def test_a_gpu_that_takes_one_process_at_a_time(play, tmp_path):

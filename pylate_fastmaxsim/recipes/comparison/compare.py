@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from pylate_fastmaxsim.comparison.runs import NOT_RUN, OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.turns import Child, ChildFailed, Turns, python, take_turns
+from pylate_fastmaxsim.comparison.turns import ROUNDS, Child, ChildFailed, Turns, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs, summary_of
 from pylate_fastmaxsim.recipes.config.dump import dump_recipe
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection, Recipe
@@ -182,7 +182,8 @@ def _sweep(
         modes = [mode for mode in MODES if all(point["status"] != OUT_OF_MEMORY for point in points[mode])]
         names = {mode: f"{mode}, batch of {batch_size}" for mode in modes}
         sized = _of_size(prepared, batch_size)
-        turns = _run(sized, directory, names, on_progress, dict.fromkeys(modes, ["--steps-only"]))
+        # A point has no verdict, which more rounds would be for.
+        turns = _run(sized, directory, names, on_progress, dict.fromkeys(modes, ["--steps-only"]), rounds=1)
         for mode in MODES:
             point = summary_of(turns.runs[mode]) if mode in modes else {"status": NOT_RUN}
             kept = ("status", "steps", "step_seconds", "documents_per_second", "memory", "warnings")
@@ -196,6 +197,7 @@ def _run(
     names: Mapping[str, str],
     on_progress: OnProgress,
     options: Mapping[str, Sequence[str]],
+    rounds: int = ROUNDS,
 ) -> Turns:
     """Measure modes in processes that take turns; ``names`` are those that their progress has."""
     children, files = {}, {}
@@ -215,7 +217,9 @@ def _run(
         )
         files[mode] = steps_file, log_file
     try:
-        turns = take_turns(children, on_wait=lambda mode: on_progress(_progress(names[mode], *files[mode])))
+        turns = take_turns(
+            children, rounds=rounds, on_wait=lambda mode: on_progress(_progress(names[mode], *files[mode]))
+        )
     except ChildFailed as failed:
         name = names[failed.name]
         raise RunFailed(f"The {name} failed: {_last_line(failed.log)} (see {failed.log})") from None

@@ -103,7 +103,7 @@ def test_stock_is_given_the_pooling_of_the_recipe(tmp_path):
 def test_a_run_out_of_memory_is_a_result_and_ends_the_sweep(tmp_path, monkeypatch):
     ran = []
 
-    def run(prepared, directory, names, on_progress, options):
+    def run(prepared, directory, names, on_progress, options, rounds=3):
         ran.extend(names.values())
         memory = {"before": 1, "peak": 2}
         fast = Run(steps=steps([1.0] * 4, encoded=50), memory=memory, result={"ndcg@10": None})
