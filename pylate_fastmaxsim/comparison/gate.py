@@ -77,19 +77,24 @@ class Gate:
         self._steps.append(measured)
         self._left -= 1
         if not self._left:
-            self._end_block()
+            self._send(block=self._block(), done=False)
             self._wait()
 
     def steps_done(self) -> None:
         """Say that no step follows, and wait for a turn for all the rest."""
-        self._end_block(done=True)
+        self._send(block=self._block(), done=True)
         self._wait()
 
     def finished(self, **result: Any) -> None:
         """Report the last block, and ``result``; nothing is measured from here on."""
-        if self._steps:
-            self._end_block()
-        self._send(finished=result)
+        # In one message: it ends one turn, on this rank as on others.
+        block = {"block": self._block(), "done": True} if self._steps else {}
+        self._send(**block, finished=result)
+
+    def wait_for_end(self) -> NoReturn:
+        """Wait until the parent ends this process, or has ended: other ranks may still hear from it."""
+        self._orders.read()
+        _end()
 
     def _wait(self) -> None:
         line = self._orders.readline()
@@ -100,13 +105,13 @@ class Gate:
         self._cpu_begun = cpu_seconds()
         self._begun = time.perf_counter()
 
-    def _end_block(self, done: bool = False) -> None:
+    def _block(self) -> dict[str, Any]:
         _synchronize()
         seconds, cpu = time.perf_counter() - self._begun, cpu_seconds() - self._cpu_begun
         steps = [{name: _number(value) for name, value in step.items()} for step in self._steps]
         self._steps = []
         device = _device()
-        block = {
+        return {
             "seconds": seconds,
             "cpu_seconds": cpu,
             "steps": steps,
@@ -114,7 +119,6 @@ class Gate:
             "device": device.type,
             "device_memory": _memory_of(device),
         }
-        self._send(block=block, done=done)
 
     def _send(self, **message: Any) -> None:
         try:

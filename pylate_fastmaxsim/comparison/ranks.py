@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere
 SEVERAL_MACHINES = (
     "compare measures on one machine, and this launcher starts processes on several; start it with those of one."
 )
+
+_POLL_SECONDS = 0.005
 
 
 class Ranks:
@@ -54,7 +57,13 @@ class Ranks:
             return [value]
         self._gathered += 1
         self._store.set(f"{self._gathered}/{self.rank}", json.dumps(value))
-        return [json.loads(self._store.get(f"{self._gathered}/{rank}")) for rank in range(self.size)]
+        return [self._wait_for(f"{self._gathered}/{rank}") for rank in range(self.size)]
+
+    def _wait_for(self, key: str) -> Any:
+        # Not in the store, which would not hear a signal that ends this process.
+        while not self._store.check([key]):
+            time.sleep(_POLL_SECONDS)
+        return json.loads(self._store.get(key))
 
     def look_out(self) -> None:
         """While a process has its turn: see whether that of another rank, for which it would wait, is out of memory.

@@ -1,7 +1,7 @@
 """One of the two runs of a training script that is compared, in a process of its own.
 
 A step is one of the optimizer. transformers' Trainer is given a callback; in any other loop the optimizer that steps
-first is watched. The process ends behind the last measured step, so that the script saves nothing.
+first is watched. The process is ended behind the last measured step, so that the script saves nothing.
 """
 
 from __future__ import annotations
@@ -85,21 +85,21 @@ class Meter:
             self.finish()
 
     def finish(self, status: str = FINISHED) -> NoReturn:
-        """Report the result and end the process."""
+        """Report the result, and wait until the parent ends this process."""
         warn_if_nothing_was_accelerated(self.script)
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
+        _stop_workers()
         self.gate.finished(status=status, warnings=self.warnings, environment=environment(self.device))
-        leave(0)
+        self.gate.wait_for_end()
 
 
-def leave(code: int) -> NoReturn:
-    """End the process at once: no exit handler saves, uploads or waits."""
+def _stop_workers() -> None:
+    """Of data loaders: they would outlive this process, which ends at once, for seconds."""
     for process in multiprocessing.active_children():
         process.kill()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
 
 
 class LoopWatch:
@@ -314,7 +314,8 @@ def _fail(folder: Path, said: str, code: int) -> NoReturn:
     """End as the script would: the parent repeats what it said, without the rest of its log."""
     (folder / FAILURE).write_text(said, encoding="utf-8")
     print(said, end="", file=sys.stderr)
-    leave(code)
+    _stop_workers()
+    os._exit(code)
 
 
 def main() -> None:
