@@ -82,6 +82,12 @@ ROOMS = {
         ("html",),
         ("script",),
     ),
+    "losses": (
+        ("columns", "tokens"),
+        ("contrastive_distillation", "matryoshka"),
+        ("pylate", "sentence_transformers", "colpali"),
+        ("encode", "multi_vector"),
+    ),
     "recipes": (
         ("errors",),
         ("config", "files"),

@@ -17,6 +17,7 @@ from pylate_fastmaxsim.integrations.encoding.gradcache import losses_of_chunks
 from pylate_fastmaxsim.integrations.encoding.views import sum_over_views, sum_over_views_of_leaves
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.options import Options, current_options
+from pylate_fastmaxsim.losses.columns import texts_in
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.maxsim import maxsim
 from pylate_fastmaxsim.ops.pooled import Max, pooled_scores, state_bytes
@@ -86,7 +87,7 @@ class ContrastiveDistillation(nn.Module):
             ``labels`` has another shape, or N is 1.
         """
         features = list(sentence_features)
-        counts = [len(column["input_ids"]) for column in features]
+        counts = [texts_in(column) for column in features]
         ways = sum(counts[1:]) / max(1, counts[0])
         if ways < 2 or labels is None or labels.shape != (counts[0], ways):
             raise ValueError(

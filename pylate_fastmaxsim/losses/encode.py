@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.losses.columns import texts_in
 from pylate_fastmaxsim.tokens import TokenBatch
 
 Features = dict[str, Tensor]
@@ -17,8 +17,8 @@ Features = dict[str, Tensor]
 def encode(model: nn.Module, features: Iterable[Features]) -> tuple[TokenBatch, TokenBatch]:
     """Encode the columns of a batch as the losses of a model's library do: differentiable, of unit length.
 
-    With :func:`~pylate_fastmaxsim.enable` as without padding as those losses are, queries and documents in one call
-    where that works; without it padded. The values are the same.
+    With :func:`~pylate_fastmaxsim.enable` texts are encoded without padding as in those losses, queries and documents in
+    one call where that works. Without it they are padded. The values are the same.
 
     Parameters
     ----------
@@ -56,16 +56,16 @@ def encode(model: nn.Module, features: Iterable[Features]) -> tuple[TokenBatch, 
         return torch.nn.functional.cross_entropy(scores, positives)
     """
     columns = list(features)
-    counts = [len(column["input_ids"]) for column in columns]
+    counts = [texts_in(column) for column in columns]
     if len(columns) < 2 or any(count == 0 or count % counts[0] for count in counts):
         raise ValueError(
             "encode: features must be a column of queries and columns of documents, each of as many texts as there are "
             f"queries or a multiple of it, got columns of {', '.join(map(str, counts)) or 'nothing'}."
         )
-    return host_of(model).encode(model, columns)
+    return _host_of(model).encode(model, columns)
 
 
-def host_of(model: nn.Module):
+def _host_of(model: nn.Module):
     """The module of this package with the losses for a model's library."""
     core = unwrap(model)
     # A model is of a library that was imported.
@@ -79,17 +79,3 @@ def host_of(model: nn.Module):
             f"{type(core).__name__}."
         )
     return host
-
-
-def by_query(counts: Sequence[int], device: torch.device) -> Tensor:
-    """From column after column to all documents of the first query, then of the second: the order, ``[Nd]``, int64.
-
-    ``counts``: the texts of each column, that of the queries first.
-
-    Examples
-    --------
-    >>> by_query([2, 2, 4], torch.device("cpu"))
-    tensor([0, 2, 3, 1, 4, 5])
-    """
-    columns = torch.arange(sum(counts[1:]), device=device).split(list(counts[1:]))
-    return torch.cat([column.view(counts[0], -1) for column in columns], dim=1).reshape(-1)

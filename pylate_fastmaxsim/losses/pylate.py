@@ -17,8 +17,8 @@ from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.losses import scored_tokens
 from pylate_fastmaxsim.integrations.pylate.normalize import unit
 from pylate_fastmaxsim.losses import contrastive_distillation, matryoshka
+from pylate_fastmaxsim.losses.columns import by_query, texts_in
 from pylate_fastmaxsim.losses.contrastive_distillation import Encoded
-from pylate_fastmaxsim.losses.encode import by_query
 from pylate_fastmaxsim.losses.matryoshka import answering
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -182,7 +182,7 @@ class Matryoshka(matryoshka.Matryoshka):
 
 
 def _by_query(features: Sequence[Features], device: torch.device) -> Tensor:
-    return by_query([len(column["input_ids"]) for column in features], device)
+    return by_query([texts_in(column) for column in features], device)
 
 
 def _embedded(model: nn.Module, features: Sequence[Features]) -> tuple[Tensor, TokenBatch]:

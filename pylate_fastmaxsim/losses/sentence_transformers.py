@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pylate_fastmaxsim.integrations.encoding.loss_columns import noted
 from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
 from pylate_fastmaxsim.losses import contrastive_distillation, matryoshka
+from pylate_fastmaxsim.losses.columns import by_query, texts_in
 from pylate_fastmaxsim.losses.contrastive_distillation import Encoded
-from pylate_fastmaxsim.losses.encode import by_query
 from pylate_fastmaxsim.losses.matryoshka import answering
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -171,7 +171,7 @@ def _embedded(model: nn.Module, features: Sequence[Features]) -> tuple[Tensor, T
     with noted(Batch(model, columns)):
         queries = model(columns[0], task=columns[0].get("task", "query"))
         parts = embed_columns_padded(model, columns[1:], task_default="document")
-    counts = [len(column["input_ids"]) for column in features]
+    counts = [texts_in(column) for column in features]
     documents = _by_query(list(zip(*parts, strict=True)), counts)
     return queries["token_embeddings"], queries["attention_mask"].bool(), documents
 

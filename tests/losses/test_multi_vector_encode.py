@@ -6,7 +6,7 @@ import pytest
 import torch
 from compared import assert_equal
 from multi_vector import assert_equal as assert_nearly_equal
-from multi_vector import load, run
+from multi_vector import batch_of, load, run
 from sentence_transformers.multi_vector_encoder import losses
 from torch import nn
 from torch.nn import functional as F
@@ -44,3 +44,20 @@ def test_a_loss_by_hand(encoder, mode, family, monkeypatch):
     pylate_fastmaxsim.enable()
     assert_equal(run(model, ByHand(model)), padded)
     assert len(joined) == (mode == "packed")
+
+
+def test_texts_in_one_row(encoder):
+    """As Sentence Transformers flattens them for FlashAttention, behind which it pads them again."""
+    model = load(encoder("bert"))
+    batch = batch_of(model)
+    stock = encode(model, batch)
+    padded = [model(dict(column), task=column["task"]) for column in batch]
+    flat = [
+        {"input_ids": torch.zeros(1, 3 * index + 9), "cu_seq_lens_q": torch.arange(len(column["input_ids"]) + 1)}
+        for index, column in enumerate(batch)
+    ]
+    outputs = {column["input_ids"].shape[1]: output for column, output in zip(flat, padded, strict=True)}
+    model.forward = lambda features, **_: outputs[features["input_ids"].shape[1]]
+    for ours, theirs in zip(encode(model, flat), stock, strict=True):
+        for own, other in zip(ours.to_padded(), theirs.to_padded(), strict=True):
+            torch.testing.assert_close(own, other)
