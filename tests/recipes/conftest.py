@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+# Of these kinds of model, in tests that need nothing of PyLate.
+WITHOUT_PYLATE = ("multi_vector", "splade_recipes", "splade_evaluation", "splade_columns")
+
 # Recipes need the extra "recipes".
 try:
     for module in ("datasets", "matplotlib", "ranx", "typer"):
@@ -15,7 +18,7 @@ try:
     import_module("pylate")
 except ImportError:  # Sentence Transformers 6 excludes it
     files = Path(__file__).parent.rglob("test_*.py")
-    collect_ignore = [str(file) for file in files if "multi_vector" not in file.name]
+    collect_ignore = [str(file) for file in files if not any(kind in file.name for kind in WITHOUT_PYLATE)]
 
 
 @pytest.fixture(scope="session")

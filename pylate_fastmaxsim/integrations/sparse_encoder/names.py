@@ -7,12 +7,12 @@ from torch import nn
 try:
     from sentence_transformers.base.modules import Router
     from sentence_transformers.base.modules import Transformer as MaskedLanguageModel
-    from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+    from sentence_transformers.sparse_encoder.modules import MLMTransformer, SparseStaticEmbedding, SpladePooling
 
     DIMENSION = "embedding_dimension"
 except ImportError:  # before release 6
     from sentence_transformers.models import Router
-    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+    from sentence_transformers.sparse_encoder.models import MLMTransformer, SparseStaticEmbedding, SpladePooling
 
     MaskedLanguageModel = MLMTransformer
 
@@ -21,7 +21,16 @@ except ImportError:  # before release 6
 # What a masked language model gives of texts, as its `modality_config` has it from release 6 on.
 LOGITS = {"method": "forward", "method_output_name": "logits"}
 
-__all__ = ["DIMENSION", "LOGITS", "MLMTransformer", "MaskedLanguageModel", "Router", "SpladePooling", "gives_logits"]
+__all__ = [
+    "DIMENSION",
+    "LOGITS",
+    "MLMTransformer",
+    "MaskedLanguageModel",
+    "Router",
+    "SparseStaticEmbedding",
+    "SpladePooling",
+    "gives_logits",
+]
 
 
 def gives_logits(transformer: nn.Module) -> bool:

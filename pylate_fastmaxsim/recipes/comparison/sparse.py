@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sentence_transformers.models import Router
 from sentence_transformers.sparse_encoder import SparseEncoderTrainer
 
+from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.phases import Phases
 from pylate_fastmaxsim.recipes.models.retriever import encoder_of

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import torch
 from sentence_transformers import SparseEncoder
-from sentence_transformers.models import Router
-from sentence_transformers.sparse_encoder.models import MLMTransformer, SparseStaticEmbedding, SpladePooling
 from transformers import ModernBertForMaskedLM, PreTrainedTokenizerBase
 
+from pylate_fastmaxsim.integrations.sparse_encoder.names import (
+    MaskedLanguageModel,
+    Router,
+    SparseStaticEmbedding,
+    SpladePooling,
+    gives_logits,
+)
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.models.positions import learned_positions
@@ -36,7 +41,7 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
     name = section.name_or_path if checkpoint is None else str(checkpoint)
     options = {"config_kwargs": dict(section.config_kwargs)} if section.config_kwargs else {}
     model = SparseEncoder(name, device=str(device), trust_remote_code=section.trust_remote_code, **options)
-    if not all(any(isinstance(module, kind) for module in model.modules()) for kind in (MLMTransformer, SpladePooling)):
+    if not _language_models(model) or not any(isinstance(module, SpladePooling) for module in model.modules()):
         raise RecipeError(
             f"{key} {name} must be a masked language model, or a SparseEncoder with SpladePooling, but has the modules "
             f"{', '.join(type(module).__name__ for module in model)}."
@@ -53,7 +58,11 @@ def load(section: ModelSection, device: torch.device | str, key: str, checkpoint
 
 def of_encoder(section: ModelSection, device: torch.device | str) -> SparseEncoder:
     """A model of the masked language model of a section."""
-    return SparseEncoder(modules=[MLMTransformer(section.name_or_path), SpladePooling()], device=str(device))
+    return SparseEncoder(section.name_or_path, device=str(device))
+
+
+def _language_models(model: SparseEncoder) -> list[MaskedLanguageModel]:
+    return [module for module in model.modules() if isinstance(module, MaskedLanguageModel) and gives_logits(module)]
 
 
 def tokenizer_of(model: SparseEncoder) -> PreTrainedTokenizerBase:
@@ -83,9 +92,8 @@ def _set_length(section: ModelSection, model: SparseEncoder) -> None:
     """Cut texts after ``max_seq_length`` tokens."""
     if section.max_seq_length is None:
         return
-    for module in model.modules():
-        if isinstance(module, MLMTransformer):
-            module.max_seq_length = section.max_seq_length
+    for module in _language_models(model):
+        module.max_seq_length = section.max_seq_length
 
 
 def check_lengths(section: ModelSection, model: SparseEncoder) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from sentence_transformers import SparseEncoder
-from sentence_transformers.models import Router
 from sentence_transformers.sparse_encoder import SparseEncoderTrainer, SparseEncoderTrainingArguments, losses
 from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import SpladeRegularizerWeightSchedulerCallback
 from sentence_transformers.sparse_encoder.data_collator import SparseEncoderDataCollator
 from torch import Tensor, nn
 from transformers import Trainer
 
+from pylate_fastmaxsim.integrations.sparse_encoder.names import Router
 from pylate_fastmaxsim.recipes.config.schema import LossSection
 from pylate_fastmaxsim.recipes.training.documents import EachDocument, prompts_of, sides_of, spread
 from pylate_fastmaxsim.recipes.training.sharded import TextTrainerMixin

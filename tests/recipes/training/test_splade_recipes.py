@@ -226,7 +226,8 @@ def test_a_comparison_shows_sparsity_beside_quality(saved, tmp_path, monkeypatch
         assert 0 < run["flops"] < run["document_nonzeros"] and run["query_nonzeros"] > 0
         assert all(seconds > 0 for seconds in run["phases"].values())
     # What is measured is what trains: measuring does not keep the encoder from leaving padding out.
-    assert stock["warnings"] == fast["warnings"] == []
+    # Beside Sentence Transformers 6 a PyLate that cannot be imported stands in for none.
+    assert not [line for run in (stock, fast) for line in run["warnings"] if "PyLate is not" not in line]
     assert stock["padding"] > 5 * fast["padding"] >= 0 and comparison["summary"]["largest_loss_difference"] < 1e-4
     assert fast["untrained"]["flops"] > 0
     assert (

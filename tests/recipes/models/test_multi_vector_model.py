@@ -1,0 +1,120 @@
+"""Models of kind multi_vector: what a section sets, and checkpoints of PyLate."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import sentences
+
+pytest.importorskip(
+    "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
+)
+
+from sentence_transformers import MultiVectorEncoder
+
+from pylate_fastmaxsim.recipes.config.schema import ModelSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
+from pylate_fastmaxsim.recipes.models.load import load_model
+
+FIXED = {"strategy": "fixed", "attend": False, "token": None, "length": 32}
+
+
+def load(path: str, **section: object) -> MultiVectorEncoder:
+    return load_model(ModelSection(kind="multi_vector", name_or_path=path, **section), "cpu", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("section", "expansion", "query_length"),
+    [
+        ({}, None, None),
+        ({"query_length": 20}, None, 20),
+        ({"do_query_expansion": True}, FIXED, None),
+        ({"do_query_expansion": True, "query_length": 9}, {**FIXED, "length": 9}, None),
+        (
+            {"do_query_expansion": True, "attend_to_expansion_tokens": True},
+            {**FIXED, "attend": True},
+            None,
+        ),
+        ({"do_query_expansion": False, "query_length": 9}, None, 9),
+    ],
+)
+def test_a_section_sets_lengths_and_expansion_and_a_checkpoint_keeps_them(
+    section, expansion, query_length, encoder, tmp_path
+):
+    model = load(encoder("bert"), document_length=24, embedding_size=16, **section)
+    model.save_pretrained(str(tmp_path / "saved"))
+    for each in (model, load(str(tmp_path / "saved"))):
+        assert (each[0].query_expansion, each[0].query_length, each[0].document_length) == (expansion, query_length, 24)
+        queries, documents = each.encode_query(["one two"]), each.encode_document([" ".join(["word"] * 40)])
+        assert len(queries[0]) == (expansion["length"] if expansion else len(queries[0]))
+        assert len(documents[0]) == 24 and documents[0].shape[1] == 16
+
+
+def test_another_length_of_a_checkpoint_with_expansion(encoder, tmp_path):
+    load(encoder("bert"), do_query_expansion=True).save_pretrained(str(tmp_path / "saved"))
+    assert load(str(tmp_path / "saved"), query_length=7)[0].query_expansion == {**FIXED, "length": 7}
+    assert load(str(tmp_path / "saved"), do_query_expansion=False)[0].query_expansion is None
+
+
+def test_the_projection_is_drawn_from_the_seed_and_a_trained_one_keeps_its_size(encoder, tmp_path):
+    first, second = (load(encoder("bert"), embedding_size=16)[1].linear.weight for _ in range(2))
+    assert torch.equal(first, second) and first.shape[0] == 16
+    load(encoder("bert"), embedding_size=16).save_pretrained(str(tmp_path / "saved"))
+    assert torch.equal(load(str(tmp_path / "saved"), embedding_size=16)[1].linear.weight, first)
+    with pytest.raises(
+        RecipeError, match="^model.embedding_size must be 16 or null, because model.name_or_path .* has a"
+    ):
+        load(str(tmp_path / "saved"), embedding_size=8)
+
+
+def test_more_tokens_than_positions_are_refused(encoder):
+    with pytest.raises(RecipeError, match="^model.document_length must be at most 64, as many positions as BertModel"):
+        load(encoder("bert"), document_length=65)
+
+
+def test_a_sparse_encoder_is_not_taken_for_an_encoder(tmp_path):
+    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "SparseEncoder"}')
+    with pytest.raises(
+        RecipeError, match="does not fit model.kind multi_vector: it is a SparseEncoder, which model.kind"
+    ):
+        load(str(tmp_path))
+
+
+def test_configuration_that_the_encoder_does_not_have_is_said(encoder, caplog):
+    load(encoder("bert"), config_kwargs={"mlp_dropout": 0.0})
+    assert "model.config_kwargs is left out where BertConfig has no such value: mlp_dropout." in caplog.messages
+
+
+SAVE_AND_SCORE = """
+import sys
+import torch
+from models import load_model, sentences
+folder, encoder = sys.argv[1:]
+for name, options in {"plain": {"do_query_expansion": False}, "expanded": {}, "attended": {"attend_to_expansion_tokens": True}}.items():
+    model = load_model(encoder, **options).eval()
+    model.save_pretrained(f"{folder}/{name}")
+    queries = model.encode(sentences(6, 6, 1), is_query=True, convert_to_tensor=True)
+    documents = model.encode(sentences(6, 20, 2), is_query=False, convert_to_tensor=True)
+    scores = [[(query @ document.T).amax(1).sum() for document in documents] for query in queries]
+    torch.save(torch.tensor(scores), f"{folder}/{name}.pt")
+"""
+
+
+@pytest.mark.process
+def test_a_colbert_of_pylate_scores_the_same(encoder, tmp_path):
+    # Before this release of Sentence Transformers in PYTHONPATH stands the one that PyLate needs.
+    own = str(Path(sys.modules["sentence_transformers"].__file__).parents[1])
+    places = [place for place in sys.path if place and os.path.abspath(place) != own]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    python = [sys.executable, "-c"]
+    if subprocess.run([*python, "import pylate"], env=environment, capture_output=True).returncode:
+        pytest.skip("PyLate is not installed below this release of Sentence Transformers")
+    subprocess.run([*python, SAVE_AND_SCORE, str(tmp_path), encoder("bert")], env=environment, check=True)
+    for name in ("plain", "expanded", "attended"):
+        model = load(str(tmp_path / name))
+        assert type(model) is MultiVectorEncoder and (model[0].query_expansion is None) == (name == "plain")
+        scores = model.similarity(model.encode_query(sentences(6, 6, 1)), model.encode_document(sentences(6, 20, 2)))
+        torch.testing.assert_close(scores, torch.load(tmp_path / f"{name}.pt"), atol=1e-5, rtol=1e-5)
