@@ -139,3 +139,17 @@ def test_keys_that_the_kind_does_not_have_are_refused(override, reason, tmp_path
 
 def test_warm_up_leaves_its_kernels_to_the_steps(tmp_path):
     assert calls_of_recipe(recipe_of(tmp_path, {}, TRIPLETS), None, None, [4], None) == []
+
+
+def test_streamed_lists_train_alike(tmp_path):
+    saved = train(recipe_of(tmp_path, {}, TRIPLETS, "training.max_steps=1"))["model"]
+    rows = [{"question": text(i, 4), "pos": [text(i, 9)], "neg": [text(i + 1, 12)] * (1 + i % 3)} for i in range(40)]
+    streamed = ["data.streaming=true", "data.negatives_per_query=2", "evaluation.rows=0", "training.max_steps=2"]
+    streamed += ["model.build=null", f"model.name_or_path={saved}"]
+    stock, fast = (
+        train(recipe_of(tmp_path, {}, rows, *streamed, f"fast.enabled={fast}", f"output_dir={tmp_path / fast}"))[
+            "losses"
+        ]
+        for fast in ("false", "true")
+    )
+    assert len(stock) == 2 and sum(fast, []) == pytest.approx(sum(stock, []), rel=1e-4)
