@@ -170,9 +170,8 @@ class ContrastiveDistillation(nn.Module):
         else:
             scores = pooled_scores(batch, documents, pooling=options.pooling, grad_filter=options.grad_filter)
         scores = scores / self.temperature
-        # Averaged over the ranks afterwards, while each document has gradients of the queries of all.
-        ranks = dist.get_world_size() if self._gathers else 1
-        contrastive = F.cross_entropy(scores, own[:, 0]) * ranks
+        # Not times the number of ranks, as in PyLate: the balance of the terms would depend on it.
+        contrastive = F.cross_entropy(scores, own[:, 0])
         teacher = F.log_softmax(labels.detach().to(scores.dtype) / self.teacher_temperature, dim=1)
         student = F.log_softmax(scores.gather(1, own), dim=1)
         distillation = F.kl_div(student, teacher, reduction="batchmean", log_target=True)

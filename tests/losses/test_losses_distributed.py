@@ -53,12 +53,17 @@ def _same(make: Callable[[nn.Module], nn.Module], reference: Callable[[nn.Module
 
 
 def _as_pylate(folder: str) -> None:
-    """The contrastive term alone is PyLate's, gathered."""
+    """The contrastive term alone is PyLate's, gathered, which multiplies by the number of ranks."""
     core = load_model(f"{folder}/modernbert").double()
     batch, model = batch_of(core, dist.get_rank()), DistributedDataParallel(core)
     labels = torch.zeros(6, 2, dtype=torch.float64)
     stock = loss_and_gradients(core, losses.Contrastive(model, gather_across_devices=True, temperature=0.5), batch)
-    options = {"distillation_weight": 0.0, "temperature": 0.5, "gather_across_devices": True}
+    options = {
+        "contrastive_weight": float(RANKS),
+        "distillation_weight": 0.0,
+        "temperature": 0.5,
+        "gather_across_devices": True,
+    }
     with pylate_fastmaxsim.enabled(stock_masking=True):
         for size in ({}, {"mini_batch_tokens": 90}):
             loss = ContrastiveDistillation(model, **options, **size)

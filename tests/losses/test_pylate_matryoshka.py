@@ -92,7 +92,7 @@ def test_gradcache_gives_the_gradients_of_the_whole_batch(model):
 
 @pytest.mark.parametrize("size", [{}, {"mini_batch_tokens": 100}], ids=str)
 @pytest.mark.parametrize("pooled", [False, True])
-def test_contrastive_and_distillation_inside(model, mode, size, pooled):
+def test_contrastive_and_distillation_inside(model, packed, size, pooled):
     batch, labels = batch_of(model, columns=3), torch.rand(6, 3, dtype=torch.float64)
     loss = Matryoshka(model, ContrastiveDistillation(model, **size), **VIEWS, pooled=pooled)
     stock = run(loss, batch, labels)
@@ -130,7 +130,9 @@ class Around(nn.Module):
         return 2 * self.loss(sentence_features, labels)
 
 
-@pytest.mark.parametrize("make", [OfOnesOwn, lambda model: Around(losses.Contrastive(model))])
+@pytest.mark.parametrize(
+    "make", [OfOnesOwn, lambda model: Around(losses.Contrastive(model))], ids=["subclass", "around"]
+)
 def test_a_loss_of_ones_own(model, make):
     batch = batch_of(model)
     stock = run(Matryoshka(model, losses.Contrastive(model), **VIEWS), batch)
