@@ -115,9 +115,8 @@ def check(recipe: Recipe) -> None:
         raise RecipeError(f"data.negatives_per_query does not apply to the {recipe.loss.name} loss.")
     if recipe.data.streaming:
         _check_streaming(recipe)
-    ids = recipe.data.source == "distillation" or recipe.data.collection is not None
-    if recipe.data.n_ways is not None and not (ids and recipe.loss.name == "distillation"):
-        raise RecipeError("data.n_ways applies to distillation with ids of documents (data.collection) only.")
+    if recipe.data.n_ways is not None and recipe.loss.name != "distillation":
+        raise RecipeError(f"data.n_ways does not apply to the {recipe.loss.name} loss.")
     if recipe.data.collection is not None and recipe.model.visual:
         raise RecipeError(f"data.collection does not apply to model.kind {recipe.model.kind}.")
     kind = recipe.model.kind

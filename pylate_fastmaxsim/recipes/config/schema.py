@@ -140,8 +140,8 @@ class DataSection:
     ``train`` (query_id, document_ids, scores), ``queries`` (query_id, text) and ``documents``
     (document_id, text), on the Hub, in a copy of it, or in a folder with train, queries and documents
     as files of one of these types. An id stands for one text. Texts are read from disk as they are needed.
-    ``n_ways`` is how many documents of each row of ids are used, the first ones; null uses as many as the
-    shortest row has.
+    ``n_ways`` is how many documents of each row of a distillation are used, the first ones. Null uses as many as the
+    shortest row has of ids; of texts all are used, and every row must have as many.
 
     ``max_rows`` keeps a random part, drawn with ``seed``.
 

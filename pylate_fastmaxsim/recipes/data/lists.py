@@ -69,6 +69,21 @@ def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
+def first_of_lists(batch: dict[str, list], n_ways: int) -> dict[str, list]:
+    """The first ``n_ways`` entries of all lists in a batch of rows.
+
+    Examples
+    --------
+    >>> from pylate_fastmaxsim.recipes.data.lists import first_of_lists
+    >>> first_of_lists({"query": ["q"], "documents": [["a", "b", "c"]]}, n_ways=2)
+    {'query': ['q'], 'documents': [['a', 'b']]}
+    """
+    return {
+        name: [value[:n_ways] if isinstance(value, list) else value for value in values]
+        for name, values in batch.items()
+    }
+
+
 def titled(title: str | None, text: str | None) -> str:
     """A text with its title before it.
 

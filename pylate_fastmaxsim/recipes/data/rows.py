@@ -11,8 +11,8 @@ from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation, number_of_ways
 from pylate_fastmaxsim.recipes.data.ids import TextTable, look_up
-from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
-from pylate_fastmaxsim.recipes.data.tables import load_files, load_table
+from pylate_fastmaxsim.recipes.data.lists import first_of_lists, one_text_a_column
+from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown
 from pylate_fastmaxsim.recipes.data.text import is_id, query_named, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -47,6 +47,10 @@ def _load_checked(recipe: Recipe) -> Dataset:
         return _texts_of_ids(recipe, dataset)
     if not recipe.model.visual and recipe.loss.name != "distillation":
         dataset = one_text_a_column(recipe.data, dataset)
+    if recipe.data.n_ways is not None:
+        with progress_shown():
+            options = {"n_ways": recipe.data.n_ways}
+            dataset = dataset.map(first_of_lists, fn_kwargs=options, batched=True, desc="Reading lists")
     return fitted(recipe, dataset)
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.lists import Spread
+from pylate_fastmaxsim.recipes.data.lists import Spread, first_of_lists
 from pylate_fastmaxsim.recipes.data.rows import fitted, open_rows, used_columns
 from pylate_fastmaxsim.recipes.data.tables import table_failure
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
@@ -80,6 +80,8 @@ class _Read:
     def checked(self, batch: dict[str, list], numbers: list[int]) -> Dataset:
         """The rows of a batch, of which the first has this number in the data."""
         batch = batch if self.spread is None else self.spread(batch, numbers)
+        if self.recipe.data.n_ways is not None:
+            batch = first_of_lists(batch, self.recipe.data.n_ways)
         try:
             return fitted(self.recipe, Dataset.from_dict(batch))
         except pa.ArrowException as error:

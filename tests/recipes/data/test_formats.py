@@ -146,7 +146,7 @@ def test_triples_of_texts_are_read_without_a_collection(tmp_path):
         ([], [], "data.files: there are no rows in .*triples.tsv."),
         (["100\t500\t499"], ["data.collection=null"], "data.collection is missing; data.queries needs it."),
         (["100\t500\t499"], ["data.queries=rows.txt"], "data.queries must end in .parquet, .jsonl, .*, got rows.txt."),
-        (["100\t500\t499"], ["data.n_ways=4"], "data.n_ways applies to distillation with ids of documents"),
+        (["100\t500\t499"], ["data.n_ways=4"], "data.n_ways does not apply to the contrastive loss"),
     ],
 )
 def test_triples_that_do_not_fit_are_one_sentence(lines, overrides, sentence, tmp_path):

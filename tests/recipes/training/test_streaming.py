@@ -33,6 +33,10 @@ LISTS = [
     for n in range(20)
 ]
 TAUGHT = [{"query": text(n, 4), "documents": [text(n, 5), text(n + 1, 6), "a"], "scores": [3, 2, n]} for n in range(20)]
+UNEVEN = [
+    row | {key: row[key] + [0.5 if key == "scores" else "b"] * (n % 2) for key in ("documents", "scores")}
+    for n, row in enumerate(TAUGHT)
+]
 
 
 @pytest.fixture
@@ -70,7 +74,12 @@ def test_all_rows_come_again_and_again_in_an_order_of_the_seed(file, recipe_of):
 
 @pytest.mark.parametrize(
     ("rows", "overrides", "loss"),
-    [(LISTS, ["data.negatives_per_query=2"], "contrastive"), (TAUGHT, [], "distillation"), (PAIRS, [], "contrastive")],
+    [
+        (LISTS, ["data.negatives_per_query=2"], "contrastive"),
+        (TAUGHT, [], "distillation"),
+        (UNEVEN, ["data.n_ways=3"], "distillation"),
+        (PAIRS, [], "contrastive"),
+    ],
 )
 def test_the_rows_are_those_of_a_table(rows, overrides, loss, recipe_of, monkeypatch):
     monkeypatch.setattr(streaming, "BUFFER", 1)
