@@ -157,6 +157,7 @@ OF_MULTI_VECTOR = {
 NO_NAMES = {
     "_FORWARD_WITH_WINNERS",
     "_attention_mask",
+    "_exit",  # of os
     "_id",
     "_input_ids",
     "_kl_divergence",
