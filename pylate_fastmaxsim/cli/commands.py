@@ -129,13 +129,18 @@ def one_sentence_for_too_little_memory(recipe: Recipe):
 
 def _take_less_memory(recipe: Recipe, checkpoint: Path | None) -> str:
     """How to use less memory: first without, then with an effect on what is learned."""
-    lengths = {"colbert": "document_length", "splade": "max_seq_length", "colqwen2": "max_visual_tokens"}
+    lengths = {
+        **dict.fromkeys(("colbert", "multi_vector"), "document_length"),
+        "splade": "max_seq_length",
+        "colqwen2": "max_visual_tokens",
+    }
     free, length = [], lengths.get(recipe.model.kind)
     lower = [f"model.{length}"] if length else []
     if not recipe.training.gradient_checkpointing:
         free.append("set training.gradient_checkpointing to true")
     if recipe.loss.name == "cached_contrastive" or recipe.loss.mini_batch_size is not None:
-        free.append("lower loss.mini_batch_size")
+        by_tokens = recipe.loss.mini_batch_num_tokens is not None
+        free.append(f"lower loss.{'mini_batch_num_tokens' if by_tokens else 'mini_batch_size'}")
     else:
         lower = ["training.per_device_train_batch_size", *lower]
     options = [" or ".join(free)] if free else []

@@ -11,6 +11,7 @@ from sentence_transformers.multi_vector_encoder import losses
 from tiny_recipe import text, write
 
 import pylate_fastmaxsim
+from pylate_fastmaxsim.cli.commands import _take_less_memory
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.training.inputs import load_data
@@ -112,6 +113,14 @@ def test_gradients_are_logged_with_the_pooling_of_the_loss(tmp_path):
     state = json.loads((tmp_path / "out" / "checkpoint-6" / "trainer_state.json").read_text())
     logged = [entry for entry in state["log_history"] if any("gradient_concentration/" in name for name in entry)]
     assert [entry["step"] for entry in logged] == [0, 3, 6]
+
+
+def test_it_trains_with_checkpointed_layers_and_says_what_takes_less_memory(tmp_path):
+    recipe = recipe_of(tmp_path, *LOSSES["tokens"], "training.gradient_checkpointing=true", "fast.enabled=true")
+    assert train(recipe)["steps"] == 6
+    assert _take_less_memory(recipe, None).startswith(
+        "lower loss.mini_batch_num_tokens, or lower model.document_length;"
+    )
 
 
 @pytest.mark.parametrize(
