@@ -1,4 +1,4 @@
-"""The command ``fastmaxsim``. ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes] or [commands]."""
+"""The command ``fastmaxsim``. ``run``, ``doctor`` and ``compare`` of a script need no extra, all others [recipes]."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main() -> None:
     try:
         app()
     except ModuleNotFoundError as error:
-        # With [commands] alone there is no library of models.
+        # With [recipes] alone there is no library of models.
         if str(error.name).partition(".")[0] != "sentence_transformers":
             raise
         _stop_without(error)
@@ -58,8 +58,8 @@ def load_app():
 
 def _stop_without(error: ModuleNotFoundError) -> NoReturn:
     sys.exit(
-        f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run, doctor and compare of a script needs: "
-        'pip install "pylate-fastmaxsim[recipes]", or without PyLate "pylate-fastmaxsim[multi-vector,commands]".'
+        f"fastmaxsim: {str(error.name).partition('.')[0]} is missing, which every command but run, doctor and compare of a script "
+        'needs: pip install "pylate-fastmaxsim[pylate,recipes]", or without PyLate "pylate-fastmaxsim[multi-vector,recipes]".'
     )
 
 

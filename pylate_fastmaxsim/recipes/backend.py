@@ -18,7 +18,7 @@ MODULES = {
     "colqwen2": "visual",
 }
 # The library that a kind needs, and the extras that bring it.
-NEEDED = {"text": ("PyLate", "recipes"), "visual": ("colpali-engine", "recipes,colpali")}
+NEEDED = {"text": ("PyLate", "pylate,recipes"), "visual": ("colpali-engine", "pylate,recipes,colpali")}
 
 
 def backend(model: ModelSection, package: str) -> ModuleType:
@@ -40,7 +40,7 @@ def backend(model: ModelSection, package: str) -> ModuleType:
     if module == "multi_vector" and not hasattr(sentence_transformers, "MultiVectorEncoder"):
         raise RecipeError(
             "model.kind multi_vector needs Sentence Transformers 6, in an environment without PyLate: pip install "
-            f'"pylate-fastmaxsim[multi-vector,commands]" (installed is {sentence_transformers.__version__}).'
+            f'"pylate-fastmaxsim[multi-vector,recipes]" (installed is {sentence_transformers.__version__}).'
         )
     try:
         return import_module(f"{package}.{module}")

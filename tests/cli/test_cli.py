@@ -137,7 +137,7 @@ def test_without_the_recipes_extra_it_says_what_to_install(missing, sentence):
     code = f"sys.modules['{missing}'] = None"
     done = fastmaxsim("train", RECIPES / "quickstart.yaml", code=code)
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
-    assert sentence in done.stderr and "pylate-fastmaxsim[recipes]" in done.stderr
+    assert sentence in done.stderr and "pylate-fastmaxsim[pylate,recipes]" in done.stderr
 
 
 @pytest.mark.process

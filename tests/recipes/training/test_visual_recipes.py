@@ -234,7 +234,7 @@ def test_a_missing_colpali_engine_is_named_with_what_installs_it(recipe, monkeyp
     loaded = recipe("colqwen2")
     monkeypatch.setitem(sys.modules, "colpali_engine", None)
     monkeypatch.delitem(sys.modules, "pylate_fastmaxsim.recipes.training.visual", raising=False)
-    with pytest.raises(RecipeError, match=r'pip install "pylate-fastmaxsim\[recipes,colpali\]"'):
+    with pytest.raises(RecipeError, match=r'pip install "pylate-fastmaxsim\[pylate,recipes,colpali\]"'):
         train(loaded)
 
 
