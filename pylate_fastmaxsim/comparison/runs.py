@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import platform
@@ -103,3 +104,14 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         **packages,
     }
+
+
+class KeptWarnings(logging.Handler):
+    """Keeps the warnings of a logger, which a comparison shows: ``messages``."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())

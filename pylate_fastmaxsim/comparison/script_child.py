@@ -26,7 +26,7 @@ from torch.optim import optimizer as optimizers
 
 from pylate_fastmaxsim._memory import is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate
-from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, environment
+from pylate_fastmaxsim.comparison.runs import FINISHED, OUT_OF_MEMORY, KeptWarnings, environment
 from pylate_fastmaxsim.integrations.run_script import (
     AfterImport,
     parse,
@@ -276,15 +276,6 @@ def _change_arguments(module: ModuleType, folder: Path) -> None:
     module.TrainingArguments.__post_init__ = redirected
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def _seed() -> None:
     """Weights and samples that a script draws without a seed are the same in both runs."""
     import numpy
@@ -324,7 +315,7 @@ def main() -> None:
     folder = Path(folder)
     options, words, as_module = parse(script_comparison_parser("fastmaxsim compare"), arguments)
     steps, _ = options.pop("steps"), options.pop("output")
-    warnings = _Warnings()
+    warnings = KeptWarnings()
     if mode == FAST:
         logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     os.environ["PYLATE_FASTMAXSIM"] = "1" if mode == FAST else "0"

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from pylate_fastmaxsim._memory import PeakMemory, is_out_of_memory
 from pylate_fastmaxsim.comparison.gate import Gate
-from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, environment
+from pylate_fastmaxsim.comparison.runs import FINISHED, NO_BATCH, OUT_OF_MEMORY, KeptWarnings, environment
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.comparison.counters import Counted
 from pylate_fastmaxsim.recipes.comparison.phases import MEASURED_STEPS, WARM_UP_STEPS, median_phases
@@ -70,7 +70,7 @@ def measure(
     arguments = training_arguments(recipe, **quiet)
     data = load_data(recipe)
     # After the data is loaded: the comparison has already shown the warnings about it.
-    warnings = _Warnings()
+    warnings = KeptWarnings()
     logging.getLogger("pylate_fastmaxsim").addHandler(warnings)
     model = load_model(recipe.model, arguments.device, recipe.training.seed)
     result = {
@@ -168,17 +168,6 @@ class _StepWriter(TrainerCallback):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter()
-
-
-class _Warnings(logging.Handler):
-    """Keeps the warnings of a logger, so that the comparison can show them."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def main() -> None:
