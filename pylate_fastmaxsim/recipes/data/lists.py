@@ -43,15 +43,12 @@ def one_text_a_column(data: DataSection, dataset: Dataset, section: str = "data"
             f"{section}.negatives_per_query needs a column of negatives behind the positive, but the columns are {query} "
             f"and {documents[0]}."
         )
-    spread = Spread(section, dataset.column_names, data.negatives_per_query, data.seed)
+    ids = data.collection is not None
+    spread = Spread(section, dataset.column_names, data.negatives_per_query, data.seed, ids)
     if spread.count is None:
-        spread.count = len(spread.negatives(dataset[0]))
-    # Ids may be numbers.
-    kind = types.field(documents[0]).type
-    kind = kind.value_type if documents[0] in lists else kind
-    kind = Value("string") if pa.types.is_struct(kind) else Features.from_arrow_schema(pa.schema({"": kind}))[""]
-    names = spread.names()
-    features = Features({query: dataset.features[query], **dict.fromkeys(names[1:], kind)})
+        spread.count = len(spread.negatives(0, dataset[0]))
+    query_name, *names = spread.names()
+    features = Features({query_name: dataset.features[query], **dict.fromkeys(names, Value("string"))})
     with progress_shown():
         return dataset.map(
             spread,
@@ -115,8 +112,9 @@ class Spread:
     {'query': ['q', 'q'], 'positive': ['a', 'b'], 'negative_1': ['c', 'c'], 'negative_2': ['c', 'c']}
     """
 
-    def __init__(self, section: str, columns: list[str], count: int | None, seed: int) -> None:
+    def __init__(self, section: str, columns: list[str], count: int | None, seed: int, ids: bool = False) -> None:
         self.section = section
+        self.ids = ids
         self.query, self.positive, *self.others = columns
         self.count = count
         self.given = count is not None
@@ -125,17 +123,18 @@ class Spread:
     def names(self) -> list[str]:
         """The columns of the result."""
         numbers = range(1, self.count + 1)
-        return [self.query, "positive", *(["negative"] if self.count == 1 else [f"negative_{n}" for n in numbers])]
+        documents = ["positive", *(["negative"] if self.count == 1 else [f"negative_{n}" for n in numbers])]
+        return ["query" if self.query in documents else self.query, *documents]
 
-    def negatives(self, row: dict[str, Any]) -> list:
-        """All negatives of a row."""
-        return [text for name in self.others for text in _texts(row[name])]
+    def negatives(self, number: int, row: dict[str, Any]) -> list[str]:
+        """All negatives of the row of this number."""
+        return [text for name in self.others for text in self._texts(number, row, name)]
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
         rows = []
         for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
             row = dict(zip(batch, values, strict=True))
-            positives, negatives = _texts(row[self.positive]), self.negatives(row)
+            positives, negatives = self._texts(number, row, self.positive), self.negatives(number, row)
             if not positives:
                 raise RecipeError(f"{self.section}.columns: row {number} has no text in {self.positive!r}.")
             self._check(number, len(negatives))
@@ -160,9 +159,14 @@ class Spread:
             return random.Random(f"{self.seed} {query} {positive}").sample(negatives, self.count)
         return [negatives[place % len(negatives)] for place in range(self.count)]
 
-
-def _texts(value: Any) -> list:
-    """The texts, or ids, of a list or of one; missing and empty ones are left out. Passages may have a title."""
-    values = value if isinstance(value, list) else [value]
-    values = [titled(each.get("title"), each.get("text")) if isinstance(each, dict) else each for each in values]
-    return [each for each in values if each is not None and each != ""]
+    def _texts(self, number: int, row: dict[str, Any], name: str) -> list[str]:
+        """The texts, or ids as text, of a list or of one; missing and empty ones are left out. Passages may have a title."""
+        values = row[name] if isinstance(row[name], list) else [row[name]]
+        values = [titled(each.get("title"), each.get("text")) if isinstance(each, dict) else each for each in values]
+        values = [each for each in values if each is not None and each != ""]
+        for each in values:
+            if not isinstance(each, (str, int) if self.ids else str):
+                raise RecipeError(
+                    f"{self.section}.columns: {name!r} must hold {'ids' if self.ids else 'texts'}, but row {number} has {each!r}."
+                )
+        return list(map(str, values))

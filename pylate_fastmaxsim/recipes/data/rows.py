@@ -13,7 +13,7 @@ from pylate_fastmaxsim.recipes.data.distillation import load_distillation, numbe
 from pylate_fastmaxsim.recipes.data.ids import TextTable, look_up
 from pylate_fastmaxsim.recipes.data.lists import first_of_lists, one_text_a_column
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown
-from pylate_fastmaxsim.recipes.data.text import is_id, query_named, require_text
+from pylate_fastmaxsim.recipes.data.text import check_first, is_id, query_named, require_text
 from pylate_fastmaxsim.recipes.data.triples import has_lists, read_triples
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.files.types import FILE_TYPES, file_type
@@ -43,6 +43,9 @@ def _load_mined(recipe: Recipe) -> Dataset:
 
 def _load_checked(recipe: Recipe) -> Dataset:
     dataset = load_columns(recipe.data, "data")
+    if not len(dataset):
+        raise RecipeError("data: there are no rows.")
+    check_first(recipe, dataset[0])
     if recipe.data.collection is not None:
         return _texts_of_ids(recipe, dataset)
     if not recipe.model.visual and recipe.loss.name != "distillation":
@@ -57,7 +60,7 @@ def _load_checked(recipe: Recipe) -> Dataset:
 def fitted(recipe: Recipe, dataset: Dataset) -> Dataset:
     """Rows whose columns fit the loss and the host, by their names and types."""
     if recipe.model.kind == "colbert":
-        dataset = query_named(recipe, dataset)
+        dataset = query_named(dataset)
     backend(recipe.model, __package__).check_columns(recipe, dataset, dataset.column_names)
     return _scores_as_floats(dataset) if recipe.loss.name == "distillation" else dataset
 
@@ -118,7 +121,8 @@ def load_columns(data: DataSection, section: str) -> Dataset:
 def used_columns(data: DataSection, section: str, there: list[str]) -> list[str]:
     """The columns to use of those that the data have."""
     # If all columns are ids, check_columns refuses them.
-    columns = data.columns or [name for name in there if data.collection is not None or not is_id(name)] or there
+    named = [name for name in there if not name.startswith("__index_level_")]  # pandas writes it into Parquet
+    columns = data.columns or [name for name in named if data.collection is not None or not is_id(name)] or there
     for column in columns:
         if column not in there:
             raise RecipeError(f"{section}.columns: no column {column!r}, the data has the columns {', '.join(there)}.")

@@ -5,12 +5,7 @@ from __future__ import annotations
 from datasets import Dataset
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
-from pylate_fastmaxsim.recipes.data.text import (
-    require_a_score_each,
-    require_positive_first,
-    require_query_first,
-    require_text,
-)
+from pylate_fastmaxsim.recipes.data.text import require_a_score_each, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 # Read as teacher scores by the collator, whatever the loss, or as the name of a data set.
@@ -36,7 +31,4 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
         )
     if not others:
         raise RecipeError(f"data.columns must be the query, its positive and any negatives, got [{query}].")
-    if recipe.data.columns is None:
-        require_query_first(others, query)
-        require_positive_first(others, query)
     require_text(dataset, columns, "data")

@@ -11,6 +11,7 @@ from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.data.lists import Spread, first_of_lists
 from pylate_fastmaxsim.recipes.data.rows import fitted, open_rows, used_columns
 from pylate_fastmaxsim.recipes.data.tables import table_failure
+from pylate_fastmaxsim.recipes.data.text import check_first
 from pylate_fastmaxsim.recipes.errors import RecipeError, first_line
 
 # Rows are shuffled within it, with ``data.seed``.
@@ -33,6 +34,7 @@ def stream_rows(recipe: Recipe) -> IterableDataset:
         raise RecipeError("data: there are no rows to stream.")
     used = rows.select_columns(used_columns(recipe.data, "data", list(first)))
     read = _Read(recipe, *_taken(used, 1))
+    check_first(recipe, read.first)
     features = read.checked({name: [value] for name, value in read.first.items()}, [0]).features
     rows = used.map(
         read,
@@ -72,7 +74,7 @@ class _Read:
         if recipe.loss.name != "distillation" and (lists or data.negatives_per_query is not None):
             self.spread = Spread("data", list(first), data.negatives_per_query, data.seed)
             if self.spread.count is None:
-                self.spread.count = len(self.spread.negatives(first))
+                self.spread.count = len(self.spread.negatives(0, first))
 
     def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict[str, list]:
         return self.checked(batch, numbers)[:]

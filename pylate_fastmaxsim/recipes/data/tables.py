@@ -82,7 +82,7 @@ def load_files(
     description = str([(each.st_size, each.st_ctime_ns) for each in status])
     options = {"split": split, "data_files": patterns, "description": description, "streaming": streaming}
     if kind == "csv":
-        options |= read_options(key, every[0], names, columns)
+        options |= read_options(key, every, names, columns)
     return _load(key, ", ".join(every), kind, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,7 +16,9 @@ from pylate_fastmaxsim.recipes.errors import RecipeError
 
 ROWS_AT_ONCE = 100_000
 
-LABEL_COLUMNS = ("label", "scores")  # read as teacher scores by PyLate's collator, whatever the loss
+# Read as teacher scores by PyLate's or Sentence Transformers' collator, whatever the loss, or called so in a file.
+LABEL_COLUMNS = ("label", "labels", "score", "scores")
+COLLATED_LABELS = ("label", "scores")  # by PyLate's
 
 
 def is_id(column: str) -> bool:
@@ -26,6 +29,25 @@ def is_id(column: str) -> bool:
 def is_query(column: str) -> bool:
     """Whether PyLate's collator encodes the texts of a column as queries."""
     return "query" in column or "anchor" in column
+
+
+def check_first(recipe: Recipe, row: dict[str, Any]) -> None:
+    """Refuse rows, by the first as it is in the data, of which other texts or numbers would be trained on than are meant.
+
+    These are columns in another order, labels in place of texts, and ids without a collection.
+    """
+    query, *others = row
+    if recipe.data.columns is None:
+        require_query_first(others, query)
+        require_positive_first(others, query)
+    labels = [column for column in row if column in LABEL_COLUMNS]
+    if labels and recipe.loss.name != "distillation":
+        raise RecipeError(
+            f"data.columns: {labels[0]!r} is a column of labels or scores, which the {recipe.loss.name} loss does not "
+            "take; name only the query, its positive and any negatives, and rename the column if it holds texts."
+        )
+    if recipe.data.collection is None and all(isinstance(text, str) and text.isdigit() for text in row.values()):
+        raise RecipeError(f"data.collection is missing: {query!r} and the other columns hold ids, not texts.")
 
 
 def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
@@ -41,54 +63,48 @@ def check_columns(recipe: Recipe, dataset: Dataset, columns: list[str]) -> None:
             f"data.columns: PyLate's collator encodes {column!r} as queries, as it does every column with query or anchor "
             "in its name; rename it, or leave it out."
         )
-    labels = [column for column in columns if column in LABEL_COLUMNS]
     if recipe.loss.name == "distillation":
-        if len(others) != 2 or labels != others[1:]:
+        if len(others) != 2 or [column for column in columns if column in COLLATED_LABELS] != others[1:]:
             raise RecipeError(
                 f"data.columns must be [query, documents, scores] for distillation, got [{', '.join(columns)}]."
             )
         require_text(dataset, [query], "data")
         require_a_score_each(dataset, *others)
         return
-    if labels:
-        raise RecipeError(
-            f"data.columns: PyLate's collator reads {labels[0]!r} as scores, which the {recipe.loss.name} loss does not "
-            "take; name only the query, its positive and any negatives, and rename the column if it holds texts."
-        )
     if not others:
         raise RecipeError(
             f"data.columns must be the query, its positive and any negatives, got [{query}]; "
             "a column with _id in its name counts as an id."
         )
-    if recipe.data.columns is None:
-        require_positive_first(others, query)
     require_text(dataset, columns, "data")
 
 
-def query_named(recipe: Recipe, dataset: Dataset) -> Dataset:
+def query_named(dataset: Dataset) -> Dataset:
     """The rows with a name for the first column by which PyLate's collator recognises queries."""
     query, *documents = dataset.column_names
     if is_id(query) or is_query(query):
         return dataset
-    if recipe.data.columns is None:
-        require_query_first(documents, query)
     return dataset.rename_column(query, "query") if "query" not in documents else dataset
 
 
 def require_query_first(documents: list[str], query: str) -> None:
     """Refuse an order of columns in which a document would be trained as the query."""
-    if not is_query(query) and (
-        named := next((name for name in documents if "question" in name or is_query(name)), None)
-    ):
+    named = next(filter(names_queries, documents), None)
+    if named and not names_queries(query):
         raise RecipeError(
             f"data.columns must be given where the data has {query!r} before {named!r}, because the first column is the query."
         )
 
 
+def names_queries(column: str) -> bool:
+    """Whether a column is called as one of queries or of their ids."""
+    return is_query(column.lower()) or "question" in column.lower() or column.lower() == "qid"
+
+
 def require_positive_first(documents: list[str], query: str) -> None:
     """Refuse an order of columns in which a negative would be trained as the positive."""
-    positives = [column for column in documents if "positive" in column]
-    if positives and "negative" in documents[0]:
+    positives = [column for column in documents if "pos" in column.lower()]
+    if positives and "neg" in documents[0].lower():
         ordered = [query, positives[0], *(column for column in documents if column != positives[0])]
         raise RecipeError(
             f"data.columns must be given where the data has {documents[0]!r} before {positives[0]!r}, because the first "

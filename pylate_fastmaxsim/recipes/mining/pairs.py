@@ -11,7 +11,7 @@ from datasets import Dataset, Value, concatenate_datasets
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.data.lists import one_text_a_column
 from pylate_fastmaxsim.recipes.data.rows import load_columns
-from pylate_fastmaxsim.recipes.data.text import is_query, require_text
+from pylate_fastmaxsim.recipes.data.text import names_queries, require_text
 from pylate_fastmaxsim.recipes.errors import RecipeError
 
 TEXTS_AT_ONCE = 1000
@@ -72,7 +72,7 @@ def _load_texts(data: DataSection, section: str, wanted: str) -> list[Dataset]:
     if len(names) != (2 if section == "mining.pairs" else 1):
         raise RecipeError(f"{section}.columns must be {wanted}, got {', '.join(names)}.")
     # Without mining.pairs.columns the order is that of the file, and swapped columns would go unnoticed.
-    if is_query(names[-1]) and not is_query(names[0]):
+    if names_queries(names[-1]) and not names_queries(names[0]):
         raise RecipeError(f"{section}.columns must be {wanted}, in this order, got {', '.join(names)}.")
     if section == "mining.pairs":
         table = one_text_a_column(data, table, section)

@@ -61,7 +61,7 @@ def test_ids_are_what_the_collator_takes_for_ids(tmp_path):
             {"label": "l"},
             None,
             "contrastive",
-            "PyLate's collator reads 'label' as scores, which the contrastive loss does",
+            "'label' is a column of labels or scores, which the contrastive loss does",
         ),
         (
             {"label": "l", "scores": [1.0]},

@@ -61,6 +61,61 @@ def test_a_line_of_names_is_known_by_what_it_begins_with_or_by_the_columns(tmp_p
     assert load_columns(corpus, "mining.corpus").to_list() == [{"text": text(n, 5)} for n in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("name", "lines", "sentence"),
+    [
+        (
+            "a.csv",
+            ["query,positive", "q,p,x"],
+            "data.files: the first row of .*a.csv has 2 values, but the second has 3: q, ",
+        ),
+        (
+            "a.csv",
+            [",query,positive", "0,q,p"],
+            "data.files: the first line of .*a.csv must name each of its columns once",
+        ),
+        ("a.csv", ["query,positive"], "data.* there are no rows"),
+        (
+            "a.tsv",
+            ["positive\tquery", "p\tq"],
+            "data.columns must be given where the data has 'positive' before 'query'",
+        ),
+    ],
+)
+def test_values_under_the_name_of_another_column_are_refused(name, lines, sentence, tmp_path):
+    values = tiny(tmp_path, data={"files": [write_lines(tmp_path / name, lines)]})
+    with pytest.raises(RecipeError, match=f"^{sentence}"):
+        load_rows(load_recipe(write(tmp_path, values)))
+
+
+def test_each_of_several_files_is_read_by_its_own_names(tmp_path):
+    files = [
+        write_lines(tmp_path / name, lines)
+        for name, lines in {
+            "a.csv": ["query,positive", "q,p"],
+            "b.csv": ["", "positive,query", "p,q"],
+            "c.csv": ["query,positive", "q,p,x"],
+            "d.tsv": ["q\tp"],
+            "e.tsv": ["query\tpositive", "q\tp"],
+        }.items()
+    ]
+    assert (
+        load_columns(DataSection("files", files=files[:2]), "data").to_list() == [{"query": "q", "positive": "p"}] * 2
+    )
+    with pytest.raises(RecipeError, match="^data.files: the first row of .*c.csv has 2 values, but the second has 3: "):
+        load_columns(DataSection("files", files=files[:3]), "data")
+    with pytest.raises(
+        RecipeError, match="^data.files: the first line must name the columns in all files or in none, "
+    ):
+        load_columns(DataSection("files", files=files[3:]), "data")
+
+
+def test_the_index_that_pandas_writes_is_no_column(tmp_path):
+    Dataset.from_list([{"query": "q", "positive": "p", "__index_level_0__": 3}]).to_parquet(tmp_path / "a.parquet")
+    data = DataSection("files", files=[str(tmp_path / "a.parquet")], collection="c.tsv")
+    assert load_columns(data, "data").column_names == ["query", "positive"]
+
+
 def tables(folder: Path, queries: str = "queries.tsv", collection: str = "collection.tsv") -> dict[str, str]:
     """The files of a collection and its queries, with ids that are not row numbers."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +195,19 @@ def test_triples_of_texts_are_read_without_a_collection(tmp_path):
         (["100\t500\t7"], [], "data.files: 'negative' of triples.tsv has 7, which is not in collection.tsv."),
         (["1\t500\t499"], [], "data.files: 'query' of triples.tsv has 1, which is not in queries.tsv."),
         (["100\t500\t499", "99\t500"], [], "data.negatives_per_query is missing, .*: the first has 1, row 1 has 0."),
-        (["100\t500\t499", "99\t500\t1\t2"], [], "data.files cannot be loaded: .*Expected 3 fields in line 2, saw 4"),
+        (
+            ["100\t500\t499", "99\t500\t1\t2"],
+            [],
+            "data.files: the first row of .* has 3 values, but the second has 4: 99, ",
+        ),
+        (["100\t500", "99\t500", "1\t2\t3"], [], "data.files cannot be loaded: .*Expected 2 fields in line 3, saw 3"),
+        (["pid\tqid", "500\t100"], [], "data.columns must be given where the data has 'pid' before 'qid'"),
+        (
+            ["qid\tnegative_id\tpositive_id", "1\t2\t3"],
+            [],
+            "data.columns must be given where the data has 'negative_id'",
+        ),
+        (["query-id\tcorpus-id\tscore", "100\t500\t499"], [], "data.columns: 'score' is a column of labels or scores"),
         (["query\tquery\tb"], [], "data.files: the first line of .*triples.tsv must name each of its columns once"),
         (["100"], [], "data.columns must be the query, its positive and any negatives"),
         ([], [], "data.files: there are no rows in .*triples.tsv."),

@@ -11,6 +11,7 @@ from tiny_recipe import text, tiny, write
 
 from pylate_fastmaxsim.recipes.config.schema import DataSection, MiningSection
 from pylate_fastmaxsim.recipes.data.rows import load_rows
+from pylate_fastmaxsim.recipes.data.streaming import stream_rows
 from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.mining.pairs import load_pairs
@@ -117,6 +118,57 @@ def test_the_order_of_columns_counts_where_none_is_named_query(kind, tmp_path):
     with pytest.raises(RecipeError, match="^data.columns must be given where the data has 'answer' before 'question'"):
         rows_of(tmp_path, swapped, **sections)
     assert rows_of(tmp_path, swapped, "data.columns=[question, answer]", **sections)[0]["answer"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"text": "p", "query": "q"}, "data.columns must be given where the data has 'text' before 'query'"),
+        (
+            {"positive": "p", "query": "q", "neg": ["n"]},
+            "data.columns must be given where the data has 'positive' before",
+        ),
+        (
+            {"Positive": "p", "Question": "q"},
+            "data.columns must be given where the data has 'Positive' before 'Question'",
+        ),
+        (
+            {"query": "q", "neg": ["n"], "pos": ["p"]},
+            "data.columns must be given where the data has 'neg' before 'pos'",
+        ),
+        (
+            {"query": "q", "pos": "p", "neg": ["n"], "label": "1"},
+            "data.columns: 'label' is a column of labels or scores",
+        ),
+        (
+            {"query": "q", "pos": "p", "neg": "n", "score": "0.5"},
+            "data.columns: 'score' is a column of labels or scores",
+        ),
+        (
+            {"query": "q", "pos": "p", "neg": ["n"], "neg_scores": [0.5]},
+            "data.columns: 'neg_scores' must hold texts, but ",
+        ),
+        (
+            {"query": "12", "pos": "34", "neg": "56"},
+            "data.collection is missing: 'query' and the other columns hold ids",
+        ),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_in_another_order_or_of_no_texts_are_refused(row, sentence, streaming, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    values = tiny(tmp_path, data={"files": [str(tmp_path / "rows.jsonl")]})
+    if streaming:
+        values["data"]["streaming"], values["evaluation"] = True, {"rows": 0}
+        values["model"] = {"name_or_path": "none"}
+    with pytest.raises(RecipeError, match=f"^{sentence}"):
+        (stream_rows if streaming else load_rows)(load_recipe(write(tmp_path, values)))
+
+
+def test_a_query_may_be_called_positive_where_columns_are_named(tmp_path):
+    rows = [{"positive": "q", "similar": ["p"], "other": ["n"]}] * 2
+    loaded = rows_of(tmp_path, rows, "data.columns=[positive, similar, other]")
+    assert loaded[0] == {"query": "q", "positive": "p", "negative": "n"}
 
 
 def test_fewer_rows_than_a_batch_are_said(tmp_path, caplog):

@@ -25,16 +25,6 @@ KD = {"documents": ["a", "b"], "scores": [1.0, 0.5]}
         ({"a": "q"}, "contrastive", r"data.columns must be the query, its positive and any negatives, got \[a\]."),
         ({"a": "q", "b": 1}, "contrastive", "data.columns: 'b' must hold text, but it holds Value"),
         (
-            {"text": "d", "query": "q"},
-            "contrastive",
-            "given where the data has 'text' before 'query', because the first",
-        ),
-        (
-            {"q": "q", "negative": "n", "positive": "p"},
-            "contrastive",
-            r"because the first column after the query is its positive; for example \[q, positive, negative\].",
-        ),
-        (
             {"q": "q", "scores": [1.0]},
             "distillation",
             r"must be \[query, documents, scores\] for distillation, got \[q, sc",
