@@ -84,6 +84,7 @@ def open_text(file: str) -> IO[str]:
 
 def _first_row(key: str, file: str, tabs: bool) -> list[str]:
     """The first row, of which the second may have no more values: pandas would take the first as the name of the row."""
+    limit = csv.field_size_limit(2**31 - 1)  # by default shorter than a long document
     try:
         with open_text(file) as lines:
             rows = (
@@ -92,6 +93,8 @@ def _first_row(key: str, file: str, tabs: bool) -> list[str]:
             first, second = islice(chain(filter(None, rows), [[], []]), 2)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise RecipeError(f"{key} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        csv.field_size_limit(limit)
     if not first:
         raise RecipeError(f"{key}: there are no rows in {file}.")
     if len(second) > len(first):

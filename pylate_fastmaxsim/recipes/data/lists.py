@@ -143,15 +143,15 @@ class Spread:
         return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
     def _check(self, number: int, found: int) -> None:
-        if self.given and not found:
-            raise RecipeError(
-                f"{self.section}.negatives_per_query: row {number} has no negative; leave such rows out, or train without "
-                "negatives."
-            )
         if not self.given and found != self.count:
             raise RecipeError(
                 f"{self.section}.negatives_per_query is missing, and rows have different numbers of negatives: the first "
                 f"has {self.count}, row {number} has {found}."
+            )
+        if not found and (self.given or self.others):
+            raise RecipeError(
+                f"{self.section}.negatives_per_query: row {number} has no negative; leave such rows out, or train without "
+                "negatives."
             )
 
     def _drawn(self, query: Any, positive: Any, negatives: list) -> list:

@@ -89,19 +89,21 @@ def test_values_under_the_name_of_another_column_are_refused(name, lines, senten
 
 
 def test_each_of_several_files_is_read_by_its_own_names(tmp_path):
+    long = "p" * 200_000  # more than the csv module reads by default
     files = [
         write_lines(tmp_path / name, lines)
         for name, lines in {
-            "a.csv": ["query,positive", "q,p"],
+            "a.csv": ["query,positive", f"q,{long}"],
             "b.csv": ["", "positive,query", "p,q"],
             "c.csv": ["query,positive", "q,p,x"],
             "d.tsv": ["q\tp"],
             "e.tsv": ["query\tpositive", "q\tp"],
         }.items()
     ]
-    assert (
-        load_columns(DataSection("files", files=files[:2]), "data").to_list() == [{"query": "q", "positive": "p"}] * 2
-    )
+    assert load_columns(DataSection("files", files=files[:2]), "data").to_list() == [
+        {"query": "q", "positive": long},
+        {"query": "q", "positive": "p"},
+    ]
     with pytest.raises(RecipeError, match="^data.files: the first row of .*c.csv has 2 values, but the second has 3: "):
         load_columns(DataSection("files", files=files[:3]), "data")
     with pytest.raises(

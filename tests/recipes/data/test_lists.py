@@ -123,6 +123,10 @@ def test_the_order_of_columns_counts_where_none_is_named_query(kind, tmp_path):
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
+        (
+            {"query": "q", "pos": ["p"], "neg": []},
+            "data.negatives_per_query: row 0 has no negative; leave such rows out",
+        ),
         ({"text": "p", "query": "q"}, "data.columns must be given where the data has 'text' before 'query'"),
         (
             {"positive": "p", "query": "q", "neg": ["n"]},
