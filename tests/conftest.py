@@ -9,6 +9,8 @@ from functools import partial
 
 import pytest
 
+# datasets tells the Hub of each local file that it loads, and waits for seconds where that is out of reach.
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
     # Before torch is imported, and for the processes that tests start: each worker has its share of the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
