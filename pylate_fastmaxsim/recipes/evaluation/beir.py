@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Value, get_dataset_config_names
 
@@ -174,10 +175,13 @@ def _require_judged_documents(key: str, name: str, corpus: Dataset, judgements: 
 
 
 def _require_ids(key: str, where: str, table: Dataset, column: str) -> None:
-    """Refuse rows without an id."""
+    """Refuse rows without an id, and ids of several types."""
     row = pc.index(pc.is_null(table.data.column(column)), True).as_py()
     if row >= 0:
         raise RecipeError(f"{key}: {column!r} of {where} must hold an id in every row, but row {row} has none.")
+    # datasets keeps rows of several types as JSON.
+    if not (is_text(table, column) or pa.types.is_primitive(table.data.column(column).type)):
+        raise RecipeError(f"{key}: {column!r} of {where} must be text in all rows or a number in all rows.")
 
 
 def _require_distinct_ids(key: str, subset: str, table: Dataset) -> None:

@@ -180,6 +180,10 @@ def test_a_recipe_reports_it(tmp_path, caplog, monkeypatch):
             {"queries": [*tables()["queries"], {"_id": None, "text": "a"}]},
             "must hold an id in every row, but row 8 has",
         ),
+        (
+            {"queries": [*tables()["queries"], {"_id": 7, "text": "a"}]},
+            "'_id' of the subset queries must be text in all rows or a number in all rows.",
+        ),
         ({"corpus": [{"id": "1", "text": "a"}]}, "the subset corpus has no column '_id', it has id, text."),
     ],
 )
