@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
+from pylate_fastmaxsim.recipes.errors import RecipeError
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.ranking import metrics_by_query
-from pylate_fastmaxsim.recipes.files.write import make_directory
+from pylate_fastmaxsim.recipes.files.write import prepare_file
 from pylate_fastmaxsim.recipes.models.kind import LATE_INTERACTION, kind_of
 from pylate_fastmaxsim.recipes.retrieval_evaluation.per_query import prepare_per_query, write_per_query
 from pylate_fastmaxsim.recipes.retrieval_evaluation.significance import Scores, compare
-from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import Target
+from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import Target, short_name
 from pylate_fastmaxsim.recipes.search.clock import Clock
 from pylate_fastmaxsim.recipes.search.run import METRICS_BY_DEPTH, Progress, Search, best_device, check_format
 from pylate_fastmaxsim.recipes.search.run import Options as SearchOptions
@@ -73,7 +74,7 @@ def evaluate(
         check_format(options.format, options.index)
     if options.run is not None:
         require_ids_of_one_word(collection)
-        make_directory("--run", options.run)
+        _prepare_runs(options.run, targets)
     if options.per_query is not None:
         prepare_per_query(options.per_query)
     models: list[dict[str, Any]] = []
@@ -102,7 +103,7 @@ def _evaluate(
     model = target.load(device, options.trust_remote_code)
     searching = SearchOptions(
         k=max(METRICS_BY_DEPTH.values()),
-        run=None if options.run is None else options.run / f"{target.label.replace('/', '-')}.trec",
+        run=None if options.run is None else _run_file(options.run, target),
         index=options.index,
         format=options.format if kind_of(model) == LATE_INTERACTION else None,
         batch_size=options.batch_size or section.batch_size,
@@ -126,9 +127,26 @@ def _evaluate(
     return {"label": target.label, **task.summary(), "pooling": str(target.pooling), "metrics": means}, by_query
 
 
+def _run_file(folder: Path, target: Target) -> Path:
+    return folder / f"{target.label.replace('/', '-')}.trec"
+
+
+def _prepare_runs(folder: Path, targets: Sequence[Target]) -> None:
+    """Make the folder of run files. RecipeError if one cannot be written, or would be that of two models."""
+    labels: dict[Path, str] = {}
+    for target in targets:
+        file = _run_file(folder, target)
+        prepare_file("--run", file)
+        if file in labels:
+            raise RecipeError(
+                f"--run: {labels[file]} and {target.label} would be written to one file, {file}; evaluate them apart."
+            )
+        labels[file] = target.label
+
+
 def _index_name(target: Target, task: Search) -> str:
     """Of the folder of an index: another for other weights and settings, another collection or another format."""
     made_of = task.description
     parts = f"{made_of.model_digest} {made_of.corpus_digest} {made_of.stored}"
-    own = Path(target.path).name if target.recipe is None else target.recipe.name
+    own = short_name(target.path) if target.recipe is None else target.recipe.name
     return f"{own}-{hashlib.blake2b(parts.encode(), digest_size=6).hexdigest()}"

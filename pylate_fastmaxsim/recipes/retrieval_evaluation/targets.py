@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,17 +78,29 @@ def find_targets(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Ta
     recipes = {name: load_recipe(name, overrides) for name in names if is_recipe(name)}
     if overrides and not recipes:
         raise RecipeError("--set overrides a key of a recipe, and no recipe is given.")
-    short = {name: recipes[name].name if name in recipes else Path(name).name for name in names}
+    short = {name: recipes[name].name if name in recipes else short_name(name) for name in names}
     counts, targets = Counter(short.values()), []
     for name in names:
         recipe = recipes.get(name)
         path = name if recipe is None else str(_trained(name, recipe))
         if recipe is None or not recipe.model.visual:
             saved_class(path)
-        targets.append(Target(short[name] if counts[short[name]] == 1 else name, path, recipe))
-    if repeated := next((name for name, count in Counter(names).items() if count > 1), None):
-        raise RecipeError(f"each model must be given once, but {repeated} is given twice.")
+        target = Target(short[name] if counts[short[name]] == 1 else name, path, recipe)
+        # Under another spelling as well: it would count as one more pair in the correction of p.
+        if any(_made_of(target) == _made_of(other) for other in targets):
+            raise RecipeError(f"each model must be given once, but {name} is given twice.")
+        targets.append(target)
     return targets
+
+
+def short_name(path: str) -> str:
+    """The last part of a path or of a name on the Hub; of ``.`` that of the folder."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(path)))
+
+
+def _made_of(target: Target) -> tuple[str, Pooling]:
+    """What makes the scores of a model."""
+    return os.path.realpath(os.path.expanduser(target.path)), target.pooling
 
 
 def _trained(name: str, recipe: Recipe) -> Path:

@@ -26,6 +26,7 @@ from pylate_fastmaxsim.recipes.evaluation import beir, ranking
 from pylate_fastmaxsim.recipes.evaluation.text import evaluate as evaluate_recipe
 from pylate_fastmaxsim.recipes.load import load_recipe
 from pylate_fastmaxsim.recipes.models.kind import load_retriever
+from pylate_fastmaxsim.recipes.retrieval_evaluation.targets import find_targets
 from pylate_fastmaxsim.recipes.training.inputs import load_data
 from pylate_fastmaxsim.recipes.training.prepare import prepare
 
@@ -149,11 +150,18 @@ def test_a_recipe_is_evaluated_on_the_rows_that_it_holds_out_as_in_training(reci
         ("COLBERT ./none --beir DATA", "MODEL: there is no folder ./none."),
         ("COLBERT DATA --beir DATA", "MODEL DATA must be a ColBERT that PyLate has saved, a MultiVectorEncoder or "),
         ("COLBERT COLBERT --beir DATA", "each model must be given once, but COLBERT is given twice."),
+        ("COLBERT COLBERT/ --beir DATA", "each model must be given once, but COLBERT/ is given twice."),
+        ("LINK COLBERT --beir DATA", "each model must be given once, but COLBERT is given twice."),
         ("COLBERT --beir DATA --set a=1", "--set overrides a key of a recipe, and no recipe is given."),
         ("COLBERT --beir DATA --per-query q.csv", "--per-query must be a file that ends in .jsonl or .tsv, got q.csv."),
         ("COLBERT --beir DATA --per-query DATA/a.tsv --json DATA/a.tsv", "--per-query and --json must be two files."),
         ("COLBERT --beir DATA --json DATA", "--json DATA cannot be written: it is a folder."),
         ("COLBERT --beir DATA --run DATA/corpus.jsonl", "--run DATA/corpus.jsonl cannot be made: File exists."),
+        ("COLBERT --beir DATA --run taken", "--run taken/colbert.trec cannot be written: it is a folder."),
+        (
+            "a/x b/x a-x --beir DATA --run r",
+            "--run: a/x and a-x would be written to one file, r/a-x.trec; evaluate them",
+        ),
         ("COLBERT --beir DATA --format int8", "--format is that of token embeddings in an index; it needs --index"),
         ("COLBERT --beir DATA --index DATA/i --format x", "--format must be one of float32, bfloat16, float16, int8,"),
         ("none.yaml", "Cannot read the recipe none.yaml: No such file or directory."),
@@ -166,13 +174,23 @@ def test_a_recipe_is_evaluated_on_the_rows_that_it_holds_out_as_in_training(reci
 def test_bad_input_is_one_line_before_anything_is_encoded(arguments, said, saved, recipe, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ranking, "encode", None)
+    (tmp_path / "taken" / "colbert.trec").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(saved["colbert"])
+    for name in ("a/x", "b/x", "a-x"):
+        shutil.copytree(saved["colbert"], tmp_path / name)
     other = write(tmp_path, tiny(tmp_path, evaluation={"rows": 6}), "other")
     names = {"COLBERT": saved["colbert"], "DATA": str(data), "RECIPE": str(recipe), "OTHER": str(other)}
+    names["LINK"] = "link"
     for name, path in names.items():
         arguments, said = arguments.replace(name, path), said.replace(name, path)
     done = evaluate(*arguments.split(), code=2)
     assert done.stderr.startswith(f"fastmaxsim: {said}") and done.stderr.count("\n") == 1
     assert not done.stdout
+
+
+def test_the_working_directory_is_called_as_the_folder(saved, monkeypatch):
+    monkeypatch.chdir(saved["colbert"])
+    assert [target.label for target in find_targets(["."])] == ["colbert"]
 
 
 @pytest.mark.e2e
