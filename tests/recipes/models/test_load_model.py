@@ -88,7 +88,7 @@ def test_another_embedding_size_than_that_of_a_trained_projection(encoder, tmp_p
 def test_a_multi_vector_encoder_needs_a_later_release_and_is_not_one_of_pylate(tmp_path):
     (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "MultiVectorEncoder"}')
     with pytest.raises(
-        RecipeError, match="^model.kind multi_vector needs Sentence Transformers 6.*multi-vector,commands"
+        RecipeError, match="^model.kind multi_vector needs Sentence Transformers 6.*multi-vector,recipes"
     ):
         load_model(ModelSection(kind="multi_vector", name_or_path=str(tmp_path)), "cpu", seed=0)
     with pytest.raises(RecipeError, match="it is a MultiVectorEncoder, which model.kind multi_vector trains"):
