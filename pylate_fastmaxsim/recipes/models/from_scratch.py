@@ -25,8 +25,8 @@ SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-# What libraries raise for a size or an option that a model cannot have.
-BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError)
+# What libraries raise for a size or an option that a model cannot have, or an attention that is not installed.
+BAD_VALUE = (ValueError, TypeError, RuntimeError, LookupError, AssertionError, ImportError)
 PREFIXES = ["[Q] ", "[D] "]  # of queries and documents; PyLate adds them to a tokenizer that lacks them
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, set_seed
@@ -137,21 +137,23 @@ def _class_of(name: str) -> str | None:
 
 def model_type(name: str) -> str | None:
     """The class that a model was saved by, or None where its files do not say."""
-    config = _json(name, CONFIG_FILE)
+    config = json_of(name, CONFIG_FILE)
     if config is None:
         # As PyLate tells models of the original ColBERT.
-        architectures = (_json(name, "config.json") or {}).get("architectures") or [""]
+        architectures = (json_of(name, "config.json") or {}).get("architectures") or [""]
         return "ColBERT" if architectures[0] == "HF_ColBERT" else None
     # Earlier releases of PyLate and of Sentence Transformers did not write it; only PyLate writes lengths.
     return config.get("model_type", "ColBERT" if "document_length" in config else "SentenceTransformer")
 
 
-def _json(name: str, file: str) -> dict[str, Any] | None:
-    """The content of a file of a model, or None if it has no such file."""
+def json_of(name: str, file: str) -> Any:
+    """The content of a JSON file of a model, or None if it has no such file."""
     try:
         path = Path(name, file) if Path(name).is_dir() else Path(hf_hub_download(name, file))
         return json.loads(path.read_text(encoding="utf-8"))
     except LocalEntryNotFoundError:  # no connection to the Hub, and no copy on disk
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return None  # of a model that was downloaded; the libraries take the file as missing too
         raise
     except (FileNotFoundError, EntryNotFoundError):
         return None

@@ -12,7 +12,7 @@ from transformers import ModernBertModel, PreTrainedTokenizerBase
 
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
-from pylate_fastmaxsim.recipes.models.load import model_type
+from pylate_fastmaxsim.recipes.models.load import json_of, model_type
 from pylate_fastmaxsim.recipes.models.positions import check_query_and_document_length
 from pylate_fastmaxsim.recipes.models.retriever import encoder_of
 
@@ -73,7 +73,7 @@ def of_encoder(section: ModelSection, device: torch.device | str) -> MultiVector
     model = sentence_transformers.MultiVectorEncoder(
         name, device=str(device), trust_remote_code=section.trust_remote_code, **options
     )
-    if section.embedding_size is not None and model_type(name) not in ("MultiVectorEncoder", "ColBERT"):
+    if section.embedding_size is not None and not _has_projection(name):
         for projection in _projections(model):  # the one that was added, of another size
             projection.linear = torch.nn.Linear(
                 projection.in_features, section.embedding_size, bias=False, device=model.device
@@ -81,6 +81,12 @@ def of_encoder(section: ModelSection, device: torch.device | str) -> MultiVector
             projection.out_features = section.embedding_size
     _set_lengths(section, model)
     return model
+
+
+def _has_projection(name: str) -> bool:
+    """Whether a checkpoint has a projection, which Sentence Transformers also keeps of a SentenceTransformer."""
+    saved = [module["type"].rpartition(".")[2] for module in json_of(name, "modules.json") or []]
+    return "Dense" in saved or model_type(name) in ("MultiVectorEncoder", "ColBERT")
 
 
 def _projections(model: MultiVectorEncoder) -> list[torch.nn.Module]:

@@ -99,9 +99,7 @@ def robustness(
 
 def _of_recipe(recipe: Recipe, section: EvaluationSection | None, limits: Limits) -> Target:
     if recipe.model.kind != "colbert":
-        raise RecipeError(
-            f"fastmaxsim robustness measures late interaction of texts, and model.kind is {recipe.model.kind}."
-        )
+        raise RecipeError(f"fastmaxsim robustness measures models of model.kind colbert, got {recipe.model.kind}.")
     folder = Path(recipe.output_dir, MODEL_DIRECTORY)
     if not folder.is_dir():
         raise RecipeError(f"output_dir: there is no model in {folder}; run `fastmaxsim train` with this recipe first.")

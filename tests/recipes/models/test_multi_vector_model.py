@@ -1,6 +1,7 @@
 """Models of kind multi_vector: what a section sets, and checkpoints of PyLate."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ pytest.importorskip(
     "sentence_transformers.multi_vector_encoder", reason="no MultiVectorEncoder before Sentence Transformers 6"
 )
 
-from sentence_transformers import MultiVectorEncoder
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 
 from pylate_fastmaxsim.recipes.config.schema import ModelSection
 from pylate_fastmaxsim.recipes.errors import RecipeError
@@ -68,6 +70,26 @@ def test_the_projection_is_drawn_from_the_seed_and_a_trained_one_keeps_its_size(
         RecipeError, match="^model.embedding_size must be 16 or null, because model.name_or_path .* has a"
     ):
         load(str(tmp_path / "saved"), embedding_size=8)
+
+
+def test_the_projection_of_a_sentence_transformer_is_kept(encoder, tmp_path):
+    transformer = Transformer(encoder("bert"))
+    width = transformer.get_embedding_dimension()
+    trained = SentenceTransformer(modules=[transformer, Pooling(width), Dense(width, 16)], device="cpu")
+    trained.save_pretrained(str(tmp_path))
+    assert torch.equal(load(str(tmp_path), embedding_size=16)[1].linear.weight, trained[2].linear.weight)
+    with pytest.raises(RecipeError, match="^model.embedding_size must be 16 or null, because .* has a projection"):
+        load(str(tmp_path), embedding_size=8)
+
+
+def test_an_encoder_that_was_downloaded_is_loaded_without_a_network(encoder, tmp_path, monkeypatch):
+    cache = tmp_path / "models--some--encoder"
+    shutil.copytree(encoder("bert"), cache / "snapshots" / "0")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert load("some/encoder", embedding_size=16)[1].out_features == 16
 
 
 def test_more_tokens_than_positions_are_refused(encoder):

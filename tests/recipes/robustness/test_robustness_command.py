@@ -126,7 +126,7 @@ def test_pairs_are_those_of_the_sweep_with_the_names_of_their_tokens(encoder, ta
         (["RECIPE", "--append", "words"], "--append must be auto, text, tokens"),
         (
             [str(RECIPES / "colqwen_vidore.yaml")],
-            "fastmaxsim robustness measures late interaction of texts, and model.kind is colqwen2",
+            "fastmaxsim robustness measures models of model.kind colbert, got colqwen2",
         ),
         (["./nowhere", "--beir", "data"], "there is no folder ./nowhere, and a recipe ends with .yaml"),
         (["a/model"], "a/model needs held-out data"),

@@ -9,6 +9,7 @@ from multi_vector_recipe import tiny_multi_vector
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses
 from tiny_recipe import text, write
+from transformers.utils import is_flash_attn_2_available
 
 import pylate_fastmaxsim
 from pylate_fastmaxsim.cli.commands import _take_less_memory
@@ -144,6 +145,12 @@ def test_it_trains_with_checkpointed_layers_and_says_what_takes_less_memory(tmp_
 def test_keys_that_the_kind_does_not_have_are_refused(override, reason, tmp_path):
     with pytest.raises(RecipeError, match=reason):
         recipe_of(tmp_path, {}, TRIPLETS, override)
+
+
+@pytest.mark.skipif(is_flash_attn_2_available(), reason="flash-attn is installed")
+def test_an_attention_that_is_not_installed_is_one_sentence(tmp_path):
+    with pytest.raises(RecipeError, match="^model cannot be built: FlashAttention2 has been toggled on"):
+        prepare(recipe_of(tmp_path, {}, TRIPLETS, "model.attn_implementation=flash_attention_2"))
 
 
 def test_warm_up_leaves_its_kernels_to_the_steps(tmp_path):
