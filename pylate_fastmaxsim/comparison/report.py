@@ -248,7 +248,7 @@ def headline(comparison: dict[str, Any]) -> str:
     summary = comparison["summary"]
     if summary["speedup"] is None:
         gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != FINISHED)
-        return f"{title(comparison)}: {gone} ran out of memory"
+        return f"{title(comparison)}: {f'{gone} ran out of memory' if gone else 'too few steps for a verdict on the speed'}"
     others = "".join(f"; {LABELS[mode]} {speed(other)}" for mode, other in summary.get("others", {}).items())
     step = "no verdict on the speed, the machine was busy" if busy(summary) else f"{speed(summary)} per step"
     return f"{title(comparison)}: {step}, {summary['peak_memory']:.0%} of the peak memory{others}"

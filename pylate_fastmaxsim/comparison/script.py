@@ -21,6 +21,8 @@ from pylate_fastmaxsim.integrations.run_script import parse
 
 RESULT_FILE = "compare.json"
 INTERRUPTED = 130
+# How many characters at the end of a log are repeated where a script fails without a traceback.
+_LOG_END = 2000
 
 # To the beginning of a terminal's line, and what is written there is gone.
 _CLEAR = "\r\x1b[K"
@@ -53,6 +55,7 @@ def compare_script(arguments: Sequence[str], prog: str = "fastmaxsim compare") -
     try:
         ranks = Ranks()
         output.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output).close()  # can be written into
     except (ValueError, OSError) as error:
         parser.error(str(error))
     with tempfile.TemporaryDirectory(prefix="fastmaxsim-compare-") as scratch:
@@ -103,13 +106,13 @@ def _waiting(ranks: Ranks) -> Iterator[Callable[[str], None]]:
 def _fail_as(failed: ChildFailed, scratch: Path) -> NoReturn:
     """End as the script ended: stock with its own traceback and exit code and nothing else."""
     if failed.name == FAST:
-        print("fastmaxsim: the script fails in the run with this package:", file=sys.stderr)
-    said = scratch / failed.name / FAILURE
-    if said.exists():
-        sys.stderr.write(said.read_text(encoding="utf-8"))
-    else:
-        print(f"fastmaxsim: {failed}", file=sys.stderr)
-    sys.exit(failed.returncode if failed.returncode >= 0 else 128 - failed.returncode)
+        print("fastmaxsim: the run with this package fails; stock had not failed so far:", file=sys.stderr)
+    file = scratch / failed.name / FAILURE
+    said = file.read_text(encoding="utf-8") if file.exists() else f"fastmaxsim: {failed}\n"
+    # A script that exits by a code has said why, as argparse does.
+    sys.stderr.write(said or failed.log.read_text(encoding="utf-8", errors="replace")[-_LOG_END:])
+    # Without a result 0 would say that there is one.
+    sys.exit(failed.returncode or 1 if failed.returncode >= 0 else 128 - failed.returncode)
 
 
 def _report(comparison: dict[str, Any], file: Path) -> None:

@@ -10,7 +10,6 @@ import argparse
 import inspect
 import logging
 import math
-import multiprocessing
 import os
 import random
 import sys
@@ -89,15 +88,13 @@ class Meter:
         warn_if_nothing_was_accelerated(self.script)
         if status == FINISHED and self.taken < self.steps:
             self.warnings.append(f"training ended after {self.taken} of {self.steps} steps.")
-        _stop_workers()
+        _flush()
         self.gate.finished(status=status, warnings=self.warnings, environment=environment(self.device))
         self.gate.wait_for_end()
 
 
-def _stop_workers() -> None:
-    """Of data loaders: they would outlive this process, which ends at once, for seconds."""
-    for process in multiprocessing.active_children():
-        process.kill()
+def _flush() -> None:
+    """Before this process is ended from outside, or by ``os._exit``."""
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -305,7 +302,7 @@ def _fail(folder: Path, said: str, code: int) -> NoReturn:
     """End as the script would: the parent repeats what it said, without the rest of its log."""
     (folder / FAILURE).write_text(said, encoding="utf-8")
     print(said, end="", file=sys.stderr)
-    _stop_workers()
+    _flush()
     os._exit(code)
 
 

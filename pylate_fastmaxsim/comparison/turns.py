@@ -345,6 +345,7 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 env={**environment, VARIABLE: f"{theirs_orders},{theirs_reports}"},
                 pass_fds=(theirs_orders, theirs_reports),
+                start_new_session=True,
             )
         os.close(theirs_orders)
         os.close(theirs_reports)
@@ -372,7 +373,9 @@ class _Process:
         return json.loads(line)
 
     def end(self) -> None:
-        self._process.kill()
+        # With the workers of data loaders, which would outlive it for seconds.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._orders)
         os.close(self._reports)

@@ -83,7 +83,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 def compared_runs(turns: Turns) -> dict[str, Any]:
     """What the report of a comparison takes, but for ``recipe``: ``runs``, and the ``summary`` of fast against stock.
 
-    In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio, ``restarted`` as in
+    In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio (None without one), ``restarted`` as in
     :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn. ``others``
     has the same of runs other than stock and fast, against stock.
     """
@@ -91,8 +91,9 @@ def compared_runs(turns: Turns) -> dict[str, Any]:
 
     def against_stock(name: str) -> dict[str, Any]:
         judged, summary = verdict(turns.runs["stock"], turns.runs[name]), contrast(runs["stock"], runs[name])
-        if summary["speedup"] is not None and judged is not None:
-            summary["speedup"] = judged["ratio"]
+        if summary["speedup"] is not None:
+            # Not of a warm-up, which is no pair of blocks.
+            summary["speedup"] = judged and judged["ratio"]
         return {**summary, "turns": judged}
 
     others = {name: against_stock(name) for name in runs if name not in ("stock", "fast")}

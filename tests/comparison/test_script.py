@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from compared_script import accelerated, compare, compared, example
 from pylate_fastmaxsim.comparison import script
 from pylate_fastmaxsim.comparison.ranks import SEVERAL_MACHINES, Ranks
 from pylate_fastmaxsim.comparison.runs import OUT_OF_MEMORY
-from pylate_fastmaxsim.comparison.turns import OutOfMemoryElsewhere, Run, Turns
+from pylate_fastmaxsim.comparison.script_child import FAILURE
+from pylate_fastmaxsim.comparison.turns import ChildFailed, OutOfMemoryElsewhere, Run, Turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs
 
 STEPS = ("--steps", "12")
@@ -147,6 +150,39 @@ def test_a_loop_of_ones_own_is_measured_and_out_of_memory_is_a_result(tmp_path):
     assert "Nothing was accelerated" in nothing and ended == "training ended after 7 of 30 steps."
 
 
+WORKERS = """
+import os, torch
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 999
+
+    def __getitem__(self, row):
+        print("worker", os.getpid(), flush=True)
+        return torch.ones(1)
+
+weight = torch.ones(1, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.5)
+for row in torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork"):
+    (weight * row).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_of_a_data_loader_end_with_their_script(tmp_path):
+    folder = tmp_path / "here"
+    folder.mkdir()
+    assert accelerated(folder, WORKERS, 6)["steps"] == 6
+    worker = re.search("worker (.+)", (tmp_path / "here-scratch" / "fast.log").read_text())[1]
+    # They look for their parent every five seconds; one that was killed has no command line.
+    deadline = time.monotonic() + 2
+    while (line := Path("/proc", worker, "cmdline")).exists() and line.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 DISTRIBUTED = """
 import os
 import torch
@@ -190,6 +226,27 @@ def test_a_script_that_fails_ends_as_it_does_alone(tmp_path):
     done = compare(tmp_path, "def f():\n    raise KeyError('gone')\nf()\n")
     alone = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", alone.stderr)
+
+
+def test_a_script_that_ends_by_a_code_has_said_why(tmp_path, capsys):
+    (tmp_path / "stock").mkdir()
+    log = tmp_path / "stock.log"
+    log.write_text("usage: train.py [--lr LR]\n")
+    # As by os._exit, without a result.
+    with pytest.raises(SystemExit, match="1"):
+        script._fail_as(ChildFailed("stock", 0, log), tmp_path)
+    assert "ended with exit code 0" in capsys.readouterr().err
+    (tmp_path / "stock" / FAILURE).touch()
+    with pytest.raises(SystemExit, match="3"):
+        script._fail_as(ChildFailed("stock", 3, log), tmp_path)
+    assert capsys.readouterr().err == "usage: train.py [--lr LR]\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names a folder that nobody can write into")
+def test_a_folder_that_cannot_be_written_into_is_one_sentence(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.compare_script(["--output", "/proc", __file__])
+    assert "'/proc/" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import stepping
 
+from pylate_fastmaxsim.comparison.report import headline
 from pylate_fastmaxsim.comparison.turns import Child, Run, Turns, python, take_turns
 from pylate_fastmaxsim.comparison.verdict import compared_runs, verdict
 
@@ -59,6 +60,14 @@ def test_what_the_report_takes():
     assert compared["runs"]["fast"]["step_seconds"] == 1.0 and compared["runs"]["fast"]["cpu_step_seconds"] == 2.0
     gone = compared_runs(Turns({"stock": Run("out of memory"), "fast": run(3.0)}, restarted=False))
     assert gone["summary"]["speedup"] is gone["summary"]["turns"] is None
+    finished = {"status": "finished", "memory": {"before": 1, "peak": 2}}
+    few = [
+        Run(blocks=[{"seconds": 1.0, "cpu_seconds": 1.0, "steps": 1, "pair": None}], steps=[{}], **finished)
+        for _ in "ab"
+    ]
+    warm_up = compared_runs(Turns(dict(zip(("stock", "fast"), few, strict=True)), restarted=False))
+    assert warm_up["summary"]["speedup"] is None
+    assert headline({"recipe": {"name": "x"}, **warm_up}).endswith("too few steps for a verdict on the speed")
 
 
 def burn() -> None:
