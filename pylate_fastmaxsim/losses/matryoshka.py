@@ -111,7 +111,8 @@ class Matryoshka(nn.Module):
         """The weighted sum of the loss over all combinations of ``dims`` and ``document_tokens``, a scalar."""
         features = list(sentence_features)
         # As our losses and, with the flag, PyLate's: they take the views of what they encode.
-        if getattr(type(self.loss).forward, "takes_views", False):
+        # Not inside of another Matryoshka, whose view its stand-in gives them.
+        if getattr(type(self.loss).forward, "takes_views", False) and not isinstance(self.loss.model, StandIn):
             with setting(encoding_views.current, self):
                 return self.loss(features, labels)
         return self.of_stock(self.loss, features, labels)

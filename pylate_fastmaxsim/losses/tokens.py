@@ -61,6 +61,8 @@ def pooled_tokens(documents: TokenBatch, count: int) -> TokenBatch:
     """
     count = require_count("pooled_tokens", "count", count)
     rows, live = _places(documents)
+    # No document has more, and memory is for as many as are asked for.
+    count = min(count, documents.max_length)
     values, live = pool_padded(documents.values[torch.where(live, rows, 0)], live, count)
     return TokenBatch.from_padded(values, live)
 

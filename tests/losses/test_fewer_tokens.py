@@ -55,3 +55,8 @@ def test_a_token_that_does_not_count_changes_nothing():
     values = batch.values.detach().masked_fill(~batch.keep[:, None], torch.nan).requires_grad_()
     pooled_tokens(batch.with_values(values), 2).values.sum().backward()
     assert values.grad.isfinite().all()
+
+
+def test_no_document_has_as_many_as_are_asked_for():
+    batch, _ = batch_and_tokens()
+    assert pooled_tokens(batch, 10**12).max_length <= batch.max_length

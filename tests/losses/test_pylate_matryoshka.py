@@ -189,3 +189,13 @@ def test_what_cannot_be_is_said_in_a_sentence(model):
             pylate_fastmaxsim.enable()
         with pytest.raises(ValueError, match="at most the 16 dimensions of the model's embeddings, got 32"):
             Matryoshka(model, loss, (32,))(batch_of(model))
+
+
+@pytest.mark.parametrize("loss_class", [losses.Contrastive, ContrastiveDistillation])
+def test_one_inside_of_another_sees_the_tokens_of_the_outer_one(model, loss_class):
+    batch, labels = batch_of(model, columns=3), torch.rand(6, 3, dtype=torch.float64)
+    loss, labels = loss_class(model), labels if loss_class is ContrastiveDistillation else None
+    pylate_fastmaxsim.enable(stock_masking=True)
+    inner = Matryoshka(model, loss, dims=VIEWS["dims"], weights=VIEWS["weights"])
+    outer = Matryoshka(model, inner, document_tokens=(None, 3), token_weights=(2.0, 1.0))
+    assert_equal(run(outer, batch, labels), run(Matryoshka(model, loss, **VIEWS), batch, labels), 1e-7)

@@ -18,7 +18,7 @@ from pylate_fastmaxsim.integrations.encoding.mode_cache import calls_of_all_rank
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan, grouped_plan, packed_plan, padded_plan
 from pylate_fastmaxsim.integrations.encoding.reasons import reason_in_features
 from pylate_fastmaxsim.integrations.encoding.token_counts import without_total
-from pylate_fastmaxsim.integrations.models.wrappers import group_in_step, is_compiled, unwrap
+from pylate_fastmaxsim.integrations.models.wrappers import StandIn, group_in_step, is_compiled, unwrap
 from pylate_fastmaxsim.integrations.options import current_options
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -125,7 +125,8 @@ def plan_documents(
         than another one makes calls; or an earlier batch had wrong token counts.
     """
     skipped = partial(_skipped, skiplist=tuple(skiplist))
-    options = current_options()
+    # A stand-in answers for the columns as stock gives them to a model.
+    options = None if isinstance(model, StandIn) else current_options()
     mode = "padded"
     # GradCache has a backward for each call.
     backwards = mini_batch_size is not None or mini_batch_tokens is not None
