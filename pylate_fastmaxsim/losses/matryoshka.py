@@ -122,6 +122,15 @@ class Matryoshka(nn.Module):
         if hasattr(self.loss, "calculate_loss"):
             with self._calculating():
                 return stock(features, *labels, **named_labels)
+        # It encodes again in backward(), when no view stands for its model any more.
+        if any(
+            getattr(each, "uses_gradient_cache", False) or hasattr(each, "calculate_loss")
+            for each in self.loss.modules()
+        ):
+            raise ValueError(
+                f"Matryoshka: {type(self.loss).__name__} cannot be cut, because it has GradCache inside of it or in a subclass "
+                "with a forward of its own; give the loss with GradCache to one Matryoshka itself."
+            )
         return self._of_answers(stock, features, *labels, **named_labels)
 
     def _of_answers(self, stock: Callable[..., Tensor], features: list[Features], *labels, **named_labels) -> Tensor:

@@ -166,7 +166,7 @@ class Matryoshka(matryoshka.Matryoshka):
                 if values is None or len(texts["input_ids"]) != len(values):
                     raise ValueError(
                         f"Matryoshka: {type(self.loss).__name__} must call its model once for each column of texts, in "
-                        "order. With GradCache, give the loss that has it to Matryoshka itself."
+                        "order."
                     )
                 return {"token_embeddings": values}
 

@@ -124,18 +124,24 @@ class Matryoshka(matryoshka.Matryoshka):
     def _of_answers(self, stock: Callable[..., Tensor], features: list[Features], *labels, **named_labels) -> Tensor:
         model, query_ids, outputs, total = self.loss.model, features[0]["input_ids"], [], 0.0
         for view in self.views:
-            made = iter(outputs)
+            made, asked = iter(outputs), []
 
-            def answer(given: Features, *args, made=made, view=view, **kwargs) -> Features:
+            def answer(given: Features, *args, made=made, asked=asked, view=view, **kwargs) -> Features:
+                asked.append(are_queries := given["input_ids"] is query_ids)
                 output = next(made, None)
                 if output is None:
                     outputs.append(output := model(given, *args, **kwargs))
                 embeddings, mask = output["token_embeddings"], output["attention_mask"].bool()
-                values, live = view.of_padded(embeddings, mask, given["input_ids"] is not query_ids)
+                values, live = view.of_padded(embeddings, mask, not are_queries)
                 return {**output, "token_embeddings": values, "attention_mask": live}
 
             with answering(self.loss, answer):
                 total = total + view.weight * stock(features, *labels, **named_labels)
+            if asked.count(True) != 1:
+                raise ValueError(
+                    f"Matryoshka: {type(self.loss).__name__} must call its model once with the column of queries as it is given, "
+                    "or queries cannot be told from documents."
+                )
         return total
 
     def _masks_of(self, column: list[Tensor], masks: list[Tensor]) -> list[Tensor]:

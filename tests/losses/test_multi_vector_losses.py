@@ -20,6 +20,7 @@ from pylate_fastmaxsim.losses.multi_vector import ContrastiveDistillation, Matry
 
 OPTIONS = {"contrastive_weight": 0.7, "distillation_weight": 3.0, "temperature": 0.5, "teacher_temperature": 0.25}
 SIZES = [{}, {"mini_batch_size": 3}, {"mini_batch_tokens": 60}]
+KEYS = "input_ids", "attention_mask", "token_type_ids"
 VIEWS = {"dims": (128, 24), "weights": (1.0, 0.5), "document_tokens": (None, 3), "token_weights": (2.0, 1.0)}
 
 
@@ -125,6 +126,58 @@ def test_contrastive_distillation_inside_of_matryoshka(encoder, packed, size, po
     pylate_fastmaxsim.enable()
     loss = Matryoshka(model, ContrastiveDistillation(model, **size), **VIEWS, pooled=pooled)
     assert_equal(run(model, loss), whole)
+
+
+class OwnForward(ContrastiveDistillation):
+    def forward(self, sentence_features, labels):
+        return super().forward(sentence_features, labels)
+
+
+class Around(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.model, self.inner = loss.model, loss
+
+    def forward(self, sentence_features, labels):
+        return self.inner(sentence_features, labels)
+
+
+class OfSlices(nn.Module):
+    """Calls its model with parts of a column."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, sentence_features, labels):
+        parts = [{key: value[:2] for key, value in column.items() if key in KEYS} for column in sentence_features]
+        return sum(self.model(part)["token_embeddings"].sum() for part in parts)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_losses_that_cannot_be_cut_are_refused(encoder, packed, on):
+    model = load(encoder("bert"))
+    if on:
+        pylate_fastmaxsim.enable()
+    cached = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3)
+    inside = [Matryoshka(model, cached, (128, 24)), Around(cached), OwnForward(model, mini_batch_size=3)]
+    inside.append(Matryoshka(model, ContrastiveDistillation(model, mini_batch_size=3), (128, 24)))
+    for loss in inside:
+        with pytest.raises(ValueError, match="GradCache inside of it"):
+            run(model, Matryoshka(model, loss, document_tokens=(None, 3)))
+    with pytest.raises(ValueError, match="once with the column of queries"):
+        run(model, Matryoshka(model, OfSlices(model), document_tokens=(None, 3)))
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_one_inside_of_another_is_the_sum_over_both(encoder, packed, on):
+    model = load(encoder("bert"))
+    loss = ContrastiveDistillation(model)
+    whole = run(model, Matryoshka(model, loss, **VIEWS))
+    if on:
+        pylate_fastmaxsim.enable()
+    inner = Matryoshka(model, loss, VIEWS["dims"], VIEWS["weights"])
+    assert_equal(run(model, Matryoshka(model, inner, document_tokens=(None, 3), token_weights=(2.0, 1.0))), whole)
 
 
 def test_settings_for_a_model_card(encoder):

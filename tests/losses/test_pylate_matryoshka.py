@@ -146,8 +146,12 @@ def test_a_loss_of_ones_own(model, make):
 
 def test_a_loss_that_cannot_be_cut_is_refused(model):
     batch, other = batch_of(model), losses.Contrastive(model)
-    with pytest.raises(ValueError, match="Around must call its model once for each column of texts"):
+    with pytest.raises(ValueError, match="Around cannot be cut, because it has GradCache inside of it"):
         Matryoshka(model, Around(losses.CachedContrastive(model, mini_batch_size=2)), (16,))(batch)
+    own = Around(losses.Contrastive(model))
+    own.forward = lambda columns, labels=None: own.model({key: value[:1] for key, value in columns[0].items()})
+    with pytest.raises(ValueError, match="Around must call its model once for each column of texts"):
+        Matryoshka(model, own, (16,))(batch)
     own = Around(losses.Contrastive(model))
     own.forward = lambda *args: other(*args)
     with pytest.raises(ValueError, match="Around does not call self.model"):
