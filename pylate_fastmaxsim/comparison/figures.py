@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = {"stock": "#9aa0a6", "fast": "#d9480f", "flash_attention_2": "#1c7ed6"}
+COLORS = {"stock": "#9aa0a6", "fast": "#d9480f"}
 PHASE_COLORS = dict(zip(PHASES, ("#74b816", "#1c7ed6", "#d9480f", "#7048e8", "#868e96"), strict=True))
 TOKEN_COLORS = {"documents": "#1c7ed6", "queries": "#99c9ef", "padding": "#dee2e6"}
 
@@ -139,14 +139,12 @@ def _draw_points(
 def _draw_losses(axes: Axes, runs: dict[str, Any]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    thick, thin = {"linewidth": 3.5, "alpha": 0.8}, {"linewidth": 1.3}
+    styles = {"stock": {"linewidth": 3.5, "alpha": 0.8}, "fast": {"linewidth": 1.3}}
     for mode, run in runs.items():
         score = run.get("ndcg@10")
         label = LABELS[mode] + ("" if score is None else f", nDCG@10 {score:.3f}")
         losses = [math.nan if loss is None else loss for loss in run["losses"]]
-        axes.plot(
-            range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **(thick if mode == "stock" else thin)
-        )
+        axes.plot(range(1, len(losses) + 1), losses, color=COLORS[mode], label=label, **styles[mode])
     axes.set(xlabel="step", ylabel="training loss")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

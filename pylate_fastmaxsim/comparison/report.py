@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pylate_fastmaxsim.comparison.runs import FINISHED, PHASES
@@ -23,66 +23,47 @@ METRICS = {
     "query_nonzeros": "Non-zeros of a query",
     "document_nonzeros": "Non-zeros of a document",
 }
-LABELS = {"stock": "stock", "fast": "pylate-fastmaxsim", "flash_attention_2": "flash_attention_2"}
+LABELS = {"stock": "stock", "fast": "pylate-fastmaxsim"}
 
 # Memory held by PyTorch's allocator over memory in use, from which on the report suggests another setting.
 _MUCH_MORE = 1.25
 
 
-def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, ...]]:
-    """What is measured, a column for each run and one for each against stock; the first row is the header.
+def comparison_rows(comparison: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What is measured, stock, fast, and fast against stock; the first row is the header.
 
     Without what no run has, as a script that is compared has no evaluation.
     """
-    modes, runs = comparison["runs"].keys(), comparison["runs"].values()
-    against = summaries(comparison["summary"])
-    wall_seconds = comparison["summary"].get("wall_seconds", {})
+    stock, fast = runs = comparison["runs"]["stock"], comparison["runs"]["fast"]
+    summary = comparison["summary"]
+    cpu_ratio = (summary.get("turns") or {}).get("cpu_ratio")
 
-    def row(title: str, values: Iterable[str], ratio: Callable[[dict[str, Any]], str] = lambda summary: "") -> tuple:
-        return title, *values, *map(ratio, against.values())
+    def row(title: str, values: Iterable[str], ratio: str = "") -> tuple[str, str, str, str]:
+        return title, *values, ratio
 
-    def measured(
-        title: str, key: str, pattern: str, ratio: Callable[[dict[str, Any]], str] = lambda summary: ""
-    ) -> tuple:
+    def measured(title: str, key: str, pattern: str, ratio: str = "") -> tuple[str, str, str, str]:
         return row(title, (_cell(run, key, pattern) for run in runs), ratio)
 
     rows = [
-        measured("median step", "step_seconds", "{:.3f} s", speed),
-        measured("  CPU time", "cpu_step_seconds", "{:.3f} s", _cpu_ratio),
+        measured("median step", "step_seconds", "{:.3f} s", speed(summary)),
+        measured("  CPU time", "cpu_step_seconds", "{:.3f} s", form("{:.2g}x", cpu_ratio)),
         *(row(f"  {phase}", (form("{:.3f} s", run.get("phases", {}).get(phase)) for run in runs)) for phase in PHASES),
-        row(
-            "peak memory",
-            (memory(run, "peak") for run in runs),
-            lambda summary: form("{:.0%}", summary["peak_memory"]),
-        ),
+        row("peak memory", (memory(run, "peak") for run in runs), form("{:.0%}", summary["peak_memory"])),
         row("  before training", (memory(run, "before") for run in runs)),
         row("  held by PyTorch's allocator", (memory(run, "held") for run in runs)),
-        row("whole run, wall clock", (form("{:.1f} s", wall_seconds.get(mode)) for mode in modes)),
+        row("whole run, wall clock", (form("{:.1f} s", summary.get("wall_seconds", {}).get(mode)) for mode in LABELS)),
         measured("documents per second", "documents_per_second", "{:,.0f}"),
         measured("live tokens per second", "live_tokens_per_second", "{:,.0f}"),
         measured("padding in documents encoded", "padding", "{:.0%}"),
         row("last loss", (final_loss(run) for run in runs)),
     ]
     for key, title in METRICS.items():
-        rows.append(measured(title, key, "{:.4f}", _ndcg_difference if key == "ndcg@10" else lambda summary: ""))
+        ratio = form("{:+.4f}", summary.get("ndcg@10_difference")) if key == "ndcg@10" else ""
+        rows.append(measured(title, key, "{:.4f}", ratio))
         if any(key in run for run in runs):
-            untrained = form("{:.4f}", comparison["runs"]["fast"].get("untrained", {}).get(key))
-            rows.append(row("  before training", [untrained] * len(runs)))
-    head = ("", *modes, *(f"{mode} / stock" for mode in against))
-    return [head, *(row for row in rows if set(row[1 : 1 + len(runs)]) != {"-"})]
-
-
-def summaries(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By run the summary of each that is compared with stock: of the fast one, and of further ones."""
-    return {"fast": summary, **summary.get("others", {})}
-
-
-def _cpu_ratio(summary: dict[str, Any]) -> str:
-    return form("{:.2g}x", (summary.get("turns") or {}).get("cpu_ratio"))
-
-
-def _ndcg_difference(summary: dict[str, Any]) -> str:
-    return form("{:+.4f}", summary.get("ndcg@10_difference"))
+            untrained = form("{:.4f}", fast.get("untrained", {}).get(key))
+            rows.append(row("  before training", (untrained, untrained)))
+    return [("", *LABELS, "fast / stock"), *(row for row in rows if set(row[1:3]) != {"-"})]
 
 
 def title(comparison: dict[str, Any]) -> str:
@@ -249,9 +230,8 @@ def headline(comparison: dict[str, Any]) -> str:
     if summary["speedup"] is None:
         gone = " and ".join(LABELS[mode] for mode, run in comparison["runs"].items() if run["status"] != FINISHED)
         return f"{title(comparison)}: {f'{gone} ran out of memory' if gone else 'too few steps for a verdict on the speed'}"
-    others = "".join(f"; {LABELS[mode]} {speed(other)}" for mode, other in summary.get("others", {}).items())
     step = "no verdict on the speed, the machine was busy" if busy(summary) else f"{speed(summary)} per step"
-    return f"{title(comparison)}: {step}, {summary['peak_memory']:.0%} of the peak memory{others}"
+    return f"{title(comparison)}: {step}, {summary['peak_memory']:.0%} of the peak memory"
 
 
 def sweep_rows(points: dict[str, list[dict[str, Any]]]) -> list[tuple[str, ...]]:

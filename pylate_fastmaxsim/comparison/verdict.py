@@ -81,22 +81,16 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def compared_runs(turns: Turns) -> dict[str, Any]:
-    """What the report of a comparison takes, but for ``recipe``: ``runs``, and the ``summary`` of fast against stock.
+    """What the report of a comparison takes, but for ``recipe``: ``runs``, stock and fast, and their ``summary``.
 
     In the ``summary``, ``turns`` is the :func:`verdict`, ``speedup`` its ratio (None without one), ``restarted`` as in
-    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn. ``others``
-    has the same of runs other than stock and fast, against stock.
+    :class:`~pylate_fastmaxsim.comparison.turns.Turns`, and ``wall_seconds`` how long each run had its turn.
     """
     runs = {name: summary_of(run) for name, run in turns.runs.items()}
-
-    def against_stock(name: str) -> dict[str, Any]:
-        judged, summary = verdict(turns.runs["stock"], turns.runs[name]), contrast(runs["stock"], runs[name])
-        if summary["speedup"] is not None:
-            # Not of a warm-up, which is no pair of blocks.
-            summary["speedup"] = judged and judged["ratio"]
-        return {**summary, "turns": judged}
-
-    others = {name: against_stock(name) for name in runs if name not in ("stock", "fast")}
+    judged = verdict(turns.runs["stock"], turns.runs["fast"])
+    summary = contrast(runs["stock"], runs["fast"])
+    if summary["speedup"] is not None:
+        # Not of a warm-up, which is no pair of blocks.
+        summary["speedup"] = judged and judged["ratio"]
     wall = {name: run.wall_seconds for name, run in turns.runs.items()}
-    summary = {**against_stock("fast"), "restarted": turns.restarted, "wall_seconds": wall}
-    return {"runs": runs, "summary": {**summary, "others": others} if others else summary}
+    return {"runs": runs, "summary": {**summary, "turns": judged, "restarted": turns.restarted, "wall_seconds": wall}}
