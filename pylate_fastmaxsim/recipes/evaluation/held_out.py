@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn import functional as F
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
@@ -71,3 +72,16 @@ def places_of_rows(recipe: Recipe, rows: Dataset, task: HeldOutTask) -> tuple[Te
         torch.tensor([queries[query] for query, _ in found]),
         torch.tensor([[documents[text] for text in texts] for _, texts in found]),
     )
+
+
+def metrics_of_rows(recipe: Recipe, rows: Dataset, scores: Tensor, temperature: float = 1.0) -> dict[str, float]:
+    """``kl_divergence`` or ``accuracy`` of the scores ``[N, n]`` (float64) of the query of each row and its documents.
+
+    The KL divergence is that of scores divided by ``temperature``, times the square of that.
+    """
+    if recipe.loss.name != "distillation":
+        return {"accuracy": float((scores[:, 0] > scores[:, 1]).double().mean())}
+    teacher = torch.tensor(rows[:][rows.column_names[-1]], dtype=torch.float64)
+    student, teacher = ((each / temperature).log_softmax(1) for each in (scores, teacher))
+    divergence = F.kl_div(student, teacher, log_target=True, reduction="batchmean") * temperature**2
+    return {"kl_divergence": float(divergence)}

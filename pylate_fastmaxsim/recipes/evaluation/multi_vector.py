@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from datasets import Dataset
-from torch.nn import functional as F
 
 from pylate_fastmaxsim.ops.pooled import Pooling, pooled_scores
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS, collection_of
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS, mean_over_sets
 from pylate_fastmaxsim.recipes.evaluation.ranking import DEPTH, METRICS, evaluate_collection, metrics_of, ranking
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
@@ -31,9 +30,9 @@ def evaluate(recipe: Recipe, model: MultiVectorEncoder, data: RecipeData) -> dic
         if data.collection is not None:
             return evaluate_collection(model, data.collection, section.batch_size, pooling, section.corpus_format)
         if data.nano_beir is not None:
-            parts = map(collection_of, data.nano_beir.evaluators)
-            found = [evaluate_collection(model, part, section.batch_size, pooling) for part in parts]
-            return {name: float(np.mean([metrics[name] for metrics in found])) for name in METRICS}
+            return mean_over_sets(
+                data.nano_beir, partial(evaluate_collection, model, batch_size=section.batch_size, pooling=pooling)
+            )
         return evaluate_held_out(recipe, model, data.held_out, pooling)
 
 
@@ -61,15 +60,8 @@ def evaluate_held_out(recipe: Recipe, model: MultiVectorEncoder, rows: Dataset, 
     collection = held_out.collection_of_task(task)
     found = ranking(collection, *exact_search(queries, [documents], DEPTH, pooling), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
-    names = held_out.names_of_metrics(recipe, rows)
-    if len(names) == 1:
+    if len(held_out.names_of_metrics(recipe, rows)) == 1:
         return metrics
     own_queries, candidates = (places.to(queries.device) for places in held_out.places_of_rows(recipe, rows, task))
     scores = pooled_scores(queries.select(own_queries), documents, candidates, pooling=pooling).double().cpu()
-    if "accuracy" in names:
-        return metrics | {"accuracy": float((scores[:, 0] > scores[:, 1]).double().mean())}
-    temperature = recipe.loss.temperature or 1.0
-    teacher = torch.tensor(rows[:][rows.column_names[-1]], dtype=torch.float64)
-    student, teacher = ((each / temperature).log_softmax(1) for each in (scores, teacher))
-    divergence = F.kl_div(student, teacher, log_target=True, reduction="batchmean") * temperature**2
-    return metrics | {"kl_divergence": float(divergence)}
+    return metrics | held_out.metrics_of_rows(recipe, rows, scores, recipe.loss.temperature or 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from datasets import Dataset
@@ -55,3 +56,11 @@ def collection_of(evaluator: InformationRetrievalEvaluator) -> Collection:
         dict(zip(evaluator.queries_ids, evaluator.queries, strict=True)),
         {query: dict.fromkeys(sorted(evaluator.relevant_docs[query]), 1) for query in evaluator.queries_ids},
     )
+
+
+def mean_over_sets(
+    evaluator: NanoBEIREvaluator, evaluate: Callable[[Collection], dict[str, float]]
+) -> dict[str, float]:
+    """The mean over the sets of an evaluator of each metric that ``evaluate`` gives of one."""
+    found = [evaluate(collection_of(part)) for part in evaluator.evaluators]
+    return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}

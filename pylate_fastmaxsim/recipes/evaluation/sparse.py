@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,13 +11,12 @@ from datasets import Dataset
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.evaluation import SparseNanoBEIREvaluator
 from torch import Tensor
-from torch.nn import functional as F
 
 from pylate_fastmaxsim.recipes.config.schema import Recipe
 from pylate_fastmaxsim.recipes.evaluation import held_out
 from pylate_fastmaxsim.recipes.evaluation.beir import Collection
 from pylate_fastmaxsim.recipes.evaluation.finite import only_finite
-from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS, collection_of
+from pylate_fastmaxsim.recipes.evaluation.nano_beir import OPTIONS, mean_over_sets
 from pylate_fastmaxsim.recipes.evaluation.ranking import DEPTH, METRICS, encode_corpus, metrics_of, ranking, shown
 from pylate_fastmaxsim.recipes.evaluation.targets import RecipeData
 from pylate_fastmaxsim.recipes.models.encode import encode, exact_search
@@ -32,8 +32,7 @@ def evaluate(recipe: Recipe, model: SparseEncoder, data: RecipeData) -> dict[str
         if data.collection is not None:
             return evaluate_collection(model, data.collection, batch_size)
         if data.nano_beir is not None:
-            found = [evaluate_collection(model, collection_of(part), batch_size) for part in data.nano_beir.evaluators]
-            return {name: float(np.mean([metrics[name] for metrics in found])) for name in found[0]}
+            return mean_over_sets(data.nano_beir, partial(evaluate_collection, model, batch_size=batch_size))
         return evaluate_held_out(recipe, model, data.held_out)
 
 
@@ -71,15 +70,9 @@ def evaluate_held_out(recipe: Recipe, model: SparseEncoder, rows: Dataset) -> di
     )
     found = ranking(collection, *exact_search(queries, [documents], DEPTH), DEPTH)
     metrics = metrics_of(found, collection, ["ndcg@10"])
-    names = held_out.names_of_metrics(recipe, rows)
-    if len(names) > 1:
+    if len(held_out.names_of_metrics(recipe, rows)) > 1:
         scores = _scores_of_rows(recipe, rows, queries, documents, task)
-        if "kl_divergence" in names:
-            teacher = torch.tensor(rows[:][rows.column_names[-1]], dtype=torch.float64)
-            divergence = F.kl_div(scores.log_softmax(1), teacher.log_softmax(1), log_target=True, reduction="batchmean")
-            metrics["kl_divergence"] = float(divergence)
-        else:
-            metrics["accuracy"] = float((scores[:, 0] > scores[:, 1]).double().mean())
+        metrics |= held_out.metrics_of_rows(recipe, rows, scores)
     counts = [TermCounts(batch.vocabulary).add(batch) for batch in (queries, documents)]
     return metrics | sparsity(*counts)
 
