@@ -1,4 +1,7 @@
-"""Attention within each of many packed texts, as a differentiable operator on CUDA."""
+"""Attention within each of many packed texts as differentiable operators: of vectors, and with the projection to them.
+
+Triton kernels compute them on CUDA. On a CPU plain PyTorch does, text by text, for tests and traces.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
+from pylate_fastmaxsim import reference
 from pylate_fastmaxsim.kernels.runtime.arch import architecture
 from pylate_fastmaxsim.ops.dispatch import has_kernels
 
@@ -38,7 +43,7 @@ def text_attention(
     Parameters
     ----------
     query
-        ``[T, heads, d]``, bfloat16 or float16, on a CUDA device; d is a power of 2 from 16 on.
+        ``[T, heads, d]``, on CUDA bfloat16 or float16; d is a power of 2 from 16 on.
     key, value
         ``[S, heads, d]``.
     cu_seqlens
@@ -55,24 +60,105 @@ def text_attention(
     Returns
     -------
     Tensor
-        ``[T, heads, d]``; 0 for a text without keys.
+        ``[T, heads, d]``; 0 for a text without keys and for rows behind the last text.
 
     Raises
     ------
     NotImplementedError
-        The vectors are not on a CUDA device.
+        The vectors are neither on a CUDA device nor on a CPU.
 
     Examples
     --------
     >>> import torch
     >>> from pylate_fastmaxsim.ops.attention import text_attention
-    >>> if torch.cuda.is_available():
-    ...     q, k, v = torch.randn(3, 5, 2, 16, dtype=torch.bfloat16, device="cuda")
-    ...     cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32, device="cuda")
-    ...     assert text_attention(q, k, v, cu_seqlens, cu_seqlens, max_length=3, scale=0.25).shape == (5, 2, 16)
+    >>> q, k, v = torch.randn(3, 5, 2, 16)
+    >>> cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> text_attention(q, k, v, cu_seqlens, cu_seqlens, max_length=3, scale=0.25).shape
+    torch.Size([5, 2, 16])
     """
     return torch.ops.pylate_fastmaxsim.text_attention(
         query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach
+    )[0]
+
+
+def rotary_self_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    max_length: int,
+    heads: int,
+    scale: float,
+    reach: int = -1,
+) -> Tensor:
+    """:func:`text_attention` of the projections of hidden states, with rotary positions of queries and keys.
+
+    Projection and attention are one operator, so that queries and keys are turned where the projection left them, and no
+    other copy of them is made or kept. Turned in float32, then rounded to the dtype of ``x``. Without autocast of its
+    own: the caller casts ``x``, ``weight`` and ``bias``. Differentiable once in these three.
+
+    Parameters
+    ----------
+    x
+        Hidden states ``[T, C]``, on CUDA bfloat16 or float16.
+    weight, bias
+        ``[3 * heads * d, C]`` and ``[3 * heads * d]`` or ``None``, of the same dtype: queries, keys and values of all
+        heads, one after the other. d is a power of 2 from 16 on.
+    cos, sin
+        Of the angles of each row, ``[T, d]``, of any floating dtype: column i is turned with column i + d / 2. The second
+        half of the columns repeats the first, and the kernels do not read it.
+    cu_seqlens
+        First row of each text and the end of the last one, ``[N + 1]``, int32.
+    key_cu_seqlens
+        The same for the rows whose keys and values are attended to.
+    max_length
+        An upper bound on the rows and the keys of a text.
+    heads
+        Number of heads.
+    scale
+        Factor on the inner products.
+    reach
+        Largest distance between a row and a key that it sees, by position in the text; -1: any.
+
+    Returns
+    -------
+    Tensor
+        ``[T, heads, d]``; 0 for a text without keys and for rows behind the last text.
+
+    Raises
+    ------
+    ValueError
+        The shape of ``weight``, ``cos`` or ``sin`` does not fit.
+    NotImplementedError
+        The hidden states are neither on a CUDA device nor on a CPU.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_fastmaxsim.ops.attention import rotary_self_attention
+    >>> x, weight = torch.randn(5, 32), torch.randn(3 * 2 * 16, 32)
+    >>> angles = torch.tensor([0.0, 1.0, 0.0, 1.0, 2.0])[:, None].expand(5, 16)
+    >>> texts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> rotary_self_attention(x, weight, None, angles.cos(), angles.sin(), texts, texts, 3, heads=2, scale=0.25).shape
+    torch.Size([5, 2, 16])
+    """
+    dim = weight.shape[0] // (3 * heads)
+    if weight.shape[0] != 3 * heads * dim or dim < 16 or dim & (dim - 1):
+        raise ValueError(
+            f"rotary_self_attention: weight must be [3 * heads * d, C] with heads = {heads} and d a power of 2 from 16 on, "
+            f"got shape {tuple(weight.shape)}."
+        )
+    for name, values in (("cos", cos), ("sin", sin)):
+        if values.shape != (x.shape[0], dim):
+            raise ValueError(
+                f"rotary_self_attention: {name} must be [T, d] with d = {dim} and as many rows as x, "
+                f"got shape {tuple(values.shape)}."
+            )
+    return torch.ops.pylate_fastmaxsim.rotary_self_attention(
+        x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach
     )[0]
 
 
@@ -120,6 +206,24 @@ torch.library.define(
 )
 
 
+def _plain_forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach):
+    states = reference.attention(query, key, value, cu_seqlens, key_cu_seqlens, scale, reach)
+    states = pad(states, (0, 0, 0, 0, 0, query.shape[0] - states.shape[0])).contiguous()
+    return states, query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+def _plain_backward(grad, query, key, value, out, log_sums, *arguments):
+    leaves = [values.detach().contiguous().requires_grad_() for values in (query, key, value)]
+    with torch.enable_grad():
+        states, _ = _plain_forward(*leaves, *arguments)
+    return torch.autograd.grad(states, leaves, grad)
+
+
+# Not decorators: these return None.
+torch.library.impl("pylate_fastmaxsim::text_attention", "CPU", _plain_forward)
+torch.library.impl("pylate_fastmaxsim::text_attention_backward", "CPU", _plain_backward)
+
+
 @torch.library.impl("pylate_fastmaxsim::text_attention", "CUDA")
 def _forward(*arguments):
     return _kernels().forward(*arguments)
@@ -138,7 +242,8 @@ def _forward_fake(query, *_):
 
 @torch.library.register_fake("pylate_fastmaxsim::text_attention_backward")
 def _backward_fake(grad, query, key, value, *_):
-    return tuple(torch.empty_like(_kernels().laid_out(values)) for values in (query, key, value))
+    laid_out = _kernels().laid_out if query.is_cuda else Tensor.contiguous
+    return tuple(torch.empty_like(laid_out(values)) for values in (query, key, value))
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -158,3 +263,96 @@ def _differentiate(ctx, grad, _):
 
 
 torch.library.register_autograd("pylate_fastmaxsim::text_attention", _differentiate, setup_context=_save_for_backward)
+
+
+torch.library.define(
+    "pylate_fastmaxsim::rotary_self_attention",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor cu_seqlens, Tensor key_cu_seqlens, "
+    "SymInt max_length, int heads, float scale, int reach) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "pylate_fastmaxsim::rotary_self_attention_backward",
+    "(Tensor grad, Tensor x, Tensor weight, Tensor qkv, Tensor out, Tensor log_sums, Tensor cos, Tensor sin, "
+    "Tensor cu_seqlens, Tensor key_cu_seqlens, SymInt max_length, float scale, int reach, bool need_x, bool need_weight, "
+    "bool need_bias) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``qkv [T, 3, heads, d]`` with queries and keys turned."""
+    exact = torch.promote_types(qkv.dtype, torch.float32)
+    cos, sin = (values[:, None, None].to(exact) for values in (cos, sin))
+    vectors = qkv[:, :2].to(exact)
+    first, second = vectors.chunk(2, dim=-1)
+    turned = vectors * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned.to(qkv.dtype), qkv[:, 2:]], dim=1)
+
+
+@torch.library.impl("pylate_fastmaxsim::rotary_self_attention", ("cpu", "cuda"))
+def _rotary_forward(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach):
+    qkv = linear(x, weight, bias).view(x.shape[0], 3, heads, -1)
+    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach)
+    if x.is_cuda:
+        out, log_sums = _kernels().rotary_forward(qkv, cos, sin, *arguments)
+    else:
+        qkv = _turned(qkv, cos, sin)
+        out, log_sums = _plain_forward(*qkv.unbind(1), *arguments)
+    return out, log_sums, qkv
+
+
+@torch.library.impl("pylate_fastmaxsim::rotary_self_attention_backward", ("cpu", "cuda"))
+def _rotary_backward(grad, x, weight, qkv, out, log_sums, cos, sin, *arguments):
+    *borders, need_x, need_weight, need_bias = arguments
+    if x.is_cuda:
+        gradient = _kernels().rotary_backward(grad, qkv, cos, sin, out, log_sums, *borders)
+    else:
+        gradients = _plain_backward(grad, *qkv.unbind(1), out, log_sums, *borders)
+        gradient = _turned(torch.stack(gradients, dim=1), cos, -sin)
+    gradient = gradient.flatten(1)
+    nothing = x.new_empty
+    return (
+        gradient @ weight if need_x else nothing(0),
+        gradient.t() @ x if need_weight else nothing(0),
+        gradient.sum(dim=0) if need_bias else nothing(0),
+    )
+
+
+@torch.library.register_fake("pylate_fastmaxsim::rotary_self_attention")
+def _rotary_forward_fake(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, *_):
+    rows, dim = x.shape[0], weight.shape[0] // (3 * heads)
+    log_sums = x.new_empty((heads, rows), dtype=torch.float32)
+    return x.new_empty(rows, heads, dim), log_sums, x.new_empty(rows, 3, heads, dim)
+
+
+@torch.library.register_fake("pylate_fastmaxsim::rotary_self_attention_backward")
+def _rotary_backward_fake(grad, x, weight, *arguments):
+    *_, need_x, need_weight, need_bias = arguments
+    return (
+        x.new_empty(x.shape if need_x else 0),
+        weight.new_empty(weight.shape if need_weight else 0),
+        x.new_empty(weight.shape[0] if need_bias else 0),
+    )
+
+
+def _save_rotary(ctx, inputs, output):
+    x, weight, _, cos, sin, cu_seqlens, key_cu_seqlens, ctx.max_length, _, ctx.scale, ctx.reach = inputs
+    out, log_sums, qkv = output
+    ctx.save_for_backward(x, weight, qkv, out, log_sums, cos, sin, cu_seqlens, key_cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_rotary(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 11
+    needs = ctx.needs_input_grad[:3]
+    gradients = torch.ops.pylate_fastmaxsim.rotary_self_attention_backward(
+        grad, *ctx.saved_tensors, ctx.max_length, ctx.scale, ctx.reach, *needs
+    )
+    return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *(None,) * 8)
+
+
+torch.library.register_autograd(
+    "pylate_fastmaxsim::rotary_self_attention", _differentiate_rotary, setup_context=_save_rotary
+)

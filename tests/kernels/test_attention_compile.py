@@ -4,13 +4,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from compiled import SHARED_MEMORY, compiled, options_of  # noqa: E402
+from compiled import SHARED_MEMORY, check, compiled, options_of  # noqa: E402
 
 from pylate_fastmaxsim.kernels.attention import launch  # noqa: E402
 from pylate_fastmaxsim.kernels.attention.long import (  # noqa: E402
     long_attention_gradient_kernel,
     long_attention_kernel,
 )
+from pylate_fastmaxsim.kernels.attention.rotary import rotary_kernel  # noqa: E402
 from pylate_fastmaxsim.kernels.attention.short import (  # noqa: E402
     short_attention_gradient_kernel,
     short_attention_kernel,
@@ -26,12 +27,21 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("operand, window", [pytest.param("bf16", True, marks=pytest.mark.smoke), ("fp16", False)])
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("short, long, tiles", KERNELS.values(), ids=KERNELS)
-def test_tiles_of_the_table(short, long, tiles, operand, window):
+def test_tiles_of_the_table(short, long, tiles, rotary, operand, window):
+    layout = LAYOUT | dict.fromkeys(["Q_ROW", "K_ROW", "V_ROW"], 2304) if rotary else LAYOUT
     for tile in (*tiles.short, tiles.long):
         kernel = long if tile is tiles.long else short
-        constants = LAYOUT | {"HAS_WINDOW": window, "LONGER_THAN": 0, "BLOCK": tile.block}
-        ptx, shared = compiled(kernel, 90, operand, options_of(tile), **constants)
+        constants = layout | {"HAS_WINDOW": window, "LONGER_THAN": 0, "BLOCK": tile.block}
+        ptx, shared = compiled(kernel, 90, operand, options_of(tile), () if rotary else ("cos", "sin"), **constants)
         # Some spill a few registers, and were faster than those that spill none.
         assert shared <= SHARED_MEMORY[90]
         assert ("wgmma.mma_async" in ptx) == (tile.block >= 64)
+
+
+def test_turning_in_place(tmp_path):
+    constants = {"HEADS": 12, "DIM": 64, "BLOCK": launch.TURNED}
+    ptx, shared = compiled(rotary_kernel, 90, "bf16", {"num_warps": 4}, **constants)
+    check(90, "bf16", ptx, shared, tmp_path)
+    assert "st.global.v4" in ptx, "16 bytes at a time"

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import case, definition, distances, gradient_of
+from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition
 from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
 from models import load_model
 from on_gpu import no_waiting
@@ -16,7 +16,7 @@ import pylate_fastmaxsim
 from pylate_fastmaxsim.integrations.encoding import attention as encoding_attention
 from pylate_fastmaxsim.integrations.encoding.attention import variable_length_attention
 from pylate_fastmaxsim.ops import attention as operator
-from pylate_fastmaxsim.ops.attention import is_faster, text_attention
+from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
 
 pytestmark = pytest.mark.cuda
 
@@ -83,6 +83,52 @@ def test_runs_repeat_bit_by_bit():
 def test_slices_of_one_product():
     query, key, value = torch.randn(40, 3, 2, 64, device="cuda", dtype=torch.bfloat16).unbind(1)
     check(on_gpu([8, 32], heads=2)._replace(query=query, key=key, value=value))
+
+
+def projected(batch):
+    """Arguments of the operator that projects, whose product is the case's ``qkv``."""
+    rows, _, heads, dim = batch.qkv.shape
+    qkv = batch.qkv.flatten(1).detach().requires_grad_()
+    return qkv, torch.eye(3 * heads * dim).to(qkv), None, *batch[1:6], heads, *batch[6:]
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("reach", [-1, 0, 64])
+def test_rotary_positions(reach, dtype):
+    lengths = [1, 5, 0, 63, 64, 65, 127, 128, 129, 300, 700, 16]
+    keys = [1, 4, 1, 60, 64, 65, 120, 135, 100, 329, 650, 30]
+    for key_lengths in (None, keys):
+        batch = rotary_case(lengths, reach, dtype, "cuda", 3, 64, key_lengths, behind=200)
+        arguments = projected(batch)
+        states = rotary_self_attention(*arguments)
+        (gradient,) = torch.autograd.grad(states, arguments[0], gradient_of(states))
+        wanted = rotary_definition(batch)
+        assert max(distances([states, gradient.view(batch.qkv.shape)], wanted)) < BOUND[dtype]
+        assert not states[-200:].any() and not gradient[-200:].any(), "rows of no text"
+
+
+def test_rotary_positions_repeat_bit_by_bit():
+    arguments = projected(rotary_case([11] * 64 + [30, 80, 90, 140, 290] * 12, 64, torch.bfloat16, "cuda", 12, 64))
+    gradient = gradient_of(rotary_self_attention(*arguments))
+
+    def step():
+        states = rotary_self_attention(*arguments)
+        return [states, *torch.autograd.grad(states, arguments[0], gradient)]
+
+    first = step()
+    with no_waiting():
+        again = [step() for _ in range(5)]
+    assert all(torch.equal(*pair) for results in again for pair in zip(first, results, strict=True))
+
+
+def test_registered_rotary_operator():
+    x = torch.randn(205, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = (
+        torch.randn(*size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for size in ((384, 48), (384,))
+    )
+    batch = rotary_case([5, 70, 130], 64, torch.bfloat16, "cuda", 2, 64)
+    arguments = (x, weight, bias, *batch[1:6], 2, *batch[6:])
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.rotary_self_attention, arguments, raise_exception=True)
 
 
 def test_registered_operator():

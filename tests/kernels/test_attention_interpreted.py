@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import case, definition, distances, gradient_of
+from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition
 from interpreter import interpreted  # noqa: F401
 
 from pylate_fastmaxsim.kernels.attention import launch as attention_launch
@@ -18,6 +18,12 @@ TILES = attention_launch.Tiles(
 )
 LONG = attention_launch.Tiles((), attention_launch.Tile(16, 4))
 LENGTHS = [5, 0, 16, 17, 1, 70, 32, 33]
+
+
+@pytest.fixture
+def fresh_memory_is_nan(monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
 
 
 def check(batch, tiles=TILES, tolerance=1e-5):
@@ -79,3 +85,31 @@ def test_nothing():
     for tiles in (TILES, LONG):
         states, log_sums = attention_launch.forward(*case([0, 0]), tiles)
         assert states.shape == (0, 2, 16) and log_sums.shape == (2, 0)
+
+
+def rotary(batch, tiles):
+    qkv = batch.qkv.clone()
+    states, log_sums = attention_launch.rotary_forward(qkv, *batch[1:], tiles)
+    gradient = gradient_of(states)
+    return states, attention_launch.rotary_backward(gradient, qkv, *batch[1:3], states, log_sums, *batch[3:], tiles)
+
+
+@pytest.mark.parametrize("reach, tiles", [(-1, TILES), (3, LONG), (20, TILES)])
+def test_rotary_positions(reach, tiles):
+    batch = rotary_case(LENGTHS, reach, dim=32)
+    assert max(distances(rotary(batch, tiles), rotary_definition(batch))) < 1e-5
+
+
+def test_rotary_positions_of_half_precision():
+    batch = rotary_case(LENGTHS, 20, torch.float16, heads=3, dim=32)
+    batch = batch._replace(cos=batch.cos.bfloat16(), sin=batch.sin.bfloat16())
+    assert max(distances(rotary(batch, TILES), rotary_definition(batch))) < 2e-3
+
+
+@pytest.mark.parametrize("tiles", [TILES, LONG], ids=["both", "long"])
+def test_rows_of_no_text(tiles, fresh_memory_is_nan):
+    """Rows that nobody attends to, and rows behind the last text: all of the gradient is written, with 0 for these."""
+    batch = rotary_case([20, 0, 7, 9], dim=32, key_lengths=[5, 15, 7, 2], behind=37)
+    states, gradient = rotary(batch, tiles)
+    assert max(distances([states, gradient], rotary_definition(batch))) < 1e-5
+    assert not states[36:].any() and not gradient[5:20, 1:].any() and not gradient[36:].any()

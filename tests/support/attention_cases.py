@@ -60,6 +60,54 @@ def definition(batch: Case) -> list[Tensor]:
     return [states.detach(), *torch.autograd.grad((states * gradient).sum(), leaves)]
 
 
+class RotaryCase(NamedTuple):
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    max_length: int
+    scale: float
+    reach: int
+
+
+def rotary_case(
+    lengths: list[int],
+    reach: int = -1,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    heads: int = 2,
+    dim: int = 16,
+    key_lengths: list[int] | None = None,
+    behind: int = 0,
+) -> RotaryCase:
+    """Rows of random positions, ``behind`` of them behind the last text."""
+    plain = case(lengths, reach, device=device, heads=heads, dim=dim, key_lengths=key_lengths)
+    generator = torch.Generator().manual_seed(2)
+    rows = sum(lengths) + behind
+    qkv = torch.randn(rows, 3, heads, dim, generator=generator).to(device, dtype)
+    angles = 9 * torch.randn(rows, dim // 2, generator=generator).repeat(1, 2).to(device)
+    return RotaryCase(qkv, angles.cos(), angles.sin(), *plain[3:])
+
+
+def rotary_definition(batch: RotaryCase) -> list[Tensor]:
+    """States and the gradient of ``qkv``, in float64 but for the rounding of turned vectors."""
+    leaf = batch.qkv.detach().double().requires_grad_()
+    cos, sin = batch.cos.double()[:, None], batch.sin.double()[:, None]
+
+    def turned(vectors):
+        first, second = vectors.chunk(2, dim=-1)
+        exact = vectors * cos + torch.cat([-second, first], dim=-1) * sin
+        return exact + (exact.to(batch.qkv.dtype).double() - exact).detach()
+
+    query, key, value = leaf.unbind(1)
+    borders = batch.cu_seqlens, batch.key_cu_seqlens
+    states = reference.attention(turned(query), turned(key), value, *borders, batch.scale, batch.reach)
+    states = torch.nn.functional.pad(states, (0, 0, 0, 0, 0, len(leaf) - len(states)))
+    gradient = gradient_of(batch.qkv.new_empty(states.shape)).double()
+    return [states.detach(), *torch.autograd.grad((states * gradient).sum(), leaf)]
+
+
 def distances(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     """Of each result, relative to its length or, where that is less, to 1."""
     return [

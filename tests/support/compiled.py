@@ -24,7 +24,7 @@ MATRIX_UNIT = {80: "mma.sync", 86: "mma.sync", 90: "wgmma.mma_async", 100: "tcge
 # Of vectors: 16-bit ones by their dtype, float32 by how it is multiplied.
 ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "bf16x6": "*fp32", "bf16x3": "*fp32", "tf32": "*fp32"}
 WINNERS = {torch.uint8: "*u8", torch.int16: "*i16"}
-VECTORS = """q_values d_values grad_q grad_d hidden weight embeddings grad
+VECTORS = """qkv q_values d_values grad_q grad_d hidden weight embeddings grad
     grad_hidden q_states k_states v_states out grad_k grad_v"""
 # The types of all other arguments, by their names.
 NAMES = {
@@ -35,13 +35,13 @@ NAMES = {
         key_cu_seqlens slot_rows group_texts""",
     "*i64": """q_starts q_lengths d_starts d_lengths candidates pairs pair_offsets starts lengths offsets q_offsets
         d_offsets keys""",
-    "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares bias scales shifts
+    "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares cos sin bias scales shifts
         q_scales grad_weights grad_biases pooled constants slopes grad_parts values
         grad_values""",
     "fp32": "scale factor over_temperature",
     "i32": """num_queries num_documents num_slots num_tiles num_rows num_entries num_chunks num_pairs first_document
         documents_per_program row_blocks tiles_per_document programs_per_document first_row num_groups rows_per_part
-        num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head reach
+        num_parts slot_blocks slots_per_part capacity k q_head k_head v_head grad_head num_keys reach
         blocks_per_document max_length num_texts""",
 }
 TYPES = {name: kind for kind, names in NAMES.items() for name in names.split()}

@@ -14,7 +14,7 @@ from sparse_cases import CASES, check, check_removed
 from torch.nn.functional import normalize
 
 from pylate_fastmaxsim import Softmax, TokenBatch, TopK, maxsim, maxsim_from_hidden, pooled_scores, xtr_scores
-from pylate_fastmaxsim.ops.attention import text_attention
+from pylate_fastmaxsim.ops.attention import rotary_self_attention, text_attention
 
 
 def ragged(count: int, longest: int, d: int, dtype: torch.dtype) -> TokenBatch:
@@ -45,6 +45,9 @@ def main() -> None:
     borders = torch.tensor([0, 20, 20, 70, 170, 343], device="cuda", dtype=torch.int32)
     for reach in (-1, 40):
         text_attention(*states, borders, borders, 173, 0.125, reach).sum().backward()
+        angles = torch.rand(2, 343, 64, device="cuda")
+        x, weight = states[0].flatten(1), torch.randn(384, 128, device="cuda", dtype=torch.bfloat16)
+        rotary_self_attention(x, weight, None, *angles, borders, borders, 173, 2, 0.125, reach).sum().backward()
     for pooling in (TopK(4), TopK(16), Softmax(0.5)):
         queries, documents = ragged(5, 33, 128, torch.bfloat16), ragged(9, 150, 128, torch.bfloat16)
         pooled_scores(queries, documents, pooling=pooling).sum().backward()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pylate_fastmaxsim.kernels.attention.long import long_attention_gradient_kernel, long_attention_kernel
+from pylate_fastmaxsim.kernels.attention.rotary import rotary_kernel
 from pylate_fastmaxsim.kernels.attention.short import short_attention_gradient_kernel, short_attention_kernel
 from pylate_fastmaxsim.kernels.runtime.arch import cdiv
 from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
@@ -30,6 +31,8 @@ class Tiles(NamedTuple):
 # Chosen on sm_90 for 16-bit vectors of 64 numbers.
 FORWARD = Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128))
 BACKWARD = Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4))
+# Queries and keys that a program turns.
+TURNED = 32
 
 
 def forward(
@@ -44,19 +47,29 @@ def forward(
     tiles: Tiles = FORWARD,
 ) -> tuple[Tensor, Tensor]:
     """States ``[T, heads, d]``, and log-sums ``[heads, T]`` for the backward of texts that are longer than a tile."""
-    query, key, value = map(laid_out, (query, key, value))
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
-    arguments = (query, key, value, out, log_sums, cu_seqlens, key_cu_seqlens)
-    arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(reach, 0))
-    rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0)}
-    with on_device_of(query):
-        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
-            if is_long:
-                long_attention_kernel[grid](*arguments, **rows, **constants)
-            else:
-                short_attention_kernel[grid](*arguments, **rows, **constants)
-    return out, log_sums
+    vectors = tuple(map(laid_out, (query, key, value)))
+    return _forward(vectors, cu_seqlens, key_cu_seqlens, max_length, scale, reach, tiles)
+
+
+def rotary_forward(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    max_length: int,
+    scale: float,
+    reach: int,
+    tiles: Tiles = FORWARD,
+) -> tuple[Tensor, Tensor]:
+    """The same of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
+    rows, _, heads, dim = qkv.shape
+    with on_device_of(qkv):
+        grid = (cdiv(rows * 2 * heads, TURNED),)
+        rotary_kernel[grid](
+            qkv, cos.contiguous(), sin.contiguous(), rows, HEADS=heads, DIM=dim, BLOCK=TURNED, num_warps=4
+        )
+    return _forward(qkv.unbind(1), cu_seqlens, key_cu_seqlens, max_length, scale, reach, tiles)
 
 
 def backward(
@@ -74,10 +87,80 @@ def backward(
     tiles: Tiles = BACKWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in the strides of :func:`laid_out`."""
-    grad, query, key, value = map(laid_out, (grad, query, key, value))
-    gradients = tuple(map(torch.empty_like, (query, key, value)))
-    arguments = (query, key, value, out, grad, log_sums, cu_seqlens, key_cu_seqlens, *gradients)
-    arguments += (query.stride(1), key.stride(1), value.stride(1), grad.stride(1), query.shape[0], max(reach, 0))
+    vectors = tuple(map(laid_out, (query, key, value)))
+    gradients = tuple(map(torch.empty_like, vectors))
+    borders = cu_seqlens, key_cu_seqlens, max_length
+    _backward(grad, vectors, gradients, out, log_sums, None, None, *borders, scale, reach, tiles)
+    return gradients
+
+
+def rotary_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    max_length: int,
+    scale: float,
+    reach: int,
+    tiles: Tiles = BACKWARD,
+) -> Tensor:
+    """The gradient of ``qkv`` as it was before :func:`rotary_forward` turned it. All of it is written."""
+    gradient = torch.empty_like(qkv)
+    angles = cos.contiguous(), sin.contiguous()
+    borders = cu_seqlens, key_cu_seqlens, max_length
+    _backward(grad, qkv.unbind(1), gradient.unbind(1), out, log_sums, *angles, *borders, scale, reach, tiles)
+    return gradient
+
+
+def _forward(
+    vectors: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    max_length: int,
+    scale: float,
+    reach: int,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = vectors
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
+    arguments = (*vectors, out, log_sums, cu_seqlens, key_cu_seqlens)
+    arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(reach, 0))
+    rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0)}
+    with on_device_of(query):
+        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
+            if is_long:
+                long_attention_kernel[grid](*arguments, **rows, **constants)
+            else:
+                short_attention_kernel[grid](*arguments, **rows, **constants)
+    return out, log_sums
+
+
+def _backward(
+    grad: Tensor,
+    vectors: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
+    out: Tensor,
+    log_sums: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    max_length: int,
+    scale: float,
+    reach: int,
+    tiles: Tiles,
+) -> None:
+    """Write ``gradients``, which are laid out as ``vectors``."""
+    query, key, value = vectors
+    grad = laid_out(grad)
+    arguments = (*vectors, out, grad, log_sums, cos, sin, cu_seqlens, key_cu_seqlens, *gradients)
+    arguments += (query.stride(1), key.stride(1), value.stride(1), grad.stride(1))
+    arguments += (query.shape[0], key.shape[0], max(reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0), "GRAD_ROW": grad.stride(0)}
     with on_device_of(query):
         for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
@@ -85,7 +168,6 @@ def backward(
                 long_attention_gradient_kernel[grid](*arguments, **rows, **constants)
             else:
                 short_attention_gradient_kernel[grid](*arguments, **rows, **constants)
-    return gradients
 
 
 def laid_out(values: Tensor) -> Tensor:

@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.attention.tiles import finite, first_of, load_rows, logits, store_rows, text_and_head
+from pylate_fastmaxsim.kernels.attention.tiles import (
+    clear_rows,
+    finite,
+    first_of,
+    is_last,
+    load_rows,
+    logits,
+    store_rows,
+    store_turned_back,
+    text_and_head,
+)
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
@@ -79,10 +89,12 @@ def long_attention_kernel(
         total = tl.where(total == 0.0, 1.0, total)
         store_rows(out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM)
         tl.store(log_sums + head * num_rows + start + rows, finite(best) + tl.log2(total), mask=rows < length)
+    if LONGER_THAN < 0 and is_last(HEADS):
+        clear_rows(out + head * DIM, start + length, num_rows, HEADS * DIM, DIM, BLOCK)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "reach"])
+@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "num_keys", "reach"])
 def long_attention_gradient_kernel(
     q_states,
     k_states,
@@ -90,6 +102,8 @@ def long_attention_gradient_kernel(
     out,
     grad,
     log_sums,
+    cos,
+    sin,
     cu_seqlens,
     key_cu_seqlens,
     grad_q,
@@ -100,6 +114,7 @@ def long_attention_gradient_kernel(
     v_head,
     grad_head,
     num_rows,
+    num_keys,
     reach,
     Q_ROW: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -141,7 +156,8 @@ def long_attention_gradient_kernel(
                 weights = tl.exp2(s - log_sum[:, None])
                 grad_s = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - inner[:, None]) * SCALE
                 q_sum = tl.dot(grad_s.to(k_tile.dtype), k_tile, q_sum)
-            store_rows(first_of(grad_q, start, head, q_head, Q_ROW), mine, length, q_sum, Q_ROW, DIM)
+            grad_q_rows = first_of(grad_q, start, head, q_head, Q_ROW)
+            store_turned_back(grad_q_rows, cos, sin, start, mine, length, q_sum, Q_ROW, DIM)
         if first < key_length:
             k_tile = load_rows(k, mine, key_length, K_ROW, DIM)
             v_tile = load_rows(v, mine, key_length, V_ROW, DIM)
@@ -159,5 +175,10 @@ def long_attention_gradient_kernel(
                 grad_s = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - inner[:, None]) * SCALE
                 v_sum = tl.dot(tl.trans(weights.to(grad_tile.dtype)), grad_tile, v_sum)
                 k_sum = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, k_sum)
-            store_rows(first_of(grad_k, key_start, head, k_head, K_ROW), mine, key_length, k_sum, K_ROW, DIM)
+            grad_k_rows = first_of(grad_k, key_start, head, k_head, K_ROW)
+            store_turned_back(grad_k_rows, cos, sin, key_start, mine, key_length, k_sum, K_ROW, DIM)
             store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), mine, key_length, v_sum, V_ROW, DIM)
+    if LONGER_THAN < 0 and is_last(HEADS):
+        clear_rows(first_of(grad_q, 0, head, q_head, Q_ROW), start + length, num_rows, Q_ROW, DIM, BLOCK)
+        clear_rows(first_of(grad_k, 0, head, k_head, K_ROW), key_start + key_length, num_keys, K_ROW, DIM, BLOCK)
+        clear_rows(first_of(grad_v, 0, head, v_head, V_ROW), key_start + key_length, num_keys, V_ROW, DIM, BLOCK)

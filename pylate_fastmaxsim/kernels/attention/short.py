@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from pylate_fastmaxsim.kernels.attention.tiles import finite, first_of, load_rows, logits, store_rows, text_and_head
+from pylate_fastmaxsim.kernels.attention.tiles import (
+    clear_rows,
+    finite,
+    first_of,
+    is_last,
+    load_rows,
+    logits,
+    store_rows,
+    store_turned_back,
+    text_and_head,
+)
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
@@ -48,10 +58,12 @@ def short_attention_kernel(
         total = tl.sum(weights, axis=1)
         states = tl.dot(weights.to(v.dtype), v) / tl.where(total == 0.0, 1.0, total)[:, None]
         store_rows(out + (start * HEADS + head) * DIM, place, length, states, HEADS * DIM, DIM)
+    if LONGER_THAN < 0 and is_last(HEADS):
+        clear_rows(out + head * DIM, start + length, num_rows, HEADS * DIM, DIM, BLOCK)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "reach"])
+@triton.jit(do_not_specialize=["q_head", "k_head", "v_head", "grad_head", "num_rows", "num_keys", "reach"])
 def short_attention_gradient_kernel(
     q_states,
     k_states,
@@ -59,6 +71,8 @@ def short_attention_gradient_kernel(
     out,
     grad,
     log_sums,
+    cos,
+    sin,
     cu_seqlens,
     key_cu_seqlens,
     grad_q,
@@ -69,6 +83,7 @@ def short_attention_gradient_kernel(
     v_head,
     grad_head,
     num_rows,
+    num_keys,
     reach,
     Q_ROW: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -106,6 +121,12 @@ def short_attention_gradient_kernel(
         v_sum = tl.dot(tl.trans(weights.to(q.dtype)), grad_out)
         store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), place, key_length, v_sum, V_ROW, DIM)
         k_sum = tl.dot(tl.trans(grad_s), q)
-        store_rows(first_of(grad_k, key_start, head, k_head, K_ROW), place, key_length, k_sum, K_ROW, DIM)
+        grad_k_rows = first_of(grad_k, key_start, head, k_head, K_ROW)
+        store_turned_back(grad_k_rows, cos, sin, key_start, place, key_length, k_sum, K_ROW, DIM)
         q_sum = tl.dot(grad_s, k)
-        store_rows(first_of(grad_q, start, head, q_head, Q_ROW), place, length, q_sum, Q_ROW, DIM)
+        grad_q_rows = first_of(grad_q, start, head, q_head, Q_ROW)
+        store_turned_back(grad_q_rows, cos, sin, start, place, length, q_sum, Q_ROW, DIM)
+    if LONGER_THAN < 0 and is_last(HEADS):
+        clear_rows(first_of(grad_q, 0, head, q_head, Q_ROW), start + length, num_rows, Q_ROW, DIM, BLOCK)
+        clear_rows(first_of(grad_k, 0, head, k_head, K_ROW), key_start + key_length, num_keys, K_ROW, DIM, BLOCK)
+        clear_rows(first_of(grad_v, 0, head, v_head, V_ROW), key_start + key_length, num_keys, V_ROW, DIM, BLOCK)

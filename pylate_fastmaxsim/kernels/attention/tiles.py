@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a text begins, loads and stores of tiles, and logits."""
+"""What the attention kernels share: where a text begins, loads and stores of tiles, rotary positions, and logits."""
 
 import triton
 import triton.language as tl
@@ -37,6 +37,43 @@ def store_rows(values, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr)
         tile.to(values.dtype.element_ty),
         mask=(rows < length)[:, None],
     )
+
+
+@triton.jit
+def is_last(HEADS: tl.constexpr):
+    """Whether this is the program of a head, and of the first rows, of the last text."""
+    return (tl.program_id(0) + HEADS >= tl.num_programs(0)) & (tl.program_id(1) == 0)
+
+
+@triton.jit
+def clear_rows(values, first, num_rows, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the rows from `first` to the last of `num_rows`, which belong to no text."""
+    for begin in range(first, num_rows, BLOCK):
+        rows = begin + tl.arange(0, BLOCK).to(tl.int64)
+        store_rows(values, rows, num_rows, tl.zeros([BLOCK, DIM], tl.float32), ROW, DIM)
+
+
+@triton.jit
+def turned(first, second, cos, sin):
+    """Both halves of the columns of vectors at their rotary positions, in float32."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def store_turned_back(values, cos, sin, start, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr):
+    """Store gradients ``[BLOCK, DIM]`` of turned vectors of the text that begins at `start`, as those of the vectors."""
+    if cos is None:
+        store_rows(values, rows, length, tile, ROW, DIM)
+    else:
+        HALF: tl.constexpr = DIM // 2
+        place = (start + rows[:, None]) * DIM + tl.arange(0, HALF)[None, :]
+        inside = (rows < length)[:, None]
+        cos_tile = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
+        sin_tile = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, HALF]), (0, 2, 1)))
+        first, second = turned(first, second, cos_tile, -sin_tile)
+        store_rows(values, rows, length, first, ROW, HALF)
+        store_rows(values + HALF, rows, length, second, ROW, HALF)
 
 
 @triton.jit
