@@ -323,7 +323,15 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, normaliz
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, key_cu_seqlens: Tensor, scale: float, reach: int = -1
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
+    scale: float,
+    reach: int = -1,
+    keep: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
 
@@ -339,6 +347,9 @@ def attention(
         Factor on the inner products.
     reach
         Largest distance between a row and a key that it sees, by position in the text; -1: any.
+    keep, dropout
+        Weights that dropout keeps, ``[heads, T, max_length]`` by head, row and position of the key in its text, and the
+        probability that it does not, by whose complement they are divided. ``None``: all.
 
     Returns
     -------
@@ -362,6 +373,8 @@ def attention(
         seen = (apart.abs() <= reach if reach >= 0 else torch.ones_like(apart, dtype=torch.bool)).to(logits.device)
         blind = ~seen.any(dim=-1, keepdim=True)
         weights = logits.masked_fill(~(seen | blind), -torch.inf).softmax(dim=-1).masked_fill(blind, 0)
+        if keep is not None:
+            weights = weights * keep[:, begin:end, : weights.shape[2]] / (1 - dropout)
         states.append(torch.einsum("hqk,khd->qhd", weights, value[key_begin:key_end]))
     return torch.cat(states)
 

@@ -22,6 +22,7 @@ FEWEST_TOKENS = 2**14
 # of 180 tokens, and 0.91 times for 300 tokens (benchmarks/operators/attention.py).
 LONGEST_MEAN = 192
 LONGEST = 1024
+HEAD_DIMS = (32, 64, 96, 128)
 
 
 def text_attention(
@@ -33,6 +34,7 @@ def text_attention(
     max_length: int,
     scale: float,
     reach: int = -1,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Softmax attention of the rows of each text to its keys: ``softmax(scale * q @ k.T) @ v`` for each head.
 
@@ -43,7 +45,7 @@ def text_attention(
     Parameters
     ----------
     query
-        ``[T, heads, d]``, on CUDA bfloat16 or float16; d is a power of 2 from 16 on.
+        ``[T, heads, d]``, on CUDA bfloat16 or float16; d is a multiple of 8 from 16 to 128.
     key, value
         ``[S, heads, d]``.
     cu_seqlens
@@ -56,6 +58,9 @@ def text_attention(
         Factor on the inner products.
     reach
         Largest distance between a row and a key that it sees, by position in the text; -1: any.
+    dropout
+        Probability that a weight is dropped, from 0 to less than 1. Others are divided by ``1 - dropout``. The seed is
+        drawn from PyTorch's generator of the device, and the backward drops the same.
 
     Returns
     -------
@@ -64,6 +69,8 @@ def text_attention(
 
     Raises
     ------
+    ValueError
+        On CUDA: the dtype or d is none of the above. Or ``dropout`` is not.
     NotImplementedError
         The vectors are neither on a CUDA device nor on a CPU.
 
@@ -76,8 +83,11 @@ def text_attention(
     >>> text_attention(q, k, v, cu_seqlens, cu_seqlens, max_length=3, scale=0.25).shape
     torch.Size([5, 2, 16])
     """
+    seed = _seed("text_attention", query, dropout)
+    if query.is_cuda:
+        _check_vectors("text_attention", query.dtype, query.shape[2])
     return torch.ops.pylate_fastmaxsim.text_attention(
-        query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach
+        query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout
     )[0]
 
 
@@ -93,6 +103,7 @@ def rotary_self_attention(
     heads: int,
     scale: float,
     reach: int = -1,
+    dropout: float = 0.0,
 ) -> Tensor:
     """:func:`text_attention` of the projections of hidden states, with rotary positions of queries and keys.
 
@@ -106,7 +117,7 @@ def rotary_self_attention(
         Hidden states ``[T, C]``, on CUDA bfloat16 or float16.
     weight, bias
         ``[3 * heads * d, C]`` and ``[3 * heads * d]`` or ``None``, of the same dtype: queries, keys and values of all
-        heads, one after the other. d is a power of 2 from 16 on.
+        heads, one after the other. d is 16, 32, 64 or 128.
     cos, sin
         Of the angles of each row, ``[T, d]``, of any floating dtype: column i is turned with column i + d / 2. The second
         half of the columns repeats the first, and the kernels do not read it.
@@ -122,6 +133,9 @@ def rotary_self_attention(
         Factor on the inner products.
     reach
         Largest distance between a row and a key that it sees, by position in the text; -1: any.
+    dropout
+        Probability that a weight is dropped, from 0 to less than 1. Others are divided by ``1 - dropout``. The seed is
+        drawn from PyTorch's generator of the device, and the backward drops the same.
 
     Returns
     -------
@@ -131,7 +145,7 @@ def rotary_self_attention(
     Raises
     ------
     ValueError
-        The shape of ``weight``, ``cos`` or ``sin`` does not fit.
+        The shape of ``weight``, ``cos`` or ``sin`` does not fit, ``dropout`` is not as above, or on CUDA the dtype.
     NotImplementedError
         The hidden states are neither on a CUDA device nor on a CPU.
 
@@ -146,9 +160,9 @@ def rotary_self_attention(
     torch.Size([5, 2, 16])
     """
     dim = weight.shape[0] // (3 * heads)
-    if weight.shape[0] != 3 * heads * dim or dim < 16 or dim & (dim - 1):
+    if weight.shape[0] != 3 * heads * dim or dim not in (16, 32, 64, 128):
         raise ValueError(
-            f"rotary_self_attention: weight must be [3 * heads * d, C] with heads = {heads} and d a power of 2 from 16 on, "
+            f"rotary_self_attention: weight must be [3 * heads * d, C] with heads = {heads} and d = 16, 32, 64 or 128, "
             f"got shape {tuple(weight.shape)}."
         )
     for name, values in (("cos", cos), ("sin", sin)):
@@ -157,16 +171,37 @@ def rotary_self_attention(
                 f"rotary_self_attention: {name} must be [T, d] with d = {dim} and as many rows as x, "
                 f"got shape {tuple(values.shape)}."
             )
+    seed = _seed("rotary_self_attention", x, dropout)
+    if x.is_cuda:
+        _check_vectors("rotary_self_attention", x.dtype, dim)
     return torch.ops.pylate_fastmaxsim.rotary_self_attention(
-        x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach
+        x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach, seed, dropout
     )[0]
+
+
+def _seed(where: str, values: Tensor, dropout: float) -> Tensor | None:
+    """A seed on the device: PyTorch repeats it under checkpointing and knows in a graph that it is random."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{where}: dropout must be from 0 to less than 1, got {dropout}.")
+    return torch.randint(2**62, (1,), device=values.device) if dropout else None
+
+
+def _check_vectors(where: str, dtype: torch.dtype, dim: int) -> None:
+    if dtype not in (torch.bfloat16, torch.float16) or dim % 8 or not 16 <= dim <= 128:
+        raise ValueError(
+            f"{where}: on CUDA vectors must be bfloat16 or float16, of a multiple of 8 from 16 to 128 numbers, got {dtype} "
+            f"and {dim}."
+        )
 
 
 def is_faster(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, max_length: int, window: tuple[int, int], dropout: float
 ) -> bool:
-    """Whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
-    if dropout or window[0] != window[1] or key.shape[1] != query.shape[1] or query.shape[2] != 64:
+    """Whether :func:`text_attention` can replace FlashAttention and is expected to be faster.
+
+    That was measured for heads of 64 numbers without dropout.
+    """
+    if dropout >= 1 or window[0] != window[1] or key.shape[1] != query.shape[1] or query.shape[2] not in HEAD_DIMS:
         return False
     if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
         return False
@@ -195,19 +230,21 @@ def _kernels() -> ModuleType:
 torch.library.define(
     "pylate_fastmaxsim::text_attention",
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor key_cu_seqlens, SymInt max_length, "
-    "float scale, int reach) -> (Tensor, Tensor)",
+    "float scale, int reach, Tensor? seed=None, float dropout=0.0) -> (Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "pylate_fastmaxsim::text_attention_backward",
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, Tensor cu_seqlens, "
-    "Tensor key_cu_seqlens, SymInt max_length, float scale, int reach) -> (Tensor, Tensor, Tensor)",
+    "Tensor key_cu_seqlens, SymInt max_length, float scale, int reach, Tensor? seed=None, float dropout=0.0) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def _plain_forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach):
-    states = reference.attention(query, key, value, cu_seqlens, key_cu_seqlens, scale, reach)
+def _plain_forward(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed=None, dropout=0.0):
+    keep = _plain_mask(query, max_length, seed, dropout) if dropout else None
+    states = reference.attention(query, key, value, cu_seqlens, key_cu_seqlens, scale, reach, keep, dropout)
     states = pad(states, (0, 0, 0, 0, 0, query.shape[0] - states.shape[0])).contiguous()
     return states, query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
 
@@ -217,6 +254,12 @@ def _plain_backward(grad, query, key, value, out, log_sums, *arguments):
     with torch.enable_grad():
         states, _ = _plain_forward(*leaves, *arguments)
     return torch.autograd.grad(states, leaves, grad)
+
+
+def _plain_mask(query: Tensor, max_length: int, seed: Tensor, dropout: float) -> Tensor:
+    """Weights that are kept, ``[heads, T, max_length]``."""
+    generator = torch.Generator().manual_seed(int(seed))
+    return torch.rand(query.shape[1], query.shape[0], max_length, generator=generator) >= dropout
 
 
 # Not decorators: these return None.
@@ -247,19 +290,20 @@ def _backward_fake(grad, query, key, value, *_):
 
 
 def _save_for_backward(ctx, inputs, output):
-    *tensors, ctx.max_length, ctx.scale, ctx.reach = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    *tensors, ctx.max_length, ctx.scale, ctx.reach, seed, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], seed)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, grad, _):
     if grad is None:
-        return (None,) * 8
+        return (None,) * 10
+    *tensors, seed = ctx.saved_tensors
     gradients = torch.ops.pylate_fastmaxsim.text_attention_backward(
-        grad, *ctx.saved_tensors, ctx.max_length, ctx.scale, ctx.reach
+        grad, *tensors, ctx.max_length, ctx.scale, ctx.reach, seed, ctx.dropout
     )
     needed = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if needs else None for gradient, needs in needed), None, None, None, None, None)
+    return (*(gradient if needs else None for gradient, needs in needed), *(None,) * 7)
 
 
 torch.library.register_autograd("pylate_fastmaxsim::text_attention", _differentiate, setup_context=_save_for_backward)
@@ -268,14 +312,15 @@ torch.library.register_autograd("pylate_fastmaxsim::text_attention", _differenti
 torch.library.define(
     "pylate_fastmaxsim::rotary_self_attention",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor cos, Tensor sin, Tensor cu_seqlens, Tensor key_cu_seqlens, "
-    "SymInt max_length, int heads, float scale, int reach) -> (Tensor, Tensor, Tensor)",
+    "SymInt max_length, int heads, float scale, int reach, Tensor? seed=None, float dropout=0.0) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "pylate_fastmaxsim::rotary_self_attention_backward",
     "(Tensor grad, Tensor x, Tensor weight, Tensor qkv, Tensor out, Tensor log_sums, Tensor cos, Tensor sin, "
-    "Tensor cu_seqlens, Tensor key_cu_seqlens, SymInt max_length, float scale, int reach, bool need_x, bool need_weight, "
-    "bool need_bias) -> (Tensor, Tensor, Tensor)",
+    "Tensor cu_seqlens, Tensor key_cu_seqlens, SymInt max_length, float scale, int reach, Tensor? seed, float dropout, "
+    "bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -291,9 +336,9 @@ def _turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.library.impl("pylate_fastmaxsim::rotary_self_attention", ("cpu", "cuda"))
-def _rotary_forward(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach):
+def _rotary_forward(x, weight, bias, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, scale, reach, *dropout):
     qkv = linear(x, weight, bias).view(x.shape[0], 3, heads, -1)
-    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach)
+    arguments = (cu_seqlens, key_cu_seqlens, max_length, scale, reach, *dropout)
     if x.is_cuda:
         out, log_sums = _kernels().rotary_forward(qkv, cos, sin, *arguments)
     else:
@@ -337,20 +382,23 @@ def _rotary_backward_fake(grad, x, weight, *arguments):
 
 
 def _save_rotary(ctx, inputs, output):
-    x, weight, _, cos, sin, cu_seqlens, key_cu_seqlens, ctx.max_length, _, ctx.scale, ctx.reach = inputs
+    x, weight, _, cos, sin, cu_seqlens, key_cu_seqlens, ctx.max_length, _, ctx.scale, ctx.reach, seed, ctx.dropout = (
+        inputs
+    )
     out, log_sums, qkv = output
-    ctx.save_for_backward(x, weight, qkv, out, log_sums, cos, sin, cu_seqlens, key_cu_seqlens)
+    ctx.save_for_backward(x, weight, qkv, out, log_sums, cos, sin, cu_seqlens, key_cu_seqlens, seed)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate_rotary(ctx, grad, *_):
     if grad is None:
-        return (None,) * 11
+        return (None,) * 13
     needs = ctx.needs_input_grad[:3]
+    *tensors, seed = ctx.saved_tensors
     gradients = torch.ops.pylate_fastmaxsim.rotary_self_attention_backward(
-        grad, *ctx.saved_tensors, ctx.max_length, ctx.scale, ctx.reach, *needs
+        grad, *tensors, ctx.max_length, ctx.scale, ctx.reach, seed, ctx.dropout, *needs
     )
-    return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *(None,) * 8)
+    return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), *(None,) * 10)
 
 
 torch.library.register_autograd(

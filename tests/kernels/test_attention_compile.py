@@ -19,25 +19,38 @@ from pylate_fastmaxsim.kernels.attention.short import (  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
-LAYOUT = {"Q_ROW": 64, "K_ROW": 64, "V_ROW": 768, "GRAD_ROW": 768, "HEADS": 12, "DIM": 64, "SCALE": 0.125}
 KERNELS = {
     "forward": (short_attention_kernel, long_attention_kernel, launch.FORWARD),
     "backward": (short_attention_gradient_kernel, long_attention_gradient_kernel, launch.BACKWARD),
 }
 
 
-@pytest.mark.parametrize("operand, window", [pytest.param("bf16", True, marks=pytest.mark.smoke), ("fp16", False)])
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("short, long, tiles", KERNELS.values(), ids=KERNELS)
-def test_tiles_of_the_table(short, long, tiles, rotary, operand, window):
-    layout = LAYOUT | dict.fromkeys(["Q_ROW", "K_ROW", "V_ROW"], 2304) if rotary else LAYOUT
+@pytest.mark.parametrize("operand, window, dropout", [("bf16", True, 0.0), ("fp16", False, 0.1)])
+@pytest.mark.parametrize("dim", [32, pytest.param(64, marks=pytest.mark.smoke), 96, 128])
+@pytest.mark.parametrize("short, long, table", KERNELS.values(), ids=KERNELS)
+def test_tiles_of_the_table(short, long, table, dim, operand, window, dropout):
+    columns = max(dim, 128 if dim == 96 else 0)
+    heads = 768 // dim
+    # Rotary positions turn gradients, of one product, back.
+    rotary = table is launch.BACKWARD and operand == "bf16" and dim == columns
+    rows = [3 * heads * dim] * 3 if rotary else [dim, dim, heads * dim]
+    layout = dict(zip(("Q_ROW", "K_ROW", "V_ROW"), rows, strict=True)) | {"GRAD_ROW": heads * dim, "HEADS": heads}
+    layout |= {"DIM": dim, "COLUMNS": columns, "SCALE": 0.125, "HAS_WINDOW": window, "DROPOUT": dropout}
+    absent = (() if rotary else ("cos", "sin")) + (() if dropout else ("seed",))
+    tiles = table[columns]
     for tile in (*tiles.short, tiles.long):
         kernel = long if tile is tiles.long else short
-        constants = layout | {"HAS_WINDOW": window, "LONGER_THAN": 0, "BLOCK": tile.block}
-        ptx, shared = compiled(kernel, 90, operand, options_of(tile), () if rotary else ("cos", "sin"), **constants)
+        constants = layout | {"LONGER_THAN": 0, "BLOCK": tile.block}
+        ptx, shared = compiled(kernel, 90, operand, options_of(tile), absent, **constants)
         # Some spill a few registers, and were faster than those that spill none.
         assert shared <= SHARED_MEMORY[90]
         assert ("wgmma.mma_async" in ptx) == (tile.block >= 64)
+
+
+def test_log_sums_are_there_where_the_backward_reads_them():
+    for columns, tiles in launch.FORWARD.items():
+        longest_without = max(tile.block for tile in tiles.short)
+        assert max(tile.block for tile in launch.BACKWARD[columns].short) >= longest_without
 
 
 def test_turning_in_place(tmp_path):

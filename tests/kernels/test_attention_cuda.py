@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition
+from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition, weights_kept
 from losses_cuda import assert_as_exact, batch_of, losses_of, stock_losses
 from models import load_model
 from on_gpu import no_waiting
@@ -45,6 +45,56 @@ def test_lengths_and_windows(reach, by_head, dtype):
     check(on_gpu([1, 5, 0, 63, 64, 65, 127, 128, 129, 300, 700, 16], reach, dtype, by_head=by_head))
 
 
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("dim", [32, 96, 128])
+@pytest.mark.parametrize("reach", [-1, 64])
+def test_head_sizes(reach, dim, dtype):
+    check(on_gpu([1, 5, 0, 31, 32, 33, 64, 65, 128, 129, 300, 700], reach, dtype, dim=dim, by_head=False))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("reach", [-1, 64])
+def test_dropout(reach, dim):
+    batch, dropout = on_gpu([1, 5, 0, 31, 33, 65, 128, 129, 300], reach, dim=dim), 0.2
+    seed = torch.cuda.get_rng_state()
+
+    def seeded(shown):
+        torch.cuda.set_rng_state(seed)
+        return text_attention(*shown, dropout=dropout)
+
+    keep = weights_kept(batch, seeded)
+    leaves = [values.detach().requires_grad_() for values in batch[:3]]
+    torch.cuda.set_rng_state(seed)
+    with no_waiting():
+        states = text_attention(*leaves, *batch[3:], dropout=dropout)
+    found = [states.detach(), *torch.autograd.grad(states, leaves, gradient_of(states))]
+    assert max(distances(found, definition(batch, keep, dropout))) < BOUND[torch.bfloat16]
+
+
+def test_dropout_on_average():
+    batch = on_gpu([5, 40, 90, 200], heads=2)
+    draws = torch.stack([text_attention(*batch, dropout=0.3).double() for _ in range(1000)])
+    assert not torch.equal(draws[0], draws[1])
+    error = draws.std(dim=0) / len(draws) ** 0.5
+    # Beside chance there is the rounding to bf16.
+    exact = definition(batch)[0]
+    assert ((draws.mean(dim=0) - exact).abs() < 6 * error + 0.01 * exact.abs().mean()).all()
+
+
+def test_dropout_in_a_captured_graph():
+    """The seed is drawn inside of the graph, so that each replay drops other weights."""
+    batch = on_gpu([5, 40, 90, 200], heads=2)
+    for _ in range(2):
+        text_attention(*batch, dropout=0.3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        states = text_attention(*batch, dropout=0.3)
+    graph.replay()
+    first = states.clone()
+    graph.replay()
+    assert not torch.equal(first, states)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_texts(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +105,9 @@ def test_random_texts(seed):
     longest = pick(20, 64, 100, 300, 1500)
     lengths = torch.randint(0, longest + 1, (pick(1, 7, 90),), generator=generator).tolist()
     keys = torch.randint(0, longest + 1, (len(lengths),), generator=generator).tolist() if pick(False, True) else None
-    batch = on_gpu(lengths, pick(-1, 3, 64, 500), pick(*BOUND), pick(1, 2, 12), pick(16, 32, 64, 128), key_lengths=keys)
+    batch = on_gpu(
+        lengths, pick(-1, 3, 64, 500), pick(*BOUND), pick(1, 2, 12), pick(16, 24, 32, 64, 72, 96, 128), key_lengths=keys
+    )
     check(batch)
 
 
@@ -157,7 +209,16 @@ def test_when_it_is_chosen():
     assert not chosen(long) and not chosen([*short, 1025])
     assert not chosen(short[:200]), "a batch that waits for the host"
     assert not chosen(short, (-1, 0)) and not chosen(short, (64, 0)), "causal"
-    assert not chosen(short, dropout=0.1) and not chosen(short, heads=4) and not chosen(short, dim=32)
+    assert all(chosen(short, dim=dim, dropout=0.1) == measured_here for dim in (32, 64, 96, 128))
+    assert not chosen(short, heads=4) and not chosen(short, dim=48)
+
+
+def test_vectors_that_the_kernels_do_not_take():
+    for wrong in (on_gpu([5], dtype=torch.float32), on_gpu([5], dim=20), on_gpu([5], dim=136)):
+        with pytest.raises(
+            ValueError, match="text_attention: on CUDA vectors must be bfloat16 or float16, of a multiple"
+        ):
+            text_attention(*wrong)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition
+from attention_cases import case, definition, distances, gradient_of, rotary_case, rotary_definition, weights_kept
 from interpreter import interpreted  # noqa: F401
 
 from pylate_fastmaxsim.kernels.attention import launch as attention_launch
@@ -27,8 +27,8 @@ def fresh_memory_is_nan(monkeypatch):
 
 
 def check(batch, tiles=TILES, tolerance=1e-5):
-    states, log_sums = attention_launch.forward(*batch, tiles)
-    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+    states, log_sums = attention_launch.forward(*batch, tiles=tiles)
+    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles=tiles)
     assert states.is_contiguous()
     for values, gradient in zip(batch[:3], gradients, strict=True):
         assert gradient.stride() == attention_launch.laid_out(values).stride()
@@ -52,7 +52,7 @@ def test_half(dtype):
     check(case(LENGTHS, 20, dtype), tolerance=1e-2 if dtype == torch.bfloat16 else 1e-3)
 
 
-@pytest.mark.parametrize("heads, dim, by_head", [(1, 32, True), (3, 64, False)])
+@pytest.mark.parametrize("heads, dim, by_head", [(1, 32, True), (3, 64, False), (2, 24, True), (2, 96, False)])
 def test_heads_and_layouts(heads, dim, by_head):
     check(case([3, 18, 40], heads=heads, dim=dim, by_head=by_head))
 
@@ -68,12 +68,41 @@ def test_slices_of_a_larger_product():
 def test_nan_shows(tiles, length):
     batch = case([9, length, 7])
     batch.key[9 + length - 1, 1, 3] = torch.nan
-    states, log_sums = attention_launch.forward(*batch, tiles)
-    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles)
+    states, log_sums = attention_launch.forward(*batch, tiles=tiles)
+    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], tiles=tiles)
     diverged = torch.zeros(len(states), 2, dtype=torch.bool)
     diverged[9 : 9 + length, 1] = True
     for result in (states, *gradients):
         assert torch.equal(result.isnan().any(dim=-1), diverged)
+
+
+SEED = torch.tensor([2**40 + 3])
+
+
+@pytest.mark.parametrize("reach, tiles", [(-1, TILES), (20, LONG)], ids=["both", "long"])
+def test_dropout(reach, tiles):
+    batch, dropout = case([20, 0, 7, 40], reach, heads=1, dim=48, key_lengths=[5, 15, 7, 38]), 0.3
+    options = {"seed": SEED, "dropout": dropout, "tiles": tiles}
+    keep = weights_kept(batch, lambda shown: attention_launch.forward(*shown, **options)[0])
+    states, log_sums = attention_launch.forward(*batch, **options)
+    gradients = attention_launch.backward(gradient_of(states), *batch[:3], states, log_sums, *batch[3:], **options)
+    assert max(distances([states, *gradients], definition(batch, keep, dropout))) < 1e-5
+
+
+def test_what_dropout_keeps():
+    """It depends on seed, head, row and key, not on tiles."""
+    batch = case([40, 40], dim=40)
+    kept = {}
+    for name, seed, tiles in (("both", 7, TILES), ("long", 7, LONG), ("other seed", 8, LONG)):
+        options = {"seed": torch.tensor([seed]), "dropout": 0.25, "tiles": tiles}
+        kept[name] = weights_kept(batch, lambda shown, options=options: attention_launch.forward(*shown, **options)[0])
+    assert torch.equal(kept["both"], kept["long"])
+    first, second, other = kept["both"][:, :40], kept["both"][:, 40:], kept["other seed"][:, :40]
+    assert abs(first.float().mean() - 0.75) < 0.03
+    # Other texts, heads, rows, keys of one call of Philox, keys of two calls, and seeds.
+    pairs = [(first, second), (first[0], first[1]), (first[:, 1:], first[:, :-1]), (first[..., 1:], first[..., :-1])]
+    for ours, others in [*pairs, (first[..., 4:], first[..., :-4]), (first, other)]:
+        assert abs((ours & others).float().mean() - 0.75**2) < 0.05, "independent"
 
 
 def test_large_logits():
@@ -83,15 +112,34 @@ def test_large_logits():
 
 def test_nothing():
     for tiles in (TILES, LONG):
-        states, log_sums = attention_launch.forward(*case([0, 0]), tiles)
+        states, log_sums = attention_launch.forward(*case([0, 0]), tiles=tiles)
         assert states.shape == (0, 2, 16) and log_sums.shape == (2, 0)
 
 
 def rotary(batch, tiles):
     qkv = batch.qkv.clone()
-    states, log_sums = attention_launch.rotary_forward(qkv, *batch[1:], tiles)
+    states, log_sums = attention_launch.rotary_forward(qkv, *batch[1:], tiles=tiles)
     gradient = gradient_of(states)
-    return states, attention_launch.rotary_backward(gradient, qkv, *batch[1:3], states, log_sums, *batch[3:], tiles)
+    return states, attention_launch.rotary_backward(
+        gradient, qkv, *batch[1:3], states, log_sums, *batch[3:], tiles=tiles
+    )
+
+
+def test_rotary_positions_with_dropout():
+    """The same weights are dropped as without rotary positions, forward and backward."""
+    batch = rotary_case([5, 40], dim=16)
+    batch = batch._replace(cos=torch.ones_like(batch.cos), sin=torch.zeros_like(batch.sin))
+    plain = case([5, 40])._replace(**dict(zip(("query", "key", "value"), batch.qkv.unbind(1), strict=True)))
+    options = {"seed": SEED, "dropout": 0.3, "tiles": TILES}
+    results = []
+    for forward, backward, vectors, rest in (
+        (attention_launch.forward, attention_launch.backward, plain[:3], plain[3:]),
+        (attention_launch.rotary_forward, attention_launch.rotary_backward, batch[:3], batch[3:]),
+    ):
+        states, log_sums = forward(*vectors, *rest, **options)
+        gradients = backward(gradient_of(states), *vectors, states, log_sums, *rest, **options)
+        results.append([states, torch.stack(gradients, dim=1) if isinstance(gradients, tuple) else gradients])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("reach, tiles", [(-1, TILES), (3, LONG), (20, TILES)])

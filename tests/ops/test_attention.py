@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from attention_cases import borders, case, definition, distances, gradient_of
+import torch.utils.checkpoint
+from attention_cases import borders, case, definition, distances, gradient_of, weights_kept
 from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
 from pylate_fastmaxsim import reference
@@ -75,9 +76,10 @@ def test_gradients_that_are_not_needed(frozen):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_registration(bias):
-    torch.library.opcheck(torch.ops.pylate_fastmaxsim.rotary_self_attention, layer(bias=bias))
+    dropout = (torch.tensor([3]), 0.4) if bias else ()
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.rotary_self_attention, (*layer(bias=bias), *dropout))
     leaves = [values.requires_grad_() for values in case([5, 7], 3)[:3]]
-    torch.library.opcheck(torch.ops.pylate_fastmaxsim.text_attention, (*leaves, *case([5, 7], 3)[3:]))
+    torch.library.opcheck(torch.ops.pylate_fastmaxsim.text_attention, (*leaves, *case([5, 7], 3)[3:], *dropout))
 
 
 def test_text_attention_is_the_definition():
@@ -86,6 +88,54 @@ def test_text_attention_is_the_definition():
     states = text_attention(*leaves, *batch[3:])
     found = [states.detach(), *torch.autograd.grad(states, leaves, gradient_of(states))]
     assert max(distances(found, definition(batch))) < 1e-12
+
+
+def test_dropout_is_drawn_anew_and_right_on_average():
+    batch = case([5, 9], dtype=torch.float64)
+    torch.manual_seed(0)
+    draws = torch.stack([text_attention(*batch, dropout=0.3) for _ in range(2000)])
+    assert not torch.equal(draws[0], draws[1])
+    error = draws.std(dim=0) / len(draws) ** 0.5
+    assert ((draws.mean(dim=0) - definition(batch)[0]).abs() < 5 * error).all()
+
+
+def test_the_backward_drops_what_the_forward_drops():
+    batch = case([5, 0, 9], 4, torch.float64, key_lengths=[4, 2, 9])
+    leaves = [values.requires_grad_() for values in batch[:3]]
+
+    def seeded(shown):
+        torch.manual_seed(3)
+        return text_attention(*shown, dropout=0.4)
+
+    keep = weights_kept(batch, seeded)
+    states = seeded(batch)
+    found = [states.detach(), *torch.autograd.grad(states, leaves, gradient_of(states))]
+    assert max(distances(found, definition(batch, keep, 0.4))) < 1e-12
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_under_checkpointing(compiled):
+    arguments = layer(dtype=torch.float32)
+
+    def dropping(*leaves):
+        return rotary_self_attention(*leaves, *arguments[3:], dropout=0.4).square()
+
+    def checkpointed(*leaves):
+        return torch.utils.checkpoint.checkpoint(dropping, *leaves, use_reentrant=False)
+
+    results = []
+    for function in (dropping, checkpointed):
+        function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
+        torch.manual_seed(5)
+        results.append(gradients(function, arguments[:3]))
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0])
+def test_dropout_out_of_range(dropout):
+    with pytest.raises(ValueError, match="text_attention: dropout must be from 0 to less than 1"):
+        text_attention(*case([3]), dropout=dropout)
 
 
 def test_one_graph():
@@ -100,7 +150,7 @@ def test_one_graph():
 
 def test_shapes_that_do_not_fit():
     arguments = layer()
-    with pytest.raises(ValueError, match="d a power of 2 from 16 on, got shape"):
+    with pytest.raises(ValueError, match="d = 16, 32, 64 or 128, got shape"):
         rotary_self_attention(*arguments[:8], 9, *arguments[9:])
     for place, name in ((3, "cos"), (4, "sin")):
         wrong = list(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,12 +53,25 @@ def gradient_of(states: Tensor) -> Tensor:
     return torch.randn(states.shape, generator=torch.Generator().manual_seed(1)).to(states)
 
 
-def definition(batch: Case) -> list[Tensor]:
+def definition(batch: Case, keep: Tensor | None = None, dropout: float = 0.0) -> list[Tensor]:
     """States and the three gradients, in float64."""
     leaves = [values.detach().double().requires_grad_() for values in batch[:3]]
-    states = reference.attention(*leaves, batch.cu_seqlens, batch.key_cu_seqlens, batch.scale, batch.reach)
+    borders = batch.cu_seqlens, batch.key_cu_seqlens
+    states = reference.attention(*leaves, *borders, batch.scale, batch.reach, keep, dropout)
     gradient = gradient_of(batch.query.new_empty(states.shape)).double()
     return [states.detach(), *torch.autograd.grad((states * gradient).sum(), leaves)]
+
+
+def weights_kept(batch: Case, forward: Callable[[Case], Tensor]) -> Tensor:
+    """Weights that the dropout of ``forward`` keeps, ``[heads, T, max_length]``: made visible by values that are rows of an identity."""
+    rows, heads, dim = batch.query.shape
+    positions = torch.cat([torch.arange(count) for count in batch.key_cu_seqlens.diff().tolist()]).to(batch.key.device)
+    seen = []
+    for first in range(0, batch.max_length, dim):
+        value = torch.nn.functional.one_hot((positions - first).clamp(-1, dim) + 1, dim + 2)[:, None, 1:-1]
+        value = value.expand(-1, heads, -1).to(batch.value).contiguous()
+        seen.append(forward(batch._replace(query=torch.zeros_like(batch.query), value=value, reach=-1)) != 0)
+    return torch.cat(seen, dim=2)[..., : batch.max_length].transpose(0, 1)
 
 
 class RotaryCase(NamedTuple):

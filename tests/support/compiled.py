@@ -33,7 +33,7 @@ NAMES = {
     "*fp16": "centroids",
     "*i32": """codes byte_words buckets counts begins row_query live_tokens live_lengths rows q_rows d_rows bounds pending pool cu_seqlens
         key_cu_seqlens slot_rows group_texts""",
-    "*i64": """q_starts q_lengths d_starts d_lengths candidates pairs pair_offsets starts lengths offsets q_offsets
+    "*i64": """seed q_starts q_lengths d_starts d_lengths candidates pairs pair_offsets starts lengths offsets q_offsets
         d_offsets keys""",
     "*fp32": """scores grad_scores weights maxima thresholds sums divisors log_sums inverse_norms squares cos sin bias scales shifts
         q_scales grad_weights grad_biases pooled constants slopes grad_parts values

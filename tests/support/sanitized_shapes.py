@@ -45,6 +45,9 @@ def main() -> None:
     borders = torch.tensor([0, 20, 20, 70, 170, 343], device="cuda", dtype=torch.int32)
     for reach in (-1, 40):
         text_attention(*states, borders, borders, 173, 0.125, reach).sum().backward()
+        for dim in (32, 96, 128):
+            vectors = torch.randn(3, 343, 2, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            text_attention(*vectors, borders, borders, 173, 0.125, reach, dropout=0.1).sum().backward()
         angles = torch.rand(2, 343, 64, device="cuda")
         x, weight = states[0].flatten(1), torch.randn(384, 128, device="cuda", dtype=torch.bfloat16)
         rotary_self_attention(x, weight, None, *angles, borders, borders, 173, 2, 0.125, reach).sum().backward()

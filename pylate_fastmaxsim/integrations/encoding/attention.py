@@ -150,7 +150,7 @@ def variable_length_attention(
         key_cu_seqlens = cu_seqlens
     if is_faster(query, key, cu_seqlens, max_length, window, dropout):
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return text_attention(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, window[0])
+        return text_attention(query, key, value, cu_seqlens, key_cu_seqlens, max_length, scale, window[0], dropout)
     # Not torch.nn.attention.varlen.varlen_attn: it has no dropout, and its Python makes a step of 32 queries a sixth
     # slower.
     return torch.ops.aten._flash_attention_forward(

@@ -28,9 +28,18 @@ class Tiles(NamedTuple):
     long: Tile
 
 
-# Chosen on sm_90 for 16-bit vectors of 64 numbers.
-FORWARD = Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128))
-BACKWARD = Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4))
+# By the columns of a tile, for 16-bit vectors on sm_90; those of 64 were chosen by their times, the others by registers.
+# The tiles of BACKWARD for short texts hold what those of FORWARD do: only `long_attention_kernel` writes log-sums.
+FORWARD = {
+    32: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4)),
+    64: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128)),
+    128: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 8)),
+}
+BACKWARD = {
+    32: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4)),
+    64: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4)),
+    128: Tiles((Tile(32, 4), Tile(64, 4), Tile(128, 8)), Tile(32, 4)),
+}
 # Queries and keys that a program turns.
 TURNED = 32
 
@@ -44,11 +53,13 @@ def forward(
     max_length: int,
     scale: float,
     reach: int,
-    tiles: Tiles = FORWARD,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """States ``[T, heads, d]``, and log-sums ``[heads, T]`` for the backward of texts that are longer than a tile."""
     vectors = tuple(map(laid_out, (query, key, value)))
-    return _forward(vectors, cu_seqlens, key_cu_seqlens, max_length, scale, reach, tiles)
+    return _forward(vectors, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout, tiles)
 
 
 def rotary_forward(
@@ -60,7 +71,9 @@ def rotary_forward(
     max_length: int,
     scale: float,
     reach: int,
-    tiles: Tiles = FORWARD,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
     rows, _, heads, dim = qkv.shape
@@ -69,7 +82,7 @@ def rotary_forward(
         rotary_kernel[grid](
             qkv, cos.contiguous(), sin.contiguous(), rows, HEADS=heads, DIM=dim, BLOCK=TURNED, num_warps=4
         )
-    return _forward(qkv.unbind(1), cu_seqlens, key_cu_seqlens, max_length, scale, reach, tiles)
+    return _forward(qkv.unbind(1), cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout, tiles)
 
 
 def backward(
@@ -84,13 +97,15 @@ def backward(
     max_length: int,
     scale: float,
     reach: int,
-    tiles: Tiles = BACKWARD,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in the strides of :func:`laid_out`."""
     vectors = tuple(map(laid_out, (query, key, value)))
     gradients = tuple(map(torch.empty_like, vectors))
     borders = cu_seqlens, key_cu_seqlens, max_length
-    _backward(grad, vectors, gradients, out, log_sums, None, None, *borders, scale, reach, tiles)
+    _backward(grad, vectors, gradients, out, log_sums, None, None, *borders, scale, reach, seed, dropout, tiles)
     return gradients
 
 
@@ -106,13 +121,17 @@ def rotary_backward(
     max_length: int,
     scale: float,
     reach: int,
-    tiles: Tiles = BACKWARD,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """The gradient of ``qkv`` as it was before :func:`rotary_forward` turned it. All of it is written."""
     gradient = torch.empty_like(qkv)
     angles = cos.contiguous(), sin.contiguous()
     borders = cu_seqlens, key_cu_seqlens, max_length
-    _backward(grad, qkv.unbind(1), gradient.unbind(1), out, log_sums, *angles, *borders, scale, reach, tiles)
+    _backward(
+        grad, qkv.unbind(1), gradient.unbind(1), out, log_sums, *angles, *borders, scale, reach, seed, dropout, tiles
+    )
     return gradient
 
 
@@ -123,16 +142,19 @@ def _forward(
     max_length: int,
     scale: float,
     reach: int,
-    tiles: Tiles,
+    seed: Tensor | None,
+    dropout: float,
+    tiles: Tiles | None,
 ) -> tuple[Tensor, Tensor]:
     query, key, value = vectors
+    tiles = tiles or FORWARD[max(32, columns_of(query))]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
-    arguments = (*vectors, out, log_sums, cu_seqlens, key_cu_seqlens)
+    arguments = (*vectors, out, log_sums, seed, cu_seqlens, key_cu_seqlens)
     arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0)}
     with on_device_of(query):
-        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
+        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, dropout, tiles):
             if is_long:
                 long_attention_kernel[grid](*arguments, **rows, **constants)
             else:
@@ -153,17 +175,20 @@ def _backward(
     max_length: int,
     scale: float,
     reach: int,
-    tiles: Tiles,
+    seed: Tensor | None,
+    dropout: float,
+    tiles: Tiles | None,
 ) -> None:
     """Write ``gradients``, which are laid out as ``vectors``."""
     query, key, value = vectors
+    tiles = tiles or BACKWARD[max(32, columns_of(query))]
     grad = laid_out(grad)
-    arguments = (*vectors, out, grad, log_sums, cos, sin, cu_seqlens, key_cu_seqlens, *gradients)
+    arguments = (*vectors, out, grad, log_sums, seed, cos, sin, cu_seqlens, key_cu_seqlens, *gradients)
     arguments += (query.stride(1), key.stride(1), value.stride(1), grad.stride(1))
     arguments += (query.shape[0], key.shape[0], max(reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0), "GRAD_ROW": grad.stride(0)}
     with on_device_of(query):
-        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, tiles):
+        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, dropout, tiles):
             if is_long:
                 long_attention_gradient_kernel[grid](*arguments, **rows, **constants)
             else:
@@ -178,8 +203,14 @@ def laid_out(values: Tensor) -> Tensor:
     return values.contiguous()
 
 
+def columns_of(values: Tensor) -> int:
+    """Columns of the tiles of such vectors, of up to 128 numbers: a power of 2."""
+    dim = values.shape[-1]
+    return next(columns for columns in (16, 32, 64, 128) if dim <= columns)
+
+
 def _launches(
-    query: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, reach: int, tiles: Tiles
+    query: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, reach: int, dropout: float, tiles: Tiles
 ) -> Iterator[tuple[bool, tuple[int, ...], dict[str, object]]]:
     """Whether a launch is of long texts, its grid, and its constants, always in one order."""
     _, heads, dim = query.shape
@@ -195,8 +226,10 @@ def _launches(
             {
                 "HEADS": heads,
                 "DIM": dim,
+                "COLUMNS": columns_of(query),
                 "SCALE": scale,
                 "HAS_WINDOW": reach >= 0,
+                "DROPOUT": dropout,
                 "LONGER_THAN": longer_than,
                 "BLOCK": tile.block,
                 "num_warps": tile.num_warps,

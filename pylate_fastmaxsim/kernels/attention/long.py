@@ -5,9 +5,11 @@ import triton.language as tl
 
 from pylate_fastmaxsim.kernels.attention.tiles import (
     clear_rows,
+    dropped,
     finite,
     first_of,
     is_last,
+    kept,
     load_rows,
     logits,
     store_rows,
@@ -29,9 +31,9 @@ def _seen(first, length, reach, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _inner(out, grad_tile, rows, length, ROW: tl.constexpr, DIM: tl.constexpr):
+def _inner(out, grad_tile, rows, length, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """Inner product of each row of `out` with its gradient."""
-    return tl.sum(load_rows(out, rows, length, ROW, DIM).to(tl.float32) * grad_tile.to(tl.float32), axis=1)
+    return tl.sum(load_rows(out, rows, length, ROW, DIM, COLUMNS).to(tl.float32) * grad_tile.to(tl.float32), axis=1)
 
 
 @Launcher
@@ -42,6 +44,7 @@ def long_attention_kernel(
     v_states,
     out,
     log_sums,
+    seed,
     cu_seqlens,
     key_cu_seqlens,
     q_head,
@@ -54,8 +57,10 @@ def long_attention_kernel(
     V_ROW: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    DROPOUT: tl.constexpr,
     LONGER_THAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -70,27 +75,29 @@ def long_attention_kernel(
         k = first_of(k_states, key_start, head, k_head, K_ROW)
         v = first_of(v_states, key_start, head, v_head, V_ROW)
         rows = first + tl.arange(0, BLOCK)
-        q_tile = load_rows(q, rows, length, Q_ROW, DIM)
+        q_tile = load_rows(q, rows, length, Q_ROW, DIM, COLUMNS)
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
-        states = tl.zeros([BLOCK, DIM], tl.float32)
+        states = tl.zeros([BLOCK, COLUMNS], tl.float32)
         low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
         for begin in range(low, high, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
-            k_tile = load_rows(k, columns, key_length, K_ROW, DIM)
+            k_tile = load_rows(k, columns, key_length, K_ROW, DIM, COLUMNS)
             s = logits(q_tile, k_tile, rows, columns, key_length, reach, SCALE, HAS_WINDOW)
             larger = tl.maximum(best, tl.max(s, axis=1))
             weights = tl.exp2(s - finite(larger)[:, None])
             shrink = tl.exp2(best - finite(larger))
             total = total * shrink + tl.sum(weights, axis=1)
-            v_tile = load_rows(v, columns, key_length, V_ROW, DIM)
+            v_tile = load_rows(v, columns, key_length, V_ROW, DIM, COLUMNS)
+            keep = kept(seed, head, start + first, begin, BLOCK, DROPOUT)
+            weights = dropped(weights, keep, DROPOUT)
             states = tl.dot(weights.to(v_tile.dtype), v_tile, states * shrink[:, None])
             best = larger
         total = tl.where(total == 0.0, 1.0, total)
-        store_rows(out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM)
+        store_rows(out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM, COLUMNS)
         tl.store(log_sums + head * num_rows + start + rows, finite(best) + tl.log2(total), mask=rows < length)
     if LONGER_THAN < 0 and is_last(HEADS):
-        clear_rows(out + head * DIM, start + length, num_rows, HEADS * DIM, DIM, BLOCK)
+        clear_rows(out + head * DIM, start + length, num_rows, HEADS * DIM, DIM, COLUMNS, BLOCK)
 
 
 @Launcher
@@ -102,6 +109,7 @@ def long_attention_gradient_kernel(
     out,
     grad,
     log_sums,
+    seed,
     cos,
     sin,
     cu_seqlens,
@@ -122,8 +130,10 @@ def long_attention_gradient_kernel(
     GRAD_ROW: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    DROPOUT: tl.constexpr,
     LONGER_THAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -142,43 +152,51 @@ def long_attention_gradient_kernel(
         log_sums += head * num_rows + start
         mine = first + tl.arange(0, BLOCK)
         if first < length:
-            q_tile = load_rows(q, mine, length, Q_ROW, DIM)
-            grad_tile = load_rows(grad, mine, length, GRAD_ROW, DIM)
+            q_tile = load_rows(q, mine, length, Q_ROW, DIM, COLUMNS)
+            grad_tile = load_rows(grad, mine, length, GRAD_ROW, DIM, COLUMNS)
             log_sum = tl.load(log_sums + mine, mask=mine < length, other=float("inf"))
-            inner = _inner(out, grad_tile, mine, length, HEADS * DIM, DIM)
-            q_sum = tl.zeros([BLOCK, DIM], tl.float32)
+            inner = _inner(out, grad_tile, mine, length, HEADS * DIM, DIM, COLUMNS)
+            q_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
             low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
             for begin in range(low, high, BLOCK):
                 columns = begin + tl.arange(0, BLOCK)
-                k_tile = load_rows(k, columns, key_length, K_ROW, DIM)
-                v_tile = load_rows(v, columns, key_length, V_ROW, DIM)
+                k_tile = load_rows(k, columns, key_length, K_ROW, DIM, COLUMNS)
+                v_tile = load_rows(v, columns, key_length, V_ROW, DIM, COLUMNS)
                 s = logits(q_tile, k_tile, mine, columns, key_length, reach, SCALE, HAS_WINDOW)
                 weights = tl.exp2(s - log_sum[:, None])
-                grad_s = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - inner[:, None]) * SCALE
+                keep = kept(seed, head, start + first, begin, BLOCK, DROPOUT)
+                grad_weights = dropped(tl.dot(grad_tile, tl.trans(v_tile)), keep, DROPOUT)
+                grad_s = weights * (grad_weights - inner[:, None]) * SCALE
                 q_sum = tl.dot(grad_s.to(k_tile.dtype), k_tile, q_sum)
             grad_q_rows = first_of(grad_q, start, head, q_head, Q_ROW)
-            store_turned_back(grad_q_rows, cos, sin, start, mine, length, q_sum, Q_ROW, DIM)
+            store_turned_back(grad_q_rows, cos, sin, start, mine, length, q_sum, Q_ROW, DIM, COLUMNS)
         if first < key_length:
-            k_tile = load_rows(k, mine, key_length, K_ROW, DIM)
-            v_tile = load_rows(v, mine, key_length, V_ROW, DIM)
-            k_sum = tl.zeros([BLOCK, DIM], tl.float32)
-            v_sum = tl.zeros([BLOCK, DIM], tl.float32)
+            k_tile = load_rows(k, mine, key_length, K_ROW, DIM, COLUMNS)
+            v_tile = load_rows(v, mine, key_length, V_ROW, DIM, COLUMNS)
+            k_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
+            v_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
             low, high = _seen(first, length, reach, HAS_WINDOW, BLOCK)
             for begin in range(low, high, BLOCK):
                 rows = begin + tl.arange(0, BLOCK)
-                q_tile = load_rows(q, rows, length, Q_ROW, DIM)
-                grad_tile = load_rows(grad, rows, length, GRAD_ROW, DIM)
+                q_tile = load_rows(q, rows, length, Q_ROW, DIM, COLUMNS)
+                grad_tile = load_rows(grad, rows, length, GRAD_ROW, DIM, COLUMNS)
                 log_sum = tl.load(log_sums + rows, mask=rows < length, other=float("inf"))
-                inner = _inner(out, grad_tile, rows, length, HEADS * DIM, DIM)
+                inner = _inner(out, grad_tile, rows, length, HEADS * DIM, DIM, COLUMNS)
                 s = logits(q_tile, k_tile, rows, mine, key_length, reach, SCALE, HAS_WINDOW)
                 weights = tl.exp2(s - log_sum[:, None])
-                grad_s = weights * (tl.dot(grad_tile, tl.trans(v_tile)) - inner[:, None]) * SCALE
-                v_sum = tl.dot(tl.trans(weights.to(grad_tile.dtype)), grad_tile, v_sum)
+                keep = kept(seed, head, start + begin, first, BLOCK, DROPOUT)
+                grad_weights = dropped(tl.dot(grad_tile, tl.trans(v_tile)), keep, DROPOUT)
+                grad_s = weights * (grad_weights - inner[:, None]) * SCALE
+                v_sum = tl.dot(tl.trans(dropped(weights, keep, DROPOUT).to(grad_tile.dtype)), grad_tile, v_sum)
                 k_sum = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, k_sum)
             grad_k_rows = first_of(grad_k, key_start, head, k_head, K_ROW)
-            store_turned_back(grad_k_rows, cos, sin, key_start, mine, key_length, k_sum, K_ROW, DIM)
-            store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), mine, key_length, v_sum, V_ROW, DIM)
+            store_turned_back(grad_k_rows, cos, sin, key_start, mine, key_length, k_sum, K_ROW, DIM, COLUMNS)
+            store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), mine, key_length, v_sum, V_ROW, DIM, COLUMNS)
     if LONGER_THAN < 0 and is_last(HEADS):
-        clear_rows(first_of(grad_q, 0, head, q_head, Q_ROW), start + length, num_rows, Q_ROW, DIM, BLOCK)
-        clear_rows(first_of(grad_k, 0, head, k_head, K_ROW), key_start + key_length, num_keys, K_ROW, DIM, BLOCK)
-        clear_rows(first_of(grad_v, 0, head, v_head, V_ROW), key_start + key_length, num_keys, V_ROW, DIM, BLOCK)
+        clear_rows(first_of(grad_q, 0, head, q_head, Q_ROW), start + length, num_rows, Q_ROW, DIM, COLUMNS, BLOCK)
+        clear_rows(
+            first_of(grad_k, 0, head, k_head, K_ROW), key_start + key_length, num_keys, K_ROW, DIM, COLUMNS, BLOCK
+        )
+        clear_rows(
+            first_of(grad_v, 0, head, v_head, V_ROW), key_start + key_length, num_keys, V_ROW, DIM, COLUMNS, BLOCK
+        )

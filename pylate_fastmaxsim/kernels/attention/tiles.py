@@ -25,18 +25,25 @@ def first_of(values, start, head, head_stride, ROW: tl.constexpr):
 
 
 @triton.jit
-def load_rows(values, rows, length, ROW: tl.constexpr, DIM: tl.constexpr):
-    """Vectors ``[BLOCK, DIM]`` of a text, 0 behind its end."""
-    return tl.load(values + rows[:, None] * ROW + tl.arange(0, DIM)[None, :], mask=(rows < length)[:, None], other=0.0)
+def _inside(rows, length, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """The part of a tile ``[BLOCK, COLUMNS]`` that vectors ``[BLOCK, DIM]`` of a text have."""
+    inside = (rows < length)[:, None]
+    if DIM < COLUMNS:
+        inside = inside & (tl.arange(0, COLUMNS) < DIM)[None, :]
+    return inside
 
 
 @triton.jit
-def store_rows(values, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr):
-    tl.store(
-        values + rows[:, None] * ROW + tl.arange(0, DIM)[None, :],
-        tile.to(values.dtype.element_ty),
-        mask=(rows < length)[:, None],
-    )
+def load_rows(values, rows, length, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Vectors ``[BLOCK, DIM]`` of a text, 0 behind its end and in further columns of ``[BLOCK, COLUMNS]``."""
+    place = rows[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(values + place, mask=_inside(rows, length, DIM, COLUMNS), other=0.0)
+
+
+@triton.jit
+def store_rows(values, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    place = rows[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
+    tl.store(values + place, tile.to(values.dtype.element_ty), mask=_inside(rows, length, DIM, COLUMNS))
 
 
 @triton.jit
@@ -46,11 +53,13 @@ def is_last(HEADS: tl.constexpr):
 
 
 @triton.jit
-def clear_rows(values, first, num_rows, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def clear_rows(
+    values, first, num_rows, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Zeros in the rows from `first` to the last of `num_rows`, which belong to no text."""
     for begin in range(first, num_rows, BLOCK):
         rows = begin + tl.arange(0, BLOCK).to(tl.int64)
-        store_rows(values, rows, num_rows, tl.zeros([BLOCK, DIM], tl.float32), ROW, DIM)
+        store_rows(values, rows, num_rows, tl.zeros([BLOCK, COLUMNS], tl.float32), ROW, DIM, COLUMNS)
 
 
 @triton.jit
@@ -60,10 +69,15 @@ def turned(first, second, cos, sin):
 
 
 @triton.jit
-def store_turned_back(values, cos, sin, start, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr):
-    """Store gradients ``[BLOCK, DIM]`` of turned vectors of the text that begins at `start`, as those of the vectors."""
+def store_turned_back(
+    values, cos, sin, start, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store gradients of turned vectors of the text that begins at `start`, as those of the vectors.
+
+    With `cos` DIM is a power of 2, and COLUMNS the same.
+    """
     if cos is None:
-        store_rows(values, rows, length, tile, ROW, DIM)
+        store_rows(values, rows, length, tile, ROW, DIM, COLUMNS)
     else:
         HALF: tl.constexpr = DIM // 2
         place = (start + rows[:, None]) * DIM + tl.arange(0, HALF)[None, :]
@@ -72,8 +86,8 @@ def store_turned_back(values, cos, sin, start, rows, length, tile, ROW: tl.const
         sin_tile = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.permute(tl.reshape(tile, [tile.shape[0], 2, HALF]), (0, 2, 1)))
         first, second = turned(first, second, cos_tile, -sin_tile)
-        store_rows(values, rows, length, first, ROW, HALF)
-        store_rows(values + HALF, rows, length, second, ROW, HALF)
+        store_rows(values, rows, length, first, ROW, HALF, HALF)
+        store_rows(values + HALF, rows, length, second, ROW, HALF, HALF)
 
 
 @triton.jit
@@ -83,6 +97,33 @@ def logits(q, k, rows, columns, key_length, reach, SCALE: tl.constexpr, HAS_WIND
     if HAS_WINDOW:
         seen = seen & (tl.abs(rows[:, None] - columns[None, :]) <= reach)
     return tl.where(seen, tl.dot(q, tl.trans(k)) * (SCALE * _LOG2_E), float("-inf"))
+
+
+@triton.jit
+def kept(seed, head, row, column, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
+    """Whether dropout keeps each weight of a tile of BLOCK rows by as many keys, by their positions alone.
+
+    `row` is the tile's first row among those of all texts, `column` its first key in the text, a multiple of 4: a call of
+    Philox decides on 4 keys.
+    """
+    if DROPOUT == 0.0:
+        keep = True
+    else:
+        nothing = tl.zeros([BLOCK, BLOCK // 4], tl.int32)
+        rows = nothing + (row.to(tl.int32) + tl.arange(0, BLOCK))[:, None]
+        fours = nothing + (column // 4 + tl.arange(0, BLOCK // 4))[None, :]
+        a, b, c, d = tl.philox(tl.load(seed), rows, fours, nothing + head.to(tl.int32), nothing)
+        bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK, BLOCK])
+        keep = (bits >> 8).to(tl.float32) >= DROPOUT * 16777216.0
+    return keep
+
+
+@triton.jit
+def dropped(weights, keep, DROPOUT: tl.constexpr):
+    """Weights, or gradients of weights, after dropout."""
+    if DROPOUT > 0.0:
+        weights = tl.where(keep, weights * (1.0 / (1.0 - DROPOUT)), 0.0)
+    return weights
 
 
 @triton.jit
