@@ -2,30 +2,38 @@
 
     python -m benchmarks.operators.attention                 # the table, written to results/attention.json
     python -m benchmarks.operators.attention --render-only
+    python -m benchmarks.operators.attention --sweep         # tiles of the kernels, results/attention_tiles.json
 
 Shapes of ModernBERT-base (12 heads of 64 dimensions, bf16; 14 of its 22 layers have a window of 64 tokens to each
 side, the others none) with about 40,000 tokens. Both run on every shape, even where `is_faster` chooses FlashAttention.
+Further tables have heads of other sizes, dropout, and the projection with rotary positions against Inductor.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 
 from benchmarks.harness.lengths import log_normal
 from benchmarks.harness.paths import RESULTS
 from benchmarks.harness.records import environment, write
 from benchmarks.harness.tables import table
 from benchmarks.harness.timing import time_calls
-from pylate_fastmaxsim.ops.attention import is_faster, text_attention
+from benchmarks.operators.attention_sweep import DROPOUTS, HEADS, sweep
+from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, text_attention
 
-HEADS, DIM = 12, 64
+DIM = 64
 WINDOWS = (64, -1)
+# Of these shapes all sizes of heads are measured, without a window.
+SHAPES_OF_HEADS = ("256 queries, 512 documents of 80", "256 documents of 150", "136 texts of 300 each")
 
 
 def drawn_lengths(mean: float, count: int, draw: random.Random) -> list[int]:
@@ -53,31 +61,70 @@ def shapes() -> dict[str, tuple[list[int], list[int]]]:
     return found
 
 
-def measure(rows: list[int], keys: list[int], reach: int) -> dict:
+def measure(rows: list[int], keys: list[int], reach: int, dim: int = DIM, dropout: float = 0.0) -> dict:
     torch.manual_seed(0)
     device = torch.device("cuda")
     borders, key_borders = (torch.tensor([0, *lengths]).cumsum(0).int().to(device) for lengths in (rows, keys))
     longest = max(rows + keys)
     made = partial(torch.randn, device=device, dtype=torch.bfloat16)
     # Rotary embeddings leave queries and keys with the heads outermost in memory.
-    query, key = (made(HEADS, sum(lengths), DIM).transpose(0, 1) for lengths in (rows, keys))
-    leaves = [values.requires_grad_() for values in (query, key, made(sum(keys), HEADS, DIM))]
-    gradient = made(sum(rows), HEADS, DIM)
-    scale = DIM**-0.5
+    query, key = (made(HEADS[dim], sum(lengths), dim).transpose(0, 1) for lengths in (rows, keys))
+    leaves = [values.requires_grad_() for values in (query, key, made(sum(keys), HEADS[dim], dim))]
+    gradient = made(sum(rows), HEADS[dim], dim)
+    scale = dim**-0.5
     ways = {
         "flash": lambda: torch.ops.aten._flash_attention_forward(
-            *leaves, borders, key_borders, longest, longest, 0.0, False, False,
+            *leaves, borders, key_borders, longest, longest, dropout, False, False,
             scale=scale, window_size_left=reach, window_size_right=reach,
         )[0],
-        "ours": lambda: text_attention(*leaves, borders, key_borders, longest, scale, reach),
+        "ours": lambda: text_attention(*leaves, borders, key_borders, longest, scale, reach, dropout),
     }  # fmt: skip
-    chosen = is_faster(query, key, borders, longest, (reach, reach), 0.0)
+    chosen = is_faster(query, key, borders, longest, (reach, reach), dropout)
     row = {"texts": len(rows), "rows": sum(rows), "keys": sum(keys), "longest": longest, "chosen": chosen}
+    return row | timed(ways, leaves, gradient)
+
+
+def timed(ways: dict[str, Callable[[], torch.Tensor]], leaves: list[torch.Tensor], gradient: torch.Tensor) -> dict:
+    """Forward and backward of each way."""
+    found = {}
     for name, forward in ways.items():
         states = forward()
         backward = partial(torch.autograd.grad, states, leaves, gradient, retain_graph=True)
-        row[name] = {"forward": time_calls([forward], device), "backward": time_calls([backward], device)}
-    return row
+        found[name] = {
+            part: time_calls([call], states.device) for part, call in (("forward", forward), ("backward", backward))
+        }
+    return found
+
+
+def measure_rotary(lengths: list[int], reach: int) -> dict:
+    """Projection, rotary positions and attention: compiled by Inductor around `text_attention`, and as one operator."""
+    torch.manual_seed(0)
+    # A backward is timed many times over one forward.
+    torch._functorch.config.donated_buffer = False
+    made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    heads, rows, width = HEADS[DIM], sum(lengths), HEADS[DIM] * DIM
+    borders = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    positions = torch.cat([torch.arange(length) for length in lengths]).cuda()
+    angles = positions[:, None] / 10000 ** (torch.arange(0, DIM, 2, device="cuda") / DIM)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    leaves = [made(rows, width).requires_grad_(), (made(3 * width, width) * width**-0.5).requires_grad_()]
+    rest = (borders, borders, max(lengths))
+
+    def turned(vectors: torch.Tensor) -> torch.Tensor:
+        first, second = vectors.float().chunk(2, dim=-1)
+        exact = vectors.float() * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+        return exact.to(vectors.dtype)
+
+    def separately(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        query, key, value = torch.nn.functional.linear(x, weight).view(rows, 3, heads, DIM).unbind(1)
+        return text_attention(turned(query), turned(key), value, *rest, DIM**-0.5, reach)
+
+    compiled = torch.compile(separately)
+    ways = {
+        "inductor": lambda: compiled(*leaves),
+        "ours": lambda: rotary_self_attention(*leaves, None, cos, sin, *rest, heads, DIM**-0.5, reach),
+    }
+    return {"rows": rows} | timed(ways, leaves, made(rows, heads, DIM))
 
 
 def markdown(rows: dict[str, dict]) -> str:
@@ -92,22 +139,48 @@ def markdown(rows: dict[str, dict]) -> str:
     return table(["texts", "window", "FlashAttention", "this package", ""], lines)
 
 
+def further_tables(content: dict) -> str:
+    """Of other sizes of heads and dropout, and of rotary positions."""
+    parts = {}
+    for kind, ways in (("heads", ("flash", "ours")), ("rotary", ("inductor", "ours"))):
+        lines = []
+        for name, row in content[kind].items():
+            times = [[row[way][part]["ms"] for part in ("forward", "backward")] for way in ways]
+            cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times]
+            lines.append([name, *cells, f"{sum(times[0]) / sum(times[1]):.2f}x"])
+        parts[kind] = table(
+            ["texts", {"flash": "FlashAttention", "inductor": "Inductor"}[ways[0]], "this package", ""], lines
+        )
+    return "\n\n".join(parts.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS / "attention.json")
     parser.add_argument("--render-only", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="time tiles of the kernels instead")
     options = parser.parse_args()
     if options.render_only:
         print(markdown(json.loads(options.output.read_text())["rows"]))
         return
     if not torch.cuda.is_available():
         raise SystemExit("This measures a CUDA GPU, and there is none.")
-    rows = {}
+    if options.sweep:
+        sweep(options.output.with_name("attention_tiles.json"))
+        return
+    content = {"environment": environment(), "rows": {}, "heads": {}, "rotary": {}}
     for name, lengths in shapes().items():
         for reach in WINDOWS:
-            rows[f"{name}, window {reach}"] = measure(*lengths, reach)
-    write(options.output, {"environment": environment(), "rows": rows})
-    print(markdown(rows))
+            content["rows"][f"{name}, window {reach}"] = measure(*lengths, reach)
+    for name, dim, dropout in itertools.product(SHAPES_OF_HEADS, HEADS, DROPOUTS):
+        measured = measure(*shapes()[name], -1, dim, dropout)
+        content["heads"][f"{name}, {HEADS[dim]} heads of {dim}, dropout {dropout}"] = measured
+    for reach in WINDOWS:
+        content["rotary"][f"512 documents of 80, window {reach}"] = measure_rotary(
+            shapes()["512 documents of 80"][0], reach
+        )
+    write(options.output, content)
+    print(markdown(content["rows"]), further_tables(content), sep="\n\n")
 
 
 if __name__ == "__main__":
