@@ -36,14 +36,14 @@ def _inside(rows, length, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def load_rows(values, rows, length, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
     """Vectors ``[BLOCK, DIM]`` of a text, 0 behind its end and in further columns of ``[BLOCK, COLUMNS]``."""
-    place = rows[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
-    return tl.load(values + place, mask=_inside(rows, length, DIM, COLUMNS), other=0.0)
+    places = values + rows[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(places, mask=_inside(rows, length, DIM, COLUMNS), other=0.0)
 
 
 @triton.jit
 def store_rows(values, rows, length, tile, ROW: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    place = rows[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
-    tl.store(values + place, tile.to(values.dtype.element_ty), mask=_inside(rows, length, DIM, COLUMNS))
+    places = values + rows[:, None] * ROW + tl.arange(0, COLUMNS)[None, :]
+    tl.store(places, tile.to(values.dtype.element_ty), mask=_inside(rows, length, DIM, COLUMNS))
 
 
 @triton.jit
