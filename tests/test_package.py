@@ -51,7 +51,7 @@ ROOMS = {
     "kernels": (
         ("runtime",),
         ("primitives",),
-        ("maxsim", "winner_backward", "projection", "attention", "sparse"),
+        ("maxsim", "winner_backward", "projection", "attention", "layers", "sparse"),
         ("xtr", "pooled", "compressed", "splade"),
     ),
     "retrieval": (
