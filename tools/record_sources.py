@@ -32,6 +32,9 @@ from pylate_fastmaxsim.integrations.enable import all_patches  # noqa: E402
 from pylate_fastmaxsim.integrations.hosts import HOST_PACKAGES, usable_hosts  # noqa: E402
 from pylate_fastmaxsim.integrations.patching import known_sources  # noqa: E402
 
+# Of transformers nothing else is replaced.
+MODERNBERT = "transformers.models.modernbert.modeling_modernbert"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,7 +55,8 @@ def record() -> None:
     """Add what is installed here to the table."""
     hosts, _ = usable_hosts()
     versions = {host.package: host.version for host in hosts}
-    versions.setdefault("sentence_transformers", importlib.import_module("sentence_transformers").__version__)
+    for name in ("sentence_transformers", "transformers"):
+        versions.setdefault(name, importlib.import_module(name).__version__)
     table = {name: dict(rows) for name, rows in known_sources.known().items()} if known_sources.TABLE.exists() else {}
     for function in functions():
         row = table.setdefault(known_sources.dotted_name(function), {})
@@ -90,7 +94,11 @@ def also_relied_on() -> list[object]:
     colbert = sys.modules.get("pylate.models.colbert")
     host = importlib.import_module("sentence_transformers")
     names = importlib.import_module("pylate_fastmaxsim.integrations.sparse_encoder.names")
+    modernbert = importlib.import_module(MODERNBERT)
     functions = [
+        inspect.unwrap(modernbert.ModernBertEncoderLayer.forward),
+        modernbert.ModernBertAttention.forward,
+        modernbert.ModernBertMLP.forward,
         host.util.cos_sim,
         host.util.dot_score,
         host.SparseEncoder.similarity,
@@ -168,7 +176,7 @@ def _dotted(value: object) -> str | None:
 def _of_host(value: object) -> bool:
     module = value.__globals__["__name__"] if isinstance(value, FunctionType) else getattr(value, "__module__", None)
     module = value.__name__ if isinstance(value, ModuleType) else module
-    return str(module).partition(".")[0] in HOST_PACKAGES
+    return module == MODERNBERT or str(module).partition(".")[0] in HOST_PACKAGES
 
 
 if __name__ == "__main__":

@@ -205,8 +205,17 @@ def is_faster(
         return False
     if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
         return False
-    texts = cu_seqlens.shape[0] - 1
-    return window[0] >= 0 or (query.shape[0] <= LONGEST_MEAN * texts and max_length <= LONGEST)
+    return window[0] >= 0 or _are_short(query.shape[0], cu_seqlens, max_length)
+
+
+def rotary_is_faster(x: Tensor, dim: int, cu_seqlens: Tensor, max_length: int, reach: int) -> bool:
+    """The same of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
+    takes = x.dtype in (torch.bfloat16, torch.float16) and dim in (32, 64, 128)
+    return takes and _measured_on(x.device) and (reach >= 0 or _are_short(x.shape[0], cu_seqlens, max_length))
+
+
+def _are_short(tokens: int, cu_seqlens: Tensor, max_length: int) -> bool:
+    return tokens <= LONGEST_MEAN * (cu_seqlens.shape[0] - 1) and max_length <= LONGEST
 
 
 # A constant of a graph.

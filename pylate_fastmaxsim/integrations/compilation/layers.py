@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations.compilation import checkpointing
+from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
@@ -76,10 +76,11 @@ def compile_layers(model: nn.Module) -> None:
             type(encoder_of(core)).__name__,
             about=core,
         )
+    _patches.apply(modernbert.patches())
     for layer in layers:
         layer.compile(dynamic=True)
     checkpointing.compile_checkpointing(layers)
-    _compiled[core] = layers
+    _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # Otherwise a layer with hooks would run what was compiled for one without.

@@ -10,6 +10,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
+from pylate_fastmaxsim.integrations.models.packed_masks import is_packed_mask
 from pylate_fastmaxsim.integrations.patching.provenance import HOSTS, defined_in
 from pylate_fastmaxsim.ops.attention import is_faster, text_attention
 
@@ -30,7 +31,7 @@ def packed_mask(cu_seqlens: Tensor, max_length: int) -> Tensor:
 
     transformers hands a four-dimensional mask to every layer unchanged, also through gradient checkpointing,
     DistributedDataParallel and ``torch.compile``. So ``cu_seqlens`` travels as its last row, and the longest length,
-    which the host must know, as its third size. A real mask is never int32.
+    which the host must know, as its third size.
 
     Parameters
     ----------
@@ -89,11 +90,6 @@ def _remembered(mask: Tensor) -> Tensor:
     key = id(mask)
     _masks[key] = weakref.ref(mask, lambda _: _forget(key))
     return mask
-
-
-def is_packed_mask(attention_mask: object) -> bool:
-    """Whether a mask was made by :func:`packed_mask` or :func:`packed_mask_with_keys`."""
-    return isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4
 
 
 def variable_length_attention(

@@ -1,0 +1,161 @@
+"""The layers of ModernBERT, written with fewer passes over memory, for as long as they are compiled.
+
+A layer computes what transformers' own does, in the same precision. Norms add the gradient of the residual stream as they
+make theirs, the gated MLP keeps no activation, and of packed texts queries and keys are turned where the projection
+leaves them. What of a layer differs from transformers' own (a hook, an adapter, a subclass) keeps the stock forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from pylate_fastmaxsim.integrations.models.packed_masks import is_packed_mask
+from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
+from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
+from pylate_fastmaxsim.integrations.patching.patches import Patch
+from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
+from pylate_fastmaxsim.ops.layers.glu import glu_linear
+from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
+
+try:
+    from transformers import modeling_layers
+    from transformers.activations import GELUActivation
+    from transformers.models.modernbert import modeling_modernbert as host
+except ImportError:  # an older transformers, without ModernBERT
+    host = None
+
+
+def patches() -> list[Patch]:
+    """The forward of a layer, if it and all that it calls are the code of a known release."""
+    if host is None:
+        return []
+    layer = host.ModernBertEncoderLayer
+    stock = layer.forward
+    if stock.__globals__ is vars(modeling_layers):
+        # Since transformers 5.16 each subclass of a layer has its forward inside of one that checkpoints.
+        stock = stock.__wrapped__
+    if any(unknown_part(forward) for forward in (stock, host.ModernBertAttention.forward, host.ModernBertMLP.forward)):
+        return []
+    # A subclass, so that it is inside of such a one again.
+    ours = type(layer.__name__, (modeling_layers.GradientCheckpointingLayer,), {"forward": _with_fewer_passes(stock)})
+    return [Patch(layer, "forward", ours.forward)]
+
+
+def compile_norms(model: nn.Module) -> list[nn.Module]:
+    """Compile the norms of each ModernBERT in a model that belong to no layer: behind the embeddings, and the last one.
+
+    Not the embeddings themselves: the compiled gradient of a lookup adds in an order that varies.
+    """
+    encoders = [module for module in model.modules() if host is not None and type(module) is host.ModernBertModel]
+    norms = (norm for encoder in encoders for norm in (encoder.embeddings.norm, encoder.final_norm))
+    norms = [norm for norm in norms if type(norm) is nn.LayerNorm and norm._compiled_call_impl is None]
+    for norm in norms:
+        # Not by its own compile(): Dynamo leaves calls that begin in PyTorch's modules as they are.
+        norm._compiled_call_impl = torch.compile(_call_of(norm), dynamic=True)
+    return norms
+
+
+def _call_of(norm: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
+    def call(hidden_states: Tensor) -> Tensor:
+        return norm._call_impl(hidden_states)
+
+    return call
+
+
+def _with_fewer_passes(stock: Callable) -> Callable:
+    @wraps(stock)
+    def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+        # All of this is decided while a layer is traced, and looked at again by guards.
+        if torch.compiler.is_compiling() and _is_stock(self) and self.mlp_norm.weight.dtype == hidden_states.dtype:
+            return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)
+        return stock(
+            self, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
+        )
+
+    return forward
+
+
+def _is_stock(layer: nn.Module) -> bool:
+    """Whether a layer and those of its modules that are not called as they are have nothing added."""
+    if type(layer) is not host.ModernBertEncoderLayer:
+        return False
+    attention, mlp = layer.attn, layer.mlp
+    modules = [
+        (attention, host.ModernBertAttention),
+        (mlp, host.ModernBertMLP),
+        # The first layer has none. Its number would be a constant of the graph, which layers share.
+        (layer.attn_norm, nn.Identity if type(layer.attn_norm) is nn.Identity else nn.LayerNorm),
+        (layer.mlp_norm, nn.LayerNorm),
+    ]
+    if not all(_is_exactly(module, kind) for module, kind in modules):
+        return False
+    inner = [
+        (attention.Wqkv, nn.Linear),
+        (mlp.Wi, nn.Linear),
+        (mlp.act, GELUActivation),
+        (mlp.drop, nn.Dropout),
+        (mlp.Wo, nn.Linear),
+    ]
+    return (
+        all(_is_exactly(module, kind) for module, kind in inner)
+        and mlp.act.act is gelu
+        and not any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS)
+    )
+
+
+def _is_exactly(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module) is kind and not has_hooks(module) and "forward" not in module.__dict__
+
+
+def _layer(layer: nn.Module, hidden_states: Tensor, mask: Tensor | None, positions: tuple, kwargs: dict) -> Tensor:
+    device = hidden_states.device.type
+    # A Linear rounds what it is given. Rounded by the norm, the gradient comes back as the product leaves it.
+    dtype = hidden_states.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    total = hidden_states.flatten(0, -2)
+    norm = layer.attn_norm
+    if type(norm) is nn.LayerNorm:
+        normed, total = norm_with_residual(total, norm.weight, norm.bias, norm.eps, dtype=dtype)
+    else:
+        normed = total.to(dtype)
+    attended = _attention(layer.attn, normed.view_as(hidden_states), mask, positions, kwargs)
+    norm, mlp = layer.mlp_norm, layer.mlp
+    normed, total = norm_with_residual(total, norm.weight, norm.bias, norm.eps, attended.flatten(0, -2), dtype)
+    if mlp.training and mlp.drop.p > 0:
+        added = mlp(normed)
+    else:
+        added = glu_linear(mlp.Wi(normed), *_cast(mlp.Wo, dtype), "gelu")
+    return (total + added).view_as(hidden_states)
+
+
+def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positions: tuple, kwargs: dict) -> Tensor:
+    # Only of a packed mask: other graphs are shared by layers with a window and without one.
+    if is_packed_mask(mask) and not (attention.training and attention.attention_dropout > 0):
+        reach = -1 if attention.sliding_window is None else attention.sliding_window - 1
+        cu_seqlens, key_cu_seqlens = mask[0, 0, -1], mask[-1, 0, -1]
+        max_length, dim = mask.shape[2], attention.head_dim
+        if _sees_enough(mask, reach) and rotary_is_faster(normed[0], dim, cu_seqlens, max_length, reach):
+            weights = _cast(attention.Wqkv, normed.dtype)
+            cos, sin = (each[0] for each in positions)
+            heads = attention.Wqkv.out_features // (3 * dim)
+            states = rotary_self_attention(
+                normed[0], *weights, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, dim**-0.5, reach
+            )
+            return attention.out_drop(attention.Wo(states.flatten(1)[None]))
+    return attention(normed, position_embeddings=positions, attention_mask=mask, **kwargs)[0]
+
+
+def _sees_enough(mask: Tensor, reach: int) -> bool:
+    """What the attention function of packed masks refuses otherwise: tokens of query expansion see the whole query."""
+    kinds, longest_apart, _, _ = mask.shape
+    return kinds == 1 or not -1 < reach < longest_apart - 1
+
+
+def _cast(linear: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
