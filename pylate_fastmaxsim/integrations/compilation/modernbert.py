@@ -12,7 +12,7 @@ from functools import wraps
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, layer_norm
 
 from pylate_fastmaxsim.integrations.models.packed_masks import is_packed_mask
 from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
@@ -119,19 +119,26 @@ def _layer(layer: nn.Module, hidden_states: Tensor, mask: Tensor | None, positio
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
     total = hidden_states.flatten(0, -2)
+    # A checkpoint that is compiled would keep what an autograd function saves (PyTorch 2.11).
+    norms = _plain_norm if layer.training and layer.gradient_checkpointing else norm_with_residual
     norm = layer.attn_norm
     if type(norm) is nn.LayerNorm:
-        normed, total = norm_with_residual(total, norm.weight, norm.bias, norm.eps, dtype=dtype)
+        normed, total = norms(total, norm.weight, norm.bias, norm.eps, dtype=dtype)
     else:
         normed = total.to(dtype)
     attended = _attention(layer.attn, normed.view_as(hidden_states), mask, positions, kwargs)
     norm, mlp = layer.mlp_norm, layer.mlp
-    normed, total = norm_with_residual(total, norm.weight, norm.bias, norm.eps, attended.flatten(0, -2), dtype)
+    normed, total = norms(total, norm.weight, norm.bias, norm.eps, attended.flatten(0, -2), dtype)
     if mlp.training and mlp.drop.p > 0:
         added = mlp(normed)
     else:
         added = glu_linear(mlp.Wi(normed), *_cast(mlp.Wo, dtype), "gelu")
     return (total + added).view_as(hidden_states)
+
+
+def _plain_norm(x, weight, bias, eps, branch=None, dtype=None) -> tuple[Tensor, Tensor]:
+    total = x if branch is None else x + branch
+    return layer_norm(total, weight.shape, weight, bias, eps).to(dtype), total
 
 
 def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positions: tuple, kwargs: dict) -> Tensor:

@@ -11,6 +11,7 @@ from models import collated, load_model, sentences
 from peft import LoraConfig
 from pylate import losses
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from transformers.models.modernbert.modeling_modernbert import ModernBertEncoderLayer, ModernBertMLP
 
 import pylate_fastmaxsim
@@ -55,6 +56,7 @@ def fast_attention(monkeypatch, packed):
     monkeypatch.setattr(modernbert, "rotary_is_faster", lambda *_: True)
 
 
+OPERATORS = {"glu_linear", "rotary_self_attention"}
 IN_LAYERS = {"glu_linear", "norm_with_residual"}
 
 
@@ -72,18 +74,52 @@ def test_losses_and_gradients(encoder, mode, used):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_attention_with_the_projection(encoder, fast_attention, used, checkpointing):
+def test_attention_with_the_projection(encoder, fast_attention, used):
     """Queries have tokens of expansion, which are not attended to. Stock turns queries and keys in float32."""
     model = load_model(encoder("modernbert", attention_bias=True, local_attention=24)).double()
-    if checkpointing:
-        model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
     loss_function = losses.Contrastive(model)
     batch = collated(model, sentences(6, longest=8), sentences(6, seed=1))
     expected = run(loss_function, batch)
     with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
         assert_equal(run(loss_function, batch), expected, 1e-5)
     assert set(used) == {*IN_LAYERS, "rotary_self_attention"}
+
+
+def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, monkeypatch):
+    model = load_model(encoder("modernbert", local_attention=24)).double()
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    compiler, found = lookup_backend("aot_eager"), set()
+
+    def backend(graph, inputs):
+        nodes = [node for module in graph.modules() if hasattr(module, "graph") for node in module.graph.nodes]
+        found.update(str(node.target).removeprefix("pylate_fastmaxsim.") for node in nodes)
+        return compiler(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile.func, backend=backend))
+    kept, results = [], []
+    for stock in (True, False):
+        found.clear()
+        torch._dynamo.reset()
+        sizes = {}
+
+        def keep(tensor, sizes=sizes):
+            if tensor.data_ptr() not in weights:
+                sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with pytest.MonkeyPatch.context() as patch, pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+            if stock:
+                patch.setattr(modernbert, "_is_stock", lambda _: False)
+            results.append(run(loss_function, batch))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss_function([dict(column) for column in batch])
+        assert "tag_activation_checkpoint" in found
+        assert found.isdisjoint(OPERATORS) if stock else found >= OPERATORS
+        kept.append(sum(sizes.values()))
+    assert_equal(results[1], results[0], 1e-5)
+    assert kept[1] <= kept[0]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)

@@ -72,7 +72,7 @@ LINEAR = nn.Linear(1, 1)
 NAMES = [
     (LINEAR, "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks", "own code, and trials undone"),
     (LINEAR, "_buffers", "trials undone"),
-    (LINEAR, "_compiled_call_impl", "compiled layers"),
+    (LINEAR, "_compiled_call_impl _call_impl", "compiled layers"),
     (LINEAR.weight, "_backward_hooks _post_accumulate_grad_hooks", "own code"),
     (LINEAR.weight, "_version", "changed masks"),
     (torch.zeros(1).to_sparse(), "_indices _values", "sparse embeddings that are not coalesced"),
