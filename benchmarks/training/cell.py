@@ -26,6 +26,7 @@ from benchmarks.harness.lengths import MEAN_TOKENS, log_normal
 from benchmarks.harness.timing import peaks_gib
 from benchmarks.harness.turns import gate, send_by_turns, step_times
 from benchmarks.harness.workers import send_result
+from benchmarks.training.step_kernels import step_kernels
 
 QUERY_LENGTH = 32
 DOCUMENT_LENGTH = 300
@@ -283,6 +284,9 @@ def run_cell(options: argparse.Namespace) -> dict:
     )
     times = largest_of_ranks(options, times)
     peak, reserved = largest_of_ranks(options, peaks_gib() if cuda else [0.0, 0.0])
+    by_kernel = {}
+    if options.kernels and cuda:
+        by_kernel = step_kernels(lambda index: step(batches[index % len(batches)]))
     return {
         "status": "ok",
         "timing": "CUDA events" if cuda else "host clock",
@@ -298,6 +302,7 @@ def run_cell(options: argparse.Namespace) -> dict:
         "live_document_tokens": statistics.mean(documents),
         "padded_document_tokens": options.batch * (1 + options.negatives) * options.document_length,
         "losses": [float(loss) for loss in losses_seen],
+        **by_kernel,
     }
 
 
@@ -310,6 +315,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="profile steps after the timing: their kernels")
     parser.add_argument("--no-fused-head", dest="fused_head", action="store_false", help="of the fast path only")
     parser.add_argument("--negatives", type=int, default=1)
     parser.add_argument("--document-length", type=int, default=DOCUMENT_LENGTH)

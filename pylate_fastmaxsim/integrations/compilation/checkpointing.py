@@ -72,7 +72,7 @@ def _with_compiled_checkpoint(stock: Callable) -> Callable:
     def call(self: nn.Module, *args, **kwargs):
         if torch.compiler.is_compiling() or not (self.training and self.gradient_checkpointing):
             return stock(self, *args, **kwargs)
-        if _can_be_traced(self):
+        if can_be_traced(self):
             return compiled(self, *args, **kwargs)
         function = self._gradient_checkpointing_func
         self._gradient_checkpointing_func = partial(_checkpoint_as_in_forward, function, self)
@@ -98,7 +98,14 @@ def _checkpoint_as_in_forward(function: Callable, layer: nn.Module, run: Callabl
     return function(run_as_in_forward, *args)
 
 
-def _can_be_traced(layer: nn.Module) -> bool:
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """Layers that checkpoint in their own call."""
+    kind = GradientCheckpointingLayer or ()
+    return [layer for layer in model.modules() if isinstance(layer, kind) and layer.gradient_checkpointing]
+
+
+def can_be_traced(layer: nn.Module) -> bool:
+    """Whether the checkpointing of a compiled layer is compiled with it."""
     if layer not in _dropouts or layer._compiled_call_impl is None:
         return False
     if has_hooks(layer):

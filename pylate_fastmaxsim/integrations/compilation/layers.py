@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from pylate_fastmaxsim.integrations.compilation import checkpointing, modernbert
+from pylate_fastmaxsim.integrations.compilation import angles, checkpointing, modernbert
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of, layers_share_keys, transformer_of
 from pylate_fastmaxsim.integrations.models.wrappers import divided_by_deepspeed, is_compiled, layers_of_wrapping, unwrap
@@ -81,6 +81,8 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile(dynamic=True)
     checkpointing.compile_checkpointing(layers)
     _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
+    if layers:
+        angles.install(core)
     if not _settings:
         _set("recompile_limit", max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT))
         # Otherwise a layer with hooks would run what was compiled for one without.
@@ -116,6 +118,11 @@ def _uncompiling_first(stock: Callable) -> Callable:
     return install
 
 
+def has_compiled_layers(model: nn.Module) -> bool:
+    """Whether :func:`compile_layers` has compiled layers of it, and they are compiled still."""
+    return any(layer._compiled_call_impl is not None for layer in _compiled.get(unwrap(model), []))
+
+
 def mark_varying(features: dict[str, Tensor]) -> None:
     """Tell ``torch.compile`` that the sizes of these inputs vary, so that it does not compile twice to find out."""
     for tensor in features.values():
@@ -148,6 +155,7 @@ def release() -> None:
         _uncompile(layers)
     _compiled.clear()
     _patches.undo()
+    angles.release()
     checkpointing.release()
     for name, (ours, before) in _settings.items():
         if getattr(torch._dynamo.config, name) == ours:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
+from pylate_fastmaxsim.integrations.encoding import graphs
 from pylate_fastmaxsim.integrations.encoding.attention import accept_packed_masks
 from pylate_fastmaxsim.integrations.encoding.batch import Documents
 from pylate_fastmaxsim.integrations.encoding.calls import positioned
@@ -121,6 +122,7 @@ def compile_layers(transformer: nn.Module) -> None:
         )
         return
     compilation_layers.compile_layers(transformer)
+    graphs.install(transformer)
 
 
 def is_copy(transformer: nn.Module) -> bool:

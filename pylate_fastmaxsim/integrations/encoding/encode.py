@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pylate_fastmaxsim.integrations.compilation import layers as compilation_layers
-from pylate_fastmaxsim.integrations.encoding import attention, mask_changes, modes, token_counts
+from pylate_fastmaxsim.integrations.encoding import attention, graphs, mask_changes, modes, token_counts
 from pylate_fastmaxsim.integrations.encoding.batch import Documents, counting, rows_of
 from pylate_fastmaxsim.integrations.encoding.calls import positioned, token_embeddings
 from pylate_fastmaxsim.integrations.encoding.joint import joint_call
@@ -135,6 +135,7 @@ def plan_documents(
         mode = modes.mode_for(model, document_features, group, backwards)
     if options is not None and options.compile:
         compilation_layers.compile_layers(model)
+        graphs.install(model)
     if mode == "padded":
         if mini_batch_tokens is not None:
             mini_batch_size = _texts_within(mini_batch_tokens, document_features, group)
@@ -210,6 +211,7 @@ def counting_tokens(features: dict[str, Tensor], skiplist: list[int]) -> Tensor:
 def release() -> None:
     """Restore attention functions and compiled layers, and forget what was decided about models."""
     attention.release()
+    graphs.release()
     compilation_layers.release()
     token_counts.reset()
     mask_changes.forget()

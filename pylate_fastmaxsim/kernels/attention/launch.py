@@ -28,17 +28,17 @@ class Tiles(NamedTuple):
     long: Tile
 
 
-# By the columns of a tile, for 16-bit vectors on sm_90; those of 64 were chosen by their times, the others by registers.
+# By the columns of a tile, for 16-bit vectors, chosen on an H100 (benchmarks/results/attention_tiles.json).
 # The tiles of BACKWARD for short texts hold what those of FORWARD do: only `long_attention_kernel` writes log-sums.
 FORWARD = {
-    32: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4)),
+    32: Tiles((Tile(64, 4), Tile(128, 4)), Tile(64, 4)),
     64: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128)),
-    128: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 8)),
+    128: Tiles((Tile(64, 4), Tile(128, 4)), Tile(64, 4)),
 }
 BACKWARD = {
     32: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4)),
-    64: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4)),
-    128: Tiles((Tile(32, 4), Tile(64, 4), Tile(128, 8)), Tile(32, 4)),
+    64: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4)),
+    128: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4)),
 }
 # Queries and keys that a program turns.
 TURNED = 32

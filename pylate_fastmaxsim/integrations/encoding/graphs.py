@@ -1,0 +1,416 @@
+"""Small batches: forward and backward of an encoder without padding as CUDA graphs.
+
+A step of few texts waits for the host, which launches a thousand kernels. As graphs they are launched at once. A graph
+has fixed sizes, so that batches are filled up to one of a few sizes by texts whose states nobody reads. Other texts do
+not see them, and their gradients are zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pylate_fastmaxsim.integrations.compilation.checkpointing import can_be_traced, checkpointed_layers
+from pylate_fastmaxsim.integrations.compilation.layers import has_compiled_layers
+from pylate_fastmaxsim.integrations.encoding import gradcache
+from pylate_fastmaxsim.integrations.encoding.attention import is_packed_mask, packed_mask, packed_mask_with_keys
+from pylate_fastmaxsim.integrations.log import log_once
+from pylate_fastmaxsim.integrations.models.encoders import encoder_of
+from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
+from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+
+# With more tokens the GPU is busy while the host launches.
+MOST_TOKENS = 2**14
+
+# Sizes differ by 3 to 6%: a batch size meets four or five of them.
+MOST_GRAPHS = 16
+
+_WITHOUT = "Small batches do not run as CUDA graphs, so that the GPU waits for the host: %s."
+
+_installed: WeakSet[nn.Module] = WeakSet()
+
+
+class Size(NamedTuple):
+    """What a graph is made for.
+
+    Parameters
+    ----------
+    tokens
+        Rows of the encoder's input.
+    texts
+        Texts, those that fill up among them.
+    longest
+        An upper bound on the length of a text.
+    """
+
+    tokens: int
+    texts: int
+    longest: int
+
+    @classmethod
+    def that_holds(cls, tokens: int, texts: int, longest: int) -> Size:
+        """The smallest size for a batch.
+
+        Examples
+        --------
+        >>> Size.that_holds(tokens=5475, texts=128, longest=180)
+        Size(tokens=5632, texts=192, longest=256)
+        """
+        # What is compiled for a size of 1 or of a head's dimensions holds for that size alone.
+        longest = max(256, 2 ** (longest - 1).bit_length())
+        rows = _rounded_up(tokens)
+        return cls(rows, -(-(texts + -(-(rows - tokens) // longest)) // 64) * 64, longest)
+
+    def borders(self, borders: Tensor, tokens: int) -> Tensor:
+        """``cu_seqlens`` of a batch ``[kinds, N + 1]`` with texts that fill it up, ``[kinds, texts + 1]``.
+
+        Examples
+        --------
+        >>> Size(tokens=8, texts=5, longest=2).borders(torch.tensor([[0, 2, 5]]), tokens=5)
+        tensor([[0, 2, 5, 7, 8, 8]])
+        """
+        more = self.texts + 1 - borders.shape[1]
+        ends = torch.arange(1, more + 1, device=borders.device, dtype=borders.dtype) * self.longest + tokens
+        return torch.cat([borders, ends.clamp_(max=self.tokens).expand(len(borders), -1)], dim=1)
+
+
+class Replays(NamedTuple):
+    """An encoder's forward and backward for one size.
+
+    Parameters
+    ----------
+    forward, backward
+        Compute ``states`` from the inputs, and the gradients of all weights from ``gradient``.
+    states, gradient
+        ``[1, tokens, d]``.
+    used
+        Which weights have a gradient.
+    """
+
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    states: Tensor
+    gradient: Tensor
+    used: list[bool]
+
+
+def install(model: nn.Module) -> None:
+    """Have the encoder of a model whose layers are compiled run small batches as CUDA graphs.
+
+    Parameters
+    ----------
+    model
+        A ``pylate.models.ColBERT``, possibly wrapped, or a Transformer of Sentence Transformers. An encoder that the user
+        compiled is left as it is.
+    """
+    if has_compiled_layers(model):
+        encoder = encoder_of(unwrap(model))
+        # Below the head of a masked language model.
+        encoder = getattr(encoder, "base_model", encoder)
+        if encoder._compiled_call_impl is None:
+            encoder._compiled_call_impl = EncoderGraphs(encoder)
+            _installed.add(encoder)
+
+
+def release() -> None:
+    """Undo :func:`install` for all encoders, and free the memory of their graphs."""
+    for encoder in _installed:
+        if isinstance(encoder._compiled_call_impl, EncoderGraphs):
+            encoder._compiled_call_impl = None
+    _installed.clear()
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether calls on this device can be recorded now."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+class Memory(NamedTuple):
+    """What graphs share: memory is reused only by graphs that were recorded on the same stream."""
+
+    pool: tuple[int, int]
+    stream: torch.cuda.Stream
+
+    @classmethod
+    def of(cls, device: torch.device) -> Memory:
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+
+
+def record(
+    forward: Callable[[], Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], memory: Memory
+) -> Replays:
+    """Record a forward, and the backward that writes the gradients of weights. Waits for the device.
+
+    Parameters
+    ----------
+    forward
+        Computes states ``[1, tokens, d]`` from tensors that stay where they are.
+    weights, gradients
+        What to differentiate by, and where to write it.
+    memory
+        The same for all graphs of an encoder.
+    """
+    current, stream = torch.cuda.current_stream(), memory.stream
+
+    def backward(states: Tensor, gradient: Tensor) -> list[bool]:
+        found = torch.autograd.grad(states, weights, gradient, allow_unused=True)
+        pairs = [(to, part) for to, part in zip(gradients, found, strict=True) if part is not None]
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        return [part is not None for part in found]
+
+    # Weights that autocast has cast would be recorded as they are now.
+    torch.clear_autocast_cache()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        # What has not run with these sizes is compiled and chosen, which cannot be recorded.
+        states = forward()
+        gradient = torch.zeros_like(states)
+        used = backward(states, gradient)
+    current.wait_stream(stream)
+    torch.clear_autocast_cache()
+    first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    # Threads that load data go on calling CUDA.
+    options = {**memory._asdict(), "capture_error_mode": "thread_local"}
+    try:
+        with torch.cuda.graph(first, **options):
+            states = forward()
+        with torch.cuda.graph(second, **options):
+            backward(states, gradient)
+    except RuntimeError:
+        _leave_recording(memory)
+        raise
+    finally:
+        torch.clear_autocast_cache()
+    return Replays(first.replay, second.replay, states.detach(), gradient, used)
+
+
+def _leave_recording(memory: Memory) -> None:
+    """After an error, have the allocator and the random numbers of the device know that nothing is recorded."""
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(memory.stream.device_index, memory.pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=memory.stream.device)
+
+
+class EncoderGraphs:
+    """In the place of an encoder's call: replays graphs where it can, and calls the encoder otherwise.
+
+    A size is recorded when it is met for the second time. Graphs of all sizes share their memory, so that only one
+    forward at a time may wait for its backward; others run without a graph. Any change of the encoder (weights that are
+    frozen or replaced, adapters, modes, hooks) drops all graphs.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self._encoder = encoder
+        self._works = True
+        self._state: tuple | None = None
+        self._waiting: ref[_Turn] | None = None
+        self._drop()
+
+    def __call__(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or args:
+            return self._encoder._call_impl(*args, **kwargs)
+        batch = self._batch(kwargs)
+        found = None if batch is None else self._recorded.get(batch.kind) or self._record(batch)
+        if found is None:
+            return self._encoder._call_impl(**kwargs)
+        filled, replays, outputs = found
+        batch.write_to(filled)
+        turn = _Turn()
+        self._waiting = ref(turn)
+        states = _Replay.apply(turn, replays, self._gradients, batch.tokens, *self._weights)
+        return outputs(last_hidden_state=states)
+
+    def _batch(self, kwargs: dict[str, object]) -> _Batch | None:
+        """What to replay, or None where the encoder has to be called."""
+        mask = kwargs.get("attention_mask")
+        if not (self._works and torch.is_grad_enabled() and is_packed_mask(mask) and can_record(mask.device)):
+            return None
+        waiting = self._waiting and self._waiting()
+        # GradCache has to draw the same dropout in both of its passes, and only one of them has gradients.
+        if (waiting is not None and not waiting.done) or gradcache.inside():
+            return None
+        batch = _Batch.of(**kwargs)
+        if batch is None or batch.size.tokens > MOST_TOKENS:
+            return None
+        state = _state_of(self._encoder)
+        if state != self._state:
+            self._drop()
+            self._state = state
+        if state is None:
+            log_once(_WITHOUT, "its modules have hooks", about=self._encoder)
+            return None
+        return batch
+
+    def _record(self, batch: _Batch) -> tuple[_Batch, Replays, type] | None:
+        """Record graphs for a kind of batches that was met before. The first time everything is compiled."""
+        if batch.kind not in self._met or len(self._recorded) == MOST_GRAPHS:
+            self._met.add(batch.kind)
+            return None
+        encoder = self._encoder
+        if not self._weights:
+            self._memory = Memory.of(batch.borders.device) if batch.borders.is_cuda else None
+            self._weights = [weight for weight in encoder.parameters() if weight.requires_grad]
+            self._gradients = [torch.empty_like(weight) for weight in self._weights]
+        if not self._weights:
+            return None
+        filled, kinds = batch.filled_up(), []
+
+        def forward() -> Tensor:
+            outputs = encoder._call_impl(**filled.inputs, **filled.others, attention_mask=filled.mask())
+            if more := outputs.keys() - {"last_hidden_state", "pooler_output"}:
+                raise RuntimeError(f"{type(encoder).__name__} returns {', '.join(sorted(more))}")
+            kinds.append(type(outputs))
+            return outputs.last_hidden_state
+
+        try:
+            if not all(map(can_be_traced, checkpointed_layers(encoder))):
+                raise RuntimeError("gradient checkpointing repeats the random numbers of dropout")
+            replays = record(forward, self._weights, self._gradients, self._memory)
+        except RuntimeError as error:  # also out of memory
+            self._works = False
+            self._drop()
+            # What ends the recording fails after whatever else has.
+            while error.__context__ is not None:
+                error = error.__context__
+            log_once(_WITHOUT, str(error).partition("\n")[0].rstrip("."), about=encoder)
+            return None
+        self._recorded[batch.kind] = found = filled, replays, kinds[0]
+        return found
+
+    def _drop(self) -> None:
+        self._recorded: dict[tuple, tuple[_Batch, Replays, type]] = {}
+        self._met: set[tuple] = set()
+        self._weights, self._gradients, self._memory = [], [], None
+
+
+class _Turn:
+    """A forward, until its backward. Nobody will make one once it is collected."""
+
+    done = False
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, turn: _Turn, replays: Replays, gradients: list[Tensor], tokens: int, *weights: Tensor) -> Tensor:
+        ctx.turn, ctx.replays, ctx.gradients, ctx.tokens = turn, replays, gradients, tokens
+        replays.forward()
+        return replays.states[:, :tokens].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.turn.done:
+            raise RuntimeError(
+                "A batch that ran as a CUDA graph has one backward, which overwrites what it needs. Train without "
+                "compile=True to call backward() twice."
+            )
+        ctx.turn.done = True
+        ctx.replays.gradient[:, : ctx.tokens].copy_(grad)
+        ctx.replays.gradient[:, ctx.tokens :].zero_()
+        ctx.replays.backward()
+        # Copies: a gradient that is accumulated must not be overwritten by the next backward.
+        used = [gradient for gradient, is_used in zip(ctx.gradients, ctx.replays.used, strict=True) if is_used]
+        copies = [torch.empty_like(gradient) for gradient in used]
+        torch._foreach_copy_(copies, used)
+        each = iter(copies)
+        return None, None, None, None, *(next(each) if is_used else None for is_used in ctx.replays.used)
+
+
+class _Batch(NamedTuple):
+    """A call of an encoder on packed texts.
+
+    Parameters
+    ----------
+    inputs
+        Ids and positions ``[1, tokens]`` by name.
+    others
+        Arguments that are no tensors.
+    borders
+        ``cu_seqlens`` and, where it differs, that of the keys: ``[1 or 2, N + 1]``.
+    longest_apart
+        As in :func:`~pylate_fastmaxsim.integrations.encoding.attention.packed_mask_with_keys`.
+    size
+        That of the graph.
+    kind
+        Of all batches that one graph runs.
+    """
+
+    inputs: dict[str, Tensor]
+    others: dict[str, object]
+    borders: Tensor
+    longest_apart: int
+    size: Size
+    kind: tuple
+
+    @property
+    def tokens(self) -> int:
+        return next(iter(self.inputs.values())).shape[1]
+
+    @classmethod
+    def of(cls, attention_mask: Tensor, **arguments: object) -> _Batch | None:
+        """None if the call has arguments of other kinds."""
+        inputs = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in arguments.items() if name not in inputs}
+        shapes = {(value.shape[:1], value.shape[1:], value.is_floating_point()) for value in inputs.values()}
+        if len(shapes) != 1 or any(value not in (None, False, True) for value in others.values()):
+            return None
+        if others.get("output_hidden_states") or others.get("output_attentions"):
+            return None
+        rows = next(iter(inputs.values()))
+        if rows.dim() != 2 or len(rows) != 1 or rows.is_floating_point():
+            return None
+        kinds, apart, longest, ends = attention_mask.shape
+        apart = apart if kinds > 1 else 0
+        size = Size.that_holds(rows.shape[1], ends - 1, longest)
+        dtypes = sorted((name, value.dtype) for name, value in inputs.items())
+        device = rows.device.type
+        precision = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        kind = size, kinds, apart, precision, rows.device, *map(str, dtypes), *sorted(others.items())
+        return cls(inputs, others, attention_mask[:, 0, 0], apart, size, kind)
+
+    def filled_up(self) -> _Batch:
+        """A batch of the whole size."""
+        rows, texts, _ = self.size
+        inputs = {name: value.new_zeros((1, rows)) for name, value in self.inputs.items()}
+        filled = self._replace(inputs=inputs, borders=self.borders.new_zeros((len(self.borders), texts + 1)))
+        self.write_to(filled)
+        return filled
+
+    def write_to(self, filled: _Batch) -> None:
+        """Write this batch into a larger one. Behind it, ids of earlier batches stay: they are valid ones."""
+        for name, value in self.inputs.items():
+            filled.inputs[name][:, : self.tokens].copy_(value)
+        filled.borders.copy_(self.size.borders(self.borders, self.tokens))
+
+    def mask(self) -> Tensor:
+        rows, keys = self.borders[0], self.borders[-1]
+        if self.longest_apart:
+            return packed_mask_with_keys(rows, keys, self.longest_apart, self.size.longest)
+        return packed_mask(rows, self.size.longest)
+
+
+def _state_of(encoder: nn.Module) -> tuple | None:
+    """What graphs of an encoder depend on beside a batch; None if something is called that graphs would leave out."""
+    if any(getattr(nn.modules.module, name) for name in GLOBAL_HOOKS):
+        return None
+    state = []
+    for module in encoder.modules():
+        if has_hooks(module):
+            return None
+        state += id(module), module.training, vars(module).get("gradient_checkpointing"), vars(module).get("p")
+        for weight in module._parameters.values():
+            if weight is not None:
+                state += weight.data_ptr(), weight.dtype, weight.requires_grad
+    return tuple(state)
+
+
+def _rounded_up(count: int) -> int:
+    step = max(64, 2 ** (count - 1).bit_length() // 32)
+    return -(-count // step) * step

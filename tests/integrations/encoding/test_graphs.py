@@ -1,0 +1,175 @@
+"""Small batches as CUDA graphs: what is filled up, when graphs are used, and that losses and gradients are stock's.
+
+On a CPU a stand-in repeats the recorded calls; test_graphs_cuda.py records real ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compared import assert_equal, batch_of, run
+from models import load_model
+from pylate import losses
+from torch import nn
+
+import pylate_fastmaxsim
+from pylate_fastmaxsim.integrations.encoding import graphs
+from pylate_fastmaxsim.integrations.models.encoders import encoder_of
+
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("packed", "traced")]
+
+
+@pytest.fixture
+def recorded(monkeypatch) -> list[str]:
+    """What was recorded and replayed, with graphs that run their functions again."""
+    done, waiting = [], []  # one memory for all
+
+    def record(forward, weights, gradients, memory):
+        done.append("record")
+        states = forward().detach()
+        gradient = torch.zeros_like(states)
+
+        @torch.enable_grad()
+        def replay_forward():
+            done.append("forward")
+            waiting[:] = [forward()]
+            states.copy_(waiting[0].detach())
+
+        @torch.enable_grad()
+        def replay_backward():
+            done.append("backward")
+            found = torch.autograd.grad(waiting.pop(), weights, gradient, allow_unused=True)
+            for to, part in zip(gradients, found, strict=True):
+                if part is not None:
+                    to.copy_(part)
+
+        used = [part is not None for part in torch.autograd.grad(forward().sum(), weights, allow_unused=True)]
+        return graphs.Replays(replay_forward, replay_backward, states, gradient, used)
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "can_record", lambda device: True)
+    return done
+
+
+@pytest.fixture(params=["modernbert", "bert"])
+def model(request, encoder):
+    # Local layers see all of a query, so that queries are encoded with the documents.
+    changes = {"local_attention": 64} if request.param == "modernbert" else {}
+    return load_model(encoder(request.param, **changes)).double()
+
+
+def test_batches_of_changing_sizes(model, recorded):
+    batches = [batch_of(model, queries=queries, seed=seed) for seed, queries in enumerate((6, 5, 6, 3, 6, 5))]
+    loss_function = losses.Contrastive(model)
+    expected = [run(loss_function, batch) for batch in batches]
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(2):
+            for batch, stock in zip(batches, expected, strict=True):
+                assert_equal(run(loss_function, batch), stock)
+    assert recorded.count("record") < recorded.count("forward") == recorded.count("backward")
+    assert encoder_of(model)._compiled_call_impl is None
+
+
+def test_gradients_accumulate(model, recorded):
+    first, second = (batch_of(model, seed=seed) for seed in range(2))
+    loss_function = losses.Contrastive(model)
+
+    def step():
+        model.zero_grad()
+        for batch in (first, second):
+            loss_function([dict(column) for column in batch], None).backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+    expected = step()
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(3):
+            assert_equal((torch.ones(()), step()), (torch.ones(()), expected))
+    assert "forward" in recorded
+
+
+def test_two_forwards_before_their_backwards(model, recorded):
+    first, second = (batch_of(model, seed=seed) for seed in range(2))
+    loss_function = losses.Contrastive(model)
+
+    def together():
+        model.zero_grad()
+        both = [loss_function([dict(column) for column in batch], None) for batch in (first, second)]
+        sum(both).backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+        return sum(both).detach(), gradients
+
+    expected = together()
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(3):
+            assert_equal(together(), expected)
+    assert "forward" in recorded
+
+
+def test_changes_of_the_encoder(model, recorded):
+    batch, loss_function = batch_of(model), losses.Contrastive(model)
+    bias = next(weight for weight in encoder_of(model).parameters() if weight.requires_grad)
+
+    def half(_module, _args, output):
+        return output / 2
+
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(3):
+            run(loss_function, batch)
+        assert recorded.pop() == "backward"
+        inner = next(module for module in encoder_of(model).modules() if isinstance(module, nn.Embedding))
+        for change, back in (
+            (lambda: bias.requires_grad_(False), lambda: bias.requires_grad_(True)),
+            (lambda: inner.register_forward_hook(half), lambda: inner._forward_hooks.clear()),
+        ):
+            change()
+            ours = [run(loss_function, batch) for _ in range(3)]
+            pylate_fastmaxsim.disable()
+            stock = run(loss_function, batch)
+            pylate_fastmaxsim.enable(compile=True, stock_masking=True)
+            for each in ours:
+                assert_equal(each, stock)
+            back()
+
+
+def test_one_backward_for_each_forward(model, recorded):
+    batch, loss_function = batch_of(model), losses.Contrastive(model)
+    with pylate_fastmaxsim.enabled(compile=True):
+        for _ in range(2):
+            run(loss_function, batch)
+        loss = loss_function([dict(column) for column in batch], None)
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="has one backward"):
+            loss.backward()
+
+
+def test_what_cannot_be_recorded_runs_as_before(model, monkeypatch, caplog):
+    def record(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(graphs, "can_record", lambda device: True)
+    batch, loss_function = batch_of(model), losses.Contrastive(model)
+    expected = run(loss_function, batch)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(3):
+            assert_equal(run(loss_function, batch), expected)
+    assert caplog.text.count("CUDA graphs, so that the GPU waits for the host: CUDA out of memory.") == 1
+
+
+def test_gradcache_keeps_to_the_encoder(model, recorded):
+    batch, loss_function = batch_of(model), losses.CachedContrastive(model, mini_batch_size=3)
+    with pylate_fastmaxsim.enabled(compile=True):
+        for _ in range(3):
+            run(loss_function, batch)
+    assert not recorded
+
+
+@pytest.mark.parametrize(("tokens", "texts", "longest"), [(1, 1, 1), (64, 3, 64), (5475, 128, 300), (16384, 700, 90)])
+def test_sizes_hold_their_batches(tokens, texts, longest):
+    size = graphs.Size.that_holds(tokens, texts, longest)
+    assert tokens <= size.tokens <= max(64, tokens * 1.07)
+    ends = torch.linspace(0, tokens, texts + 1).int()
+    borders = size.borders(torch.stack([ends, ends]), tokens)
+    assert borders.shape == (2, size.texts + 1) and borders.dtype == torch.int32
+    assert borders[:, : texts + 1].equal(torch.stack([ends, ends])) and set(borders[:, -1].tolist()) == {size.tokens}
+    assert borders[:, texts:].diff().min() >= 0 and borders[:, texts:].diff().max() <= size.longest
