@@ -8,7 +8,7 @@ not see them, and their gradients are zero.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakSet, ref
 
@@ -24,6 +24,7 @@ from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.encoders import encoder_of
 from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_hooks
 from pylate_fastmaxsim.integrations.models.wrappers import unwrap
+from pylate_fastmaxsim.integrations.patching.provenance import defined_in
 
 # With more tokens the GPU is busy while the host launches.
 MOST_TOKENS = 2**14
@@ -258,12 +259,14 @@ class EncoderGraphs:
             self._memory = Memory.of(batch.borders.device) if batch.borders.is_cuda else None
             self._weights = [weight for weight in encoder.parameters() if weight.requires_grad]
             self._gradients = [torch.empty_like(weight) for weight in self._weights]
+            self._aliases = {weight: _alias_of(weight) for weight in self._weights}
         if not self._weights:
             return None
         filled, kinds = batch.filled_up(), []
 
         def forward() -> Tensor:
-            outputs = encoder._call_impl(**filled.inputs, **filled.others, attention_mask=filled.mask())
+            with _in_place_of(encoder, self._aliases):
+                outputs = encoder._call_impl(**filled.inputs, **filled.others, attention_mask=filled.mask())
             if more := outputs.keys() - {"last_hidden_state", "pooler_output"}:
                 raise RuntimeError(f"{type(encoder).__name__} returns {', '.join(sorted(more))}")
             kinds.append(type(outputs))
@@ -272,7 +275,7 @@ class EncoderGraphs:
         try:
             if not all(map(can_be_traced, checkpointed_layers(encoder))):
                 raise RuntimeError("gradient checkpointing repeats the random numbers of dropout")
-            replays = record(forward, self._weights, self._gradients, self._memory)
+            replays = record(forward, list(self._aliases.values()), self._gradients, self._memory)
         except RuntimeError as error:  # also out of memory
             self._works = False
             self._drop()
@@ -287,7 +290,36 @@ class EncoderGraphs:
     def _drop(self) -> None:
         self._recorded: dict[tuple, tuple[_Batch, Replays, type]] = {}
         self._met: set[tuple] = set()
-        self._weights, self._gradients, self._memory = [], [], None
+        self._weights, self._gradients, self._memory, self._aliases = [], [], None, {}
+
+
+def _alias_of(weight: nn.Parameter) -> nn.Parameter:
+    """The same weight without a past.
+
+    A loss that is still referred to keeps nodes of the weights, which belong to the stream of its backward. A recorded
+    backward would have to wait for that stream.
+    """
+    alias = nn.Parameter(weight.detach())
+    alias.__dict__.update(weight.__dict__)
+    return alias
+
+
+@contextlib.contextmanager
+def _in_place_of(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+    """Within this, a model has aliases for weights."""
+    replaced = [
+        (module._parameters, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight in aliases
+    ]
+    try:
+        for parameters, name, weight in replaced:
+            parameters[name] = aliases[weight]
+        yield
+    finally:
+        for parameters, name, weight in replaced:
+            parameters[name] = weight
 
 
 class _Turn:
@@ -402,13 +434,24 @@ def _state_of(encoder: nn.Module) -> tuple | None:
         return None
     state = []
     for module in encoder.modules():
-        if has_hooks(module):
+        if has_hooks(module) and not _only_requires_gradients(module):
             return None
         state += id(module), module.training, vars(module).get("gradient_checkpointing"), vars(module).get("p")
         for weight in module._parameters.values():
             if weight is not None:
                 state += weight.data_ptr(), weight.dtype, weight.requires_grad
     return tuple(state)
+
+
+def _only_requires_gradients(module: nn.Module) -> bool:
+    """Whether its only hook is what transformers adds for gradient checkpointing, which runs nothing on a GPU."""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    hooks = module._forward_hooks.values()
+    return all(
+        getattr(hook, "__qualname__", "").endswith("make_inputs_require_grads") and defined_in(hook, ("transformers",))
+        for hook in hooks
+    )
 
 
 def _rounded_up(count: int) -> int:
