@@ -146,13 +146,15 @@ def _attention(attention: nn.Module, normed: Tensor, mask: Tensor | None, positi
     if is_packed_mask(mask) and not (attention.training and attention.attention_dropout > 0):
         reach = -1 if attention.sliding_window is None else attention.sliding_window - 1
         cu_seqlens, key_cu_seqlens = mask[0, 0, -1], mask[-1, 0, -1]
+        # Not its first element, whose gradient would be copied.
+        rows = normed.flatten(0, -2)
         max_length, dim = mask.shape[2], attention.head_dim
-        if _sees_enough(mask, reach) and rotary_is_faster(normed[0], dim, cu_seqlens, max_length, reach):
+        if _sees_enough(mask, reach) and rotary_is_faster(rows, dim, cu_seqlens, max_length, reach):
             weights = _cast(attention.Wqkv, normed.dtype)
             cos, sin = (each[0] for each in positions)
             heads = attention.Wqkv.out_features // (3 * dim)
             states = rotary_self_attention(
-                normed[0], *weights, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, dim**-0.5, reach
+                rows, *weights, cos, sin, cu_seqlens, key_cu_seqlens, max_length, heads, dim**-0.5, reach
             )
             return attention.out_drop(attention.Wo(states.flatten(1)[None]))
     return attention(normed, position_embeddings=positions, attention_mask=mask, **kwargs)[0]

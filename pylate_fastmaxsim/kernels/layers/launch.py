@@ -10,8 +10,9 @@ from pylate_fastmaxsim.kernels.runtime.tensors import on_device_of
 
 # Measured on an H100. There both gradients run at the rate at which memory is copied.
 GLU_BLOCK = 1024
-# Of gradients of norms: eight for each multiprocessor. Each sums its rows for the weight.
-NORM_PROGRAMS = 1056
+# Of gradients of norms: five for each multiprocessor, as many as its registers hold at 768 columns. Each sums its rows for
+# the weight.
+NORM_PROGRAMS = 660
 
 
 def glu(x: Tensor, silu: bool) -> Tensor:

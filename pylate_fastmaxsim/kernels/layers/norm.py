@@ -6,6 +6,20 @@ import triton.language as tl
 from pylate_fastmaxsim.kernels.runtime.cached_launch import Launcher
 
 
+@triton.jit
+def _row(grad, total, grad_total, mean, rstd, row, num_rows, columns, DIM: tl.constexpr):
+    """What the kernel reads of a row, as it is stored; 0 behind the last row."""
+    inside = (columns < DIM) & (row < num_rows)
+    place = row * DIM + columns
+    return (
+        tl.load(grad + place, mask=inside, other=0.0),
+        tl.load(total + place, mask=inside, other=0.0),
+        tl.load(grad_total + place, mask=inside, other=0.0),
+        tl.load(mean + row, mask=row < num_rows, other=0.0),
+        tl.load(rstd + row, mask=row < num_rows, other=0.0),
+    )
+
+
 @Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_gradient_kernel(
@@ -33,23 +47,28 @@ def norm_gradient_kernel(
     scale = tl.load(weight + columns, mask=within, other=0.0).to(tl.float32)
     weight_sum = tl.zeros([BLOCK], tl.float32)
     bias_sum = tl.zeros([BLOCK], tl.float32)
-    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        place = row * DIM + columns
-        g = tl.load(grad + place, mask=within, other=0.0).to(tl.float32)
-        x = tl.load(total + place, mask=within, other=0.0).to(tl.float32)
-        passed = tl.load(grad_total + place, mask=within, other=0.0).to(tl.float32)
-        inverse = tl.load(rstd + row)
+    first = tl.program_id(0).to(tl.int64)
+    g, x, passed, centre, inverse = _row(grad, total, grad_total, mean, rstd, first, num_rows, columns, DIM)
+    for row in range(first, num_rows, tl.num_programs(0)):
+        # The next row is on its way while this one is summed.
+        following = row + tl.num_programs(0)
+        next_g, next_x, next_passed, next_centre, next_inverse = _row(
+            grad, total, grad_total, mean, rstd, following, num_rows, columns, DIM
+        )
+        g = g.to(tl.float32)
         # Where there is no column, g and scale are 0.
-        unit = (x - tl.load(mean + row)) * inverse
+        unit = (x.to(tl.float32) - centre) * inverse
         weight_sum += g * unit
         bias_sum += g
         g *= scale
         g_mean = tl.sum(g) / DIM
         g_unit = tl.sum(g * unit) / DIM
-        result = passed + (g - g_mean - unit * g_unit) * inverse
+        result = passed.to(tl.float32) + (g - g_mean - unit * g_unit) * inverse
+        place = row * DIM + columns
         tl.store(grad_x + place, result.to(grad_x.dtype.element_ty), mask=within)
         if grad_branch is not None:
             tl.store(grad_branch + place, result.to(grad_branch.dtype.element_ty), mask=within)
+        g, x, passed, centre, inverse = next_g, next_x, next_passed, next_centre, next_inverse
     part = tl.program_id(0) * DIM + columns
     if weight_parts is not None:
         tl.store(weight_parts + part, weight_sum, mask=within)

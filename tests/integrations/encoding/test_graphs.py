@@ -156,6 +156,35 @@ def test_what_cannot_be_recorded_runs_as_before(model, monkeypatch, caplog):
     assert caplog.text.count("CUDA graphs, so that the GPU waits for the host: CUDA out of memory.") == 1
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gradient_checkpointing(encoder, recorded, caplog, dropout):
+    model = load_model(encoder("bert", hidden_dropout_prob=dropout)).double().train()
+    model[0].auto_model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, loss_function = batch_of(model), losses.Contrastive(model)
+    expected = run(loss_function, batch)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        for _ in range(3):
+            ours = run(loss_function, batch)
+    if dropout:
+        assert "gradient checkpointing repeats the random numbers of dropout" in caplog.text and not recorded
+    else:
+        assert_equal(ours, expected)
+        assert "forward" in recorded
+
+
+def test_recording_compiles_nothing_anew(encoder, recorded):
+    model = load_model(encoder("modernbert", local_attention=64), document_length=40).double()
+    batches, loss_function = [batch_of(model, seed=seed) for seed in range(2)], losses.Contrastive(model)
+    with pylate_fastmaxsim.enabled(compile=True):
+        for batch in batches:
+            run(loss_function, batch)
+        torch._dynamo.utils.counters.clear()
+        for batch in batches:
+            run(loss_function, batch)
+        assert "record" in recorded
+        assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
+
+
 def test_gradcache_keeps_to_the_encoder(model, recorded):
     batch, loss_function = batch_of(model), losses.CachedContrastive(model, mini_batch_size=3)
     with pylate_fastmaxsim.enabled(compile=True):
