@@ -40,6 +40,8 @@ BACKWARD = {
     64: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4)),
     128: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4)),
 }
+# Gradients that are turned back as they are stored take more registers.
+ROTARY_BACKWARD = BACKWARD | {64: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4))}
 # Queries and keys that a program turns.
 TURNED = 32
 
@@ -129,6 +131,7 @@ def rotary_backward(
     gradient = torch.empty_like(qkv)
     angles = cos.contiguous(), sin.contiguous()
     borders = cu_seqlens, key_cu_seqlens, max_length
+    tiles = tiles or ROTARY_BACKWARD[max(32, qkv.shape[3])]
     _backward(
         grad, qkv.unbind(1), gradient.unbind(1), out, log_sums, *angles, *borders, scale, reach, seed, dropout, tiles
     )
