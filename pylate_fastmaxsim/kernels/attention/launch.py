@@ -41,7 +41,7 @@ BACKWARD = {
     128: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4)),
 }
 # Gradients that are turned back as they are stored take more registers.
-ROTARY_BACKWARD = BACKWARD | {64: Tiles((Tile(32, 2), Tile(64, 4, 168), Tile(128, 8)), Tile(64, 4))}
+ROTARY_BACKWARD = BACKWARD | {64: Tiles((Tile(32, 2, 128), Tile(64, 4, 128), Tile(128, 8)), Tile(64, 4))}
 # Queries and keys that a program turns.
 TURNED = 32
 
