@@ -15,6 +15,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from pylate_fastmaxsim.integrations.compilation.checkpointing import can_be_traced, checkpointed_layers
 from pylate_fastmaxsim.integrations.compilation.layers import has_compiled_layers
@@ -108,15 +109,17 @@ def install(model: nn.Module) -> None:
     ----------
     model
         A ``pylate.models.ColBERT``, possibly wrapped, or a Transformer of Sentence Transformers. An encoder that the user
-        compiled is left as it is.
+        compiled is left as it is, and so is one whose weights FSDP divides.
     """
-    if has_compiled_layers(model):
-        encoder = encoder_of(unwrap(model))
-        # Below the head of a masked language model.
-        encoder = getattr(encoder, "base_model", encoder)
-        if encoder._compiled_call_impl is None:
-            encoder._compiled_call_impl = EncoderGraphs(encoder)
-            _installed.add(encoder)
+    if not has_compiled_layers(model):
+        return
+    core = unwrap(model)
+    encoder = encoder_of(core)
+    # Below the head of a masked language model.
+    encoder = getattr(encoder, "base_model", encoder)
+    if encoder._compiled_call_impl is None and not _is_sharded(core):
+        encoder._compiled_call_impl = EncoderGraphs(encoder)
+        _installed.add(encoder)
 
 
 def release() -> None:
@@ -223,7 +226,7 @@ class EncoderGraphs:
             return self._encoder._call_impl(**kwargs)
         filled, replays, outputs = found
         batch.write_to(filled)
-        turn = _Turn()
+        turn = _Turn(filled)
         self._waiting = ref(turn)
         states = _Replay.apply(turn, replays, self._gradients, batch.tokens, *self._weights)
         return outputs(last_hidden_state=states)
@@ -325,7 +328,10 @@ def _in_place_of(model: nn.Module, aliases: dict[nn.Parameter, nn.Parameter]) ->
 class _Turn:
     """A forward, until its backward. Nobody will make one once it is collected."""
 
-    done = False
+    def __init__(self, filled: _Batch) -> None:
+        # The backward reads these too, perhaps after the graphs were dropped.
+        self.filled = filled
+        self.done = False
 
 
 class _Replay(torch.autograd.Function):
@@ -426,6 +432,14 @@ class _Batch(NamedTuple):
         if self.longest_apart:
             return packed_mask_with_keys(rows, keys, self.longest_apart, self.size.longest)
         return packed_mask(rows, self.size.longest)
+
+
+def _is_sharded(core: nn.Module) -> bool:
+    """Whether FSDP gathers weights while a module runs."""
+    # Only with processes: to look at all modules takes a millisecond.
+    return torch.distributed.is_initialized() and any(
+        isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in core.modules()
+    )
 
 
 def _state_of(encoder: nn.Module) -> tuple | None:

@@ -51,14 +51,17 @@ def recorded(monkeypatch) -> list[str]:
     return done
 
 
-@pytest.fixture(params=["modernbert", "bert"])
-def model(request, encoder):
+@pytest.fixture
+def model(encoder):
+    # Its layers are compiled fastest.
+    return load_model(encoder("bert", num_hidden_layers=1)).double()
+
+
+@pytest.mark.parametrize("family", ["modernbert", "bert"])
+def test_batches_of_changing_sizes(encoder, family, recorded):
     # Local layers see all of a query, so that queries are encoded with the documents.
-    changes = {"local_attention": 64} if request.param == "modernbert" else {}
-    return load_model(encoder(request.param, **changes)).double()
-
-
-def test_batches_of_changing_sizes(model, recorded):
+    changes = {"local_attention": 64} if family == "modernbert" else {}
+    model = load_model(encoder(family, **changes)).double()
     batches = [batch_of(model, queries=queries, seed=seed) for seed, queries in enumerate((6, 5, 6, 3, 6, 5))]
     loss_function = losses.Contrastive(model)
     expected = [run(loss_function, batch) for batch in batches]
@@ -140,6 +143,17 @@ def test_one_backward_for_each_forward(model, recorded):
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="has one backward"):
             loss.backward()
+
+
+def test_backward_after_the_flag_is_off(model, recorded):
+    batch, loss_function = batch_of(model), losses.Contrastive(model)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        expected = [run(loss_function, batch) for _ in range(3)][-1]
+        model.zero_grad()
+        loss = loss_function([dict(column) for column in batch], None)
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert_equal((loss.detach(), gradients), expected)
 
 
 def test_what_cannot_be_recorded_runs_as_before(model, monkeypatch, caplog):
