@@ -61,7 +61,7 @@ IN_LAYERS = {"glu_linear", "norm_with_residual"}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-def test_losses_and_gradients(encoder, mode, used):
+def test_losses_and_gradients(encoder, packed, used):
     model = load_model(encoder("modernbert", mlp_bias=True, norm_bias=True)).double()
     loss_function, batches = losses.Contrastive(model), [batch_of(model, seed=seed) for seed in range(2)]
     expected = [run(loss_function, batch) for batch in batches]
@@ -123,7 +123,7 @@ def test_compiled_checkpoints_keep_no_more_than_stock(encoder, fast_attention, m
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
-def test_autocast_rounds_as_stock(encoder, mode, used):
+def test_autocast_rounds_as_stock(encoder, packed, used):
     model = load_model(encoder("modernbert"))
     loss_function, batch = losses.Contrastive(model), batch_of(model)
     results = []
