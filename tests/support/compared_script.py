@@ -54,11 +54,12 @@ def accelerated(folder: Path, script: str, steps: int) -> dict[str, Any]:
     return summary_of(turns.runs[FAST])
 
 
-def example(page: str, model: str, stand_in: str) -> str:
-    """The complete script of a page of docs/, with a stand-in for its model, on the CPU."""
+def example(page: str, model: str, stand_in: str, device: str = "cpu") -> str:
+    """The complete script of a page of docs/, with a stand-in for its model."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     [script] = [code for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "trainer.train()" in code]
-    for here, there in ((repr(model).replace("'", '"'), repr(stand_in)), ("bf16=True", "bf16=True, use_cpu=True")):
+    place = f"bf16=True, use_cpu={device == 'cpu'}"
+    for here, there in ((repr(model).replace("'", '"'), repr(stand_in)), ("bf16=True", place)):
         assert here in script
         script = script.replace(here, there)
     return script
