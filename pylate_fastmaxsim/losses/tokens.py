@@ -33,8 +33,8 @@ def first_tokens(documents: TokenBatch, count: int) -> TokenBatch:
     rows, live = _places(documents)
     live = first_live(live, count)
     keep = torch.zeros(len(documents.values) + 1, dtype=torch.bool, device=documents.device)
-    # What is not live is written behind the last row.
-    keep[torch.where(live, rows, len(documents.values))] = True
+    # What is not live is written behind the last row. An assignment would copy its value from the host, and wait.
+    keep.index_fill_(0, torch.where(live, rows, len(documents.values)).flatten(), True)
     ends = torch.arange(1, documents.max_length + 1, device=documents.device)
     return replace(documents, lengths=(live * ends).amax(dim=1), keep=keep[:-1], gapless=False)
 

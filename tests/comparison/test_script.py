@@ -30,7 +30,7 @@ STEPS = ("--steps", "12")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_the_script_of_pylate_compares_as_printed(encoder, tmp_path, device):
     pytest.importorskip("pylate")
-    text = example("pylate.md", "answerdotai/ModernBERT-base", encoder("modernbert"), device)
+    text = example("pylate.md", "answerdotai/ModernBERT-base", encoder("modernbert", local_attention=64), device)
     found = compared(tmp_path, text, *STEPS)
     stock, fast = found["runs"]["stock"], found["runs"]["fast"]
     # Its max_steps is 1, and its two rows are one batch.

@@ -88,8 +88,8 @@ def test_encode_is_as_exact_as_the_model(wide):
 
     with torch.no_grad():
         exact = by_stock()
-        for stated in (False, True):
-            if stated:
+        for enabled in (False, True):
+            if enabled:
                 pylate_fastmaxsim.enable()
             for ours, wanted in zip(by_encode(), exact, strict=True):
                 torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
@@ -140,8 +140,13 @@ def test_matryoshka(wide, loss_class, pooled, compiled):
 
 @pytest.mark.parametrize(
     "loss_class",
-    [ByHand, ContrastiveDistillation, lambda model: Matryoshka(model, ContrastiveDistillation(model), **VIEWS)],
-    ids=["encode", "both", "matryoshka"],
+    [
+        ByHand,
+        ContrastiveDistillation,
+        lambda model: Matryoshka(model, ContrastiveDistillation(model), **VIEWS),
+        lambda model: Matryoshka(model, ContrastiveDistillation(model), **VIEWS, pooled=True),
+    ],
+    ids=["encode", "both", "first tokens", "pooled tokens"],
 )
 def test_a_step_waits_for_nothing(wide, labels, loss_class):
     pylate_fastmaxsim.enable()
