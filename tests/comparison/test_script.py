@@ -31,6 +31,8 @@ STEPS = ("--steps", "12")
 def test_the_script_of_pylate_compares_as_printed(encoder, tmp_path, device):
     pytest.importorskip("pylate")
     text = example("pylate.md", "answerdotai/ModernBERT-base", encoder("modernbert", local_attention=64), device)
+    # On a GPU PyLate may score by flash-maxsim, which drops tokens at the end in the place of punctuation.
+    text = text.replace("document_length=300", "document_length=300, skiplist_words=[]")
     found = compared(tmp_path, text, *STEPS)
     stock, fast = found["runs"]["stock"], found["runs"]["fast"]
     # Its max_steps is 1, and its two rows are one batch.

@@ -417,7 +417,9 @@ class _Batch(NamedTuple):
         """A batch of the whole size."""
         rows, texts, _ = self.size
         inputs = {name: value.new_zeros((1, rows)) for name, value in self.inputs.items()}
-        filled = self._replace(inputs=inputs, borders=self.borders.new_zeros((len(self.borders), texts + 1)))
+        # A view of one dimension as in calls without graphs: layers are compiled for what a mask is a view of.
+        borders = self.borders.new_zeros(len(self.borders) * (texts + 1)).view(-1, texts + 1)
+        filled = self._replace(inputs=inputs, borders=borders)
         self.write_to(filled)
         return filled
 
