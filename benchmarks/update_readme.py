@@ -16,6 +16,7 @@ from benchmarks.harness.tables import table
 from benchmarks.harness.turns import speed
 from benchmarks.losses.table import markdown as losses_markdown
 from benchmarks.losses.table import ring_table
+from benchmarks.operators.attention import heads_table
 from benchmarks.operators.attention import markdown as attention_table
 from benchmarks.operators.compressed_table import docs_table as compressed_operators_table
 from benchmarks.operators.pooling_table import docs_table as pooling_tables
@@ -311,7 +312,10 @@ def tables() -> dict[str, dict[str, str]]:
             "quickstart-table": quickstart_table(),
             "cranfield-table": cranfield_markdown(results("cranfield")["cells"]),
         },
-        "docs/kernels.md": {"attention-table": attention_table(results("attention")["rows"])},
+        "docs/kernels.md": {
+            "attention-table": attention_table(results("attention")["rows"]),
+            "attention-heads-table": heads_table(results("attention")["heads"]),
+        },
         "docs/distributed.md": {
             "ring-table": ring_table(losses),
             "two-gpus-table": two_gpus_table(),

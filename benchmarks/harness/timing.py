@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 
 import torch
 
@@ -24,8 +24,8 @@ def time_calls(
 ) -> dict:
     """Median milliseconds of the calls, taken in turn, on a device that never waits for the host.
 
-    ``at_once`` calls are queued while the device idles. The queue holds about 1,000 launches; with more of them the
-    host waits for the device, and then the device for the host.
+    ``at_once`` calls are queued while the device idles, and once more if the host took longer than that. The queue holds
+    about 1,000 launches; with more of them the host waits for the device, and then the device for the host.
 
     ``host_ms`` is the host's time to queue one call. Where it exceeds ``ms``, a program that makes only this call is
     bound by the host. ``ms`` includes any wait for the device inside the call. At least ``least`` calls are timed, after
@@ -59,14 +59,19 @@ def time_calls(
             count = min(at_once, iterations - len(times))
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
             # The device idles while the host fills its queue (about 2e9 cycles a second).
-            torch.cuda._sleep(int(2e9 * min(SLEEP_LIMIT, 1e-3 + 1.5 * count * host)))
+            idle = min(SLEEP_LIMIT, 1e-3 + 1.5 * count * host)
+            torch.cuda._sleep(int(2e9 * idle))
             marks[0].record()
+            queued = [time.perf_counter()]
             for mark, call in zip(marks[1:], turns, strict=False):
-                began = time.perf_counter()
                 call()
                 mark.record()
-                host_times.append((time.perf_counter() - began) * 1e3)
+                queued.append(time.perf_counter())
             torch.cuda.synchronize()
+            if queued[-1] - queued[0] > idle < SLEEP_LIMIT:
+                host = (queued[-1] - queued[0]) / count
+                continue
+            host_times += [(end - start) * 1e3 for start, end in pairwise(queued)]
             times += [start.elapsed_time(end) for start, end in zip(marks, marks[1:], strict=False)]
     finally:
         gc.enable()

@@ -139,19 +139,25 @@ def markdown(rows: dict[str, dict]) -> str:
     return table(["texts", "window", "FlashAttention", "this package", ""], lines)
 
 
-def further_tables(content: dict) -> str:
-    """Of other sizes of heads and dropout, and of rotary positions."""
-    parts = {}
-    for kind, ways in (("heads", ("flash", "ours")), ("rotary", ("inductor", "ours"))):
-        lines = []
-        for name, row in content[kind].items():
-            times = [[row[way][part]["ms"] for part in ("forward", "backward")] for way in ways]
-            cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times]
-            lines.append([name, *cells, f"{sum(times[0]) / sum(times[1]):.2f}x"])
-        parts[kind] = table(
-            ["texts", {"flash": "FlashAttention", "inductor": "Inductor"}[ways[0]], "this package", ""], lines
-        )
-    return "\n\n".join(parts.values())
+def heads_table(rows: dict[str, dict]) -> str:
+    """Sizes of heads, with and without dropout, by texts."""
+    by_kind = {}
+    for name, row in rows.items():
+        texts, heads, dropout = name.rsplit(", ", 2)
+        flash, ours = (sum(row[way][part]["ms"] for part in ("forward", "backward")) for way in ("flash", "ours"))
+        kind = by_kind.setdefault((heads, dropout.removeprefix("dropout ").replace("0.0", "")), {})
+        kind[texts] = f"{flash:.2f}, {ours:.2f} ms: {flash / ours:.2f}x"
+    shapes = list(next(iter(by_kind.values())))
+    return table(["heads", "dropout", *shapes], [[*kind, *cells.values()] for kind, cells in by_kind.items()])
+
+
+def rotary_table(rows: dict[str, dict]) -> str:
+    lines = []
+    for name, row in rows.items():
+        times = [[row[way][part]["ms"] for part in ("forward", "backward")] for way in ("inductor", "ours")]
+        cells = [f"{forward:.2f} + {backward:.2f} ms" for forward, backward in times]
+        lines.append([name, *cells, f"{sum(times[0]) / sum(times[1]):.2f}x"])
+    return table(["texts", "Inductor", "this package", ""], lines)
 
 
 def main() -> None:
@@ -161,7 +167,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time tiles of the kernels instead")
     options = parser.parse_args()
     if options.render_only:
-        print(markdown(json.loads(options.output.read_text())["rows"]))
+        content = json.loads(options.output.read_text())
+        print(markdown(content["rows"]), heads_table(content["heads"]), rotary_table(content["rotary"]), sep="\n\n")
         return
     if not torch.cuda.is_available():
         raise SystemExit("This measures a CUDA GPU, and there is none.")
@@ -180,7 +187,7 @@ def main() -> None:
             shapes()["512 documents of 80"][0], reach
         )
     write(options.output, content)
-    print(markdown(content["rows"]), further_tables(content), sep="\n\n")
+    print(markdown(content["rows"]), heads_table(content["heads"]), rotary_table(content["rotary"]), sep="\n\n")
 
 
 if __name__ == "__main__":

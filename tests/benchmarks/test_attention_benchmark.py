@@ -1,6 +1,6 @@
 """The benchmark of attention: which tiles it tries, and what its tables say."""
 
-from benchmarks.operators.attention import further_tables
+from benchmarks.operators.attention import heads_table, rotary_table
 from benchmarks.operators.attention_sweep import HEADS, LENGTHS, fastest, trials
 from pylate_fastmaxsim.kernels.attention import launch
 
@@ -32,7 +32,16 @@ def test_tables():
     def row(*ways):
         return {way: {"forward": {"ms": i + 1.0}, "backward": {"ms": 2.0}} for i, way in enumerate(ways)}
 
-    content = {"heads": {"short": row("flash", "ours")}, "rotary": {"long": row("inductor", "ours")}}
-    heads, rotary = further_tables(content).split("\n\n")
-    assert heads.endswith("| short | 1.00 + 2.00 ms | 2.00 + 2.00 ms | 0.75x |")
-    assert "Inductor" in rotary and "| long |" in rotary
+    names = [
+        f"{texts}, 12 heads of 32, dropout {dropout}"
+        for dropout in (0.0, 0.1)
+        for texts in ("1 query, 2 texts", "long")
+    ]
+    heads = heads_table(dict.fromkeys(names, row("flash", "ours"))).splitlines()
+    assert heads[0] == "| heads | dropout | 1 query, 2 texts | long |"
+    assert heads[2].startswith("| 12 heads of 32 | | 3.00, 4.00 ms: 0.75x |") and heads[3].startswith(
+        "| 12 heads of 32 | 0.1 |"
+    )
+    assert rotary_table({"long": row("inductor", "ours")}).endswith(
+        "| long | 1.00 + 2.00 ms | 2.00 + 2.00 ms | 0.75x |"
+    )

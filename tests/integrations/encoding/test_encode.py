@@ -82,21 +82,25 @@ def test_attention_that_cannot_drop_is_not_packed_in_training(encoder, monkeypat
     assert modes.mode_for(model, batch_of(model)[1:], None) == "packed"
 
 
-def test_packed_attention_drops_and_attends_in_the_dtype_of_autocast(encoder, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3", {"attention_dropout": 0.2}), ("bert", {"attention_probs_dropout_prob": 0.2})]
+)
+def test_packed_attention_drops_and_attends_in_the_dtype_of_autocast(encoder, monkeypatch, family, changes):
     """Qwen 3, Llama, Gemma, EuroBERT and others rotate in float32, which FlashAttention does not take."""
     seen = []
 
     def recording(query, key, value, *args, dropout, **options):
-        seen.append((query.dtype, key.dtype, value.dtype, dropout))
+        seen.append((query.dtype, key.dtype, value.dtype, query.shape[1:], dropout))
         return attend_to_own_document(query, key, value, *args, dropout=dropout, **options)
 
     monkeypatch.setattr(encoding_attention, "variable_length_attention", recording)
-    model = load_model(encoder("qwen3", attention_dropout=0.2))
+    model = load_model(encoder(family, **changes))
     with pylate_fastmaxsim.enabled(), torch.autocast("cpu", torch.bfloat16):
         losses.Contrastive(model)(batch_of(model), None).backward()
         assert mode_of(model) == {"packed"}
     assert {dtype for call in seen for dtype in call[:3]} == {torch.bfloat16}
-    assert seen[-1][3] == 0.2
+    # Two heads of 16.
+    assert seen[-1][3:] == ((2, 16), 0.2)
 
 
 def test_it_is_decided_anew_when_the_precision_changes(model, monkeypatch):
