@@ -76,9 +76,12 @@ def compile_layers(model: nn.Module) -> None:
             type(encoder_of(core)).__name__,
             about=core,
         )
-    _patches.apply(modernbert.patches())
+    known_layers = modernbert.patches()
+    _patches.apply(known_layers)
     for layer in layers:
         layer.compile(dynamic=True)
+    if known_layers:
+        modernbert.join_layers(core)
     checkpointing.compile_checkpointing(layers)
     _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
     if layers:

@@ -2,12 +2,13 @@
 
 A layer computes what transformers' own does, in the same precision. Norms add the gradient of the residual stream as they
 make theirs, the gated MLP keeps no activation, and of packed texts queries and keys are turned where the projection
-leaves them. What of a layer differs from transformers' own (a hook, an adapter, a subclass) keeps the stock forward.
+leaves them. The sum at the end of a layer is made together with the norm that the next one begins with. What of a layer
+differs from transformers' own (a hook, an adapter, a subclass) keeps the stock forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 
 import torch
@@ -28,6 +29,9 @@ try:
     from transformers.models.modernbert import modeling_modernbert as host
 except ImportError:  # an older transformers, without ModernBERT
     host = None
+
+# Of states between two layers: for which layer the norm was made, of which version of them, and the norm.
+_NORMED = "_fastmaxsim_normed"
 
 
 def patches() -> list[Patch]:
@@ -51,8 +55,7 @@ def compile_norms(model: nn.Module) -> list[nn.Module]:
 
     Not the embeddings themselves: the compiled gradient of a lookup adds in an order that varies.
     """
-    encoders = [module for module in model.modules() if host is not None and type(module) is host.ModernBertModel]
-    norms = (norm for encoder in encoders for norm in (encoder.embeddings.norm, encoder.final_norm))
+    norms = (norm for encoder in _encoders(model) for norm in (encoder.embeddings.norm, encoder.final_norm))
     norms = [norm for norm in norms if type(norm) is nn.LayerNorm and norm._compiled_call_impl is None]
     for norm in norms:
         # Not by its own compile(): Dynamo leaves calls that begin in PyTorch's modules as they are.
@@ -67,17 +70,68 @@ def _call_of(norm: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
     return call
 
 
+def join_layers(model: nn.Module) -> None:
+    """Have each compiled layer of a known ModernBERT make the norm of the next one, which reads what it writes last."""
+    together = torch.compile(_with_next_norm, dynamic=True)
+    for encoder in _encoders(model):
+        for number, layer in enumerate(encoder.layers):
+            if layer._compiled_call_impl is not None:
+                layer._compiled_call_impl = _joined(together, encoder.layers, number, layer)
+
+
+def _encoders(model: nn.Module) -> Iterable[nn.Module]:
+    return (module for module in model.modules() if host is not None and type(module) is host.ModernBertModel)
+
+
+def _joined(together: Callable, layers: nn.ModuleList, number: int, layer: nn.Module) -> Callable:
+    alone = layer._compiled_call_impl
+
+    def call(hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
+        recomputed = layer.training and layer.gradient_checkpointing
+        if torch.compiler.is_compiling() or recomputed or not torch.is_grad_enabled():
+            return alone(
+                hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
+            )
+        # What is made for the next layer goes there with the states: to nobody else, and only if they are unchanged.
+        reader, version, normed = getattr(hidden_states, _NORMED, (None, None, None))
+        if reader is not layer or version != hidden_states._version:
+            normed = None
+        # Looked up now: FSDP may have wrapped the next layer, whose weights are elsewhere then.
+        following = layers._modules.get(str(number + 1))
+        states, normed = together(layer, following, hidden_states, normed, attention_mask, position_embeddings, kwargs)
+        if normed is not None:
+            setattr(states, _NORMED, (following, states._version, normed))
+        return states
+
+    return call
+
+
+def _with_next_norm(layer, following, hidden_states, normed, mask, positions, kwargs) -> tuple[Tensor, Tensor | None]:
+    """The states after a layer, and those that the norm of ``following`` makes of them, if nothing differs there."""
+    if not (_is_exactly(layer, host.ModernBertEncoderLayer) and _is_written_here(layer, hidden_states)):
+        states = layer._call_impl(hidden_states, attention_mask=mask, position_embeddings=positions, **kwargs)
+        return states, None
+    norm = following.attn_norm if type(following) is host.ModernBertEncoderLayer else None
+    if not (_is_exactly(norm, nn.LayerNorm) and norm.weight.dtype == hidden_states.dtype):
+        norm = None
+    return _layer(layer, hidden_states, mask, positions, kwargs, normed, norm)
+
+
 def _with_fewer_passes(stock: Callable) -> Callable:
     @wraps(stock)
     def forward(self, hidden_states, attention_mask=None, position_embeddings=None, **kwargs):
-        # All of this is decided while a layer is traced, and looked at again by guards.
-        if torch.compiler.is_compiling() and _is_stock(self) and self.mlp_norm.weight.dtype == hidden_states.dtype:
-            return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)
+        if torch.compiler.is_compiling() and _is_written_here(self, hidden_states):
+            return _layer(self, hidden_states, attention_mask, position_embeddings, kwargs)[0]
         return stock(
             self, hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
         )
 
     return forward
+
+
+def _is_written_here(layer: nn.Module, hidden_states: Tensor) -> bool:
+    """Decided while a layer is traced, and looked at again by guards."""
+    return _is_stock(layer) and layer.mlp_norm.weight.dtype == hidden_states.dtype
 
 
 def _is_stock(layer: nn.Module) -> bool:
@@ -108,11 +162,20 @@ def _is_stock(layer: nn.Module) -> bool:
     )
 
 
-def _is_exactly(module: nn.Module, kind: type[nn.Module]) -> bool:
+def _is_exactly(module: object, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not has_hooks(module) and "forward" not in module.__dict__
 
 
-def _layer(layer: nn.Module, hidden_states: Tensor, mask: Tensor | None, positions: tuple, kwargs: dict) -> Tensor:
+def _layer(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    mask: Tensor | None,
+    positions: tuple,
+    kwargs: dict,
+    normed: Tensor | None = None,
+    next_norm: nn.LayerNorm | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The states after a layer, and their ``next_norm``. ``normed`` is what the layer's first norm would make."""
     device = hidden_states.device.type
     # A Linear rounds what it is given. Rounded by the norm, the gradient comes back as the product leaves it.
     dtype = hidden_states.dtype
@@ -121,19 +184,26 @@ def _layer(layer: nn.Module, hidden_states: Tensor, mask: Tensor | None, positio
     total = hidden_states.flatten(0, -2)
     # A checkpoint that is compiled would keep what an autograd function saves (PyTorch 2.11).
     norms = _plain_norm if layer.training and layer.gradient_checkpointing else norm_with_residual
-    norm = layer.attn_norm
-    if type(norm) is nn.LayerNorm:
-        normed, total = norms(total, norm.weight, norm.bias, norm.eps, dtype=dtype)
-    else:
-        normed = total.to(dtype)
+
+    def norm_of(norm: nn.LayerNorm, total: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return norms(total, norm.weight, norm.bias, norm.eps, branch, dtype)
+
+    if normed is None:
+        if type(layer.attn_norm) is nn.LayerNorm:
+            normed, total = norm_of(layer.attn_norm, total)
+        else:
+            normed = total.to(dtype)
     attended = _attention(layer.attn, normed.view_as(hidden_states), mask, positions, kwargs)
-    norm, mlp = layer.mlp_norm, layer.mlp
-    normed, total = norms(total, norm.weight, norm.bias, norm.eps, attended.flatten(0, -2), dtype)
+    mlp = layer.mlp
+    normed, total = norm_of(layer.mlp_norm, total, attended.flatten(0, -2))
     if mlp.training and mlp.drop.p > 0:
         added = mlp(normed)
     else:
         added = glu_linear(mlp.Wi(normed), *_cast(mlp.Wo, dtype), "gelu")
-    return (total + added).view_as(hidden_states)
+    if next_norm is None:
+        return (total + added).view_as(hidden_states), None
+    normed, total = norm_of(next_norm, total, added)
+    return total.view_as(hidden_states), normed.view_as(hidden_states)
 
 
 def _plain_norm(x, weight, bias, eps, branch=None, dtype=None) -> tuple[Tensor, Tensor]:

@@ -228,7 +228,7 @@ def test_dropout_of_the_mlp(encoder, used):
 
 
 def test_layers_share_what_is_compiled(encoder, packed):
-    """Layers 2 to 6 share what is traced, but for the window of packed documents; both norms outside of layers do."""
+    """The first layer, those between and the last are traced, these twice for the window of packed documents."""
     model = load_model(encoder("modernbert", num_hidden_layers=6))
     norm = model[0].auto_model.final_norm
     torch._dynamo.utils.counters.clear()
@@ -237,5 +237,67 @@ def test_layers_share_what_is_compiled(encoder, packed):
             run(losses.Contrastive(model), batch_of(model, seed=seed))
         assert norm._compiled_call_impl is not None
     assert norm._compiled_call_impl is None
-    queries, documents = 2, 3
+    queries, documents = 3, 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == queries + documents + 2
+
+
+def test_layers_are_given_their_first_norms(encoder, monkeypatch):
+    model = load_model(encoder("modernbert", num_hidden_layers=3))
+    given = []
+
+    def noted(layer, states, mask, positions, kwargs, normed=None, next_norm=None, stock=modernbert._layer):
+        given.append(normed is not None)
+        return stock(layer, states, mask, positions, kwargs, normed, next_norm)
+
+    monkeypatch.setattr(modernbert, "_layer", noted)
+    with pylate_fastmaxsim.enabled(compile=True):
+        compilation_layers.compile_layers(model)
+        model[0].auto_model(torch.tensor([[5, 6, 7]]))
+    assert given == [False, True, True]
+
+
+def _without_the_second(encoder):
+    encoder.layers = nn.ModuleList(layer for number, layer in enumerate(encoder.layers) if number != 1)
+
+
+def _doubled_before_the_second(encoder):
+    encoder.layers[1].register_forward_pre_hook(lambda _module, args: (args[0] * 2, *args[1:]))
+
+
+def _second_checkpointed(encoder):
+    encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, layer in enumerate(encoder.layers):
+        layer.gradient_checkpointing = number == 1
+
+
+def _frozen_but_for_a_norm(encoder):
+    for name, weight in encoder.named_parameters():
+        weight.requires_grad = name.startswith("layers.1.attn_norm")
+
+
+BETWEEN = _without_the_second, _doubled_before_the_second, _second_checkpointed, _frozen_but_for_a_norm
+
+
+@pytest.mark.parametrize("change", BETWEEN, ids=[change.__name__ for change in BETWEEN])
+def test_what_changes_between_layers(encoder, change):
+    model = load_model(encoder("modernbert", num_hidden_layers=4)).double()
+    loss_function, batch = losses.Contrastive(model), batch_of(model)
+    with pylate_fastmaxsim.enabled(compile=True, stock_masking=True):
+        run(loss_function, batch)
+        change(model[0].auto_model)
+        ours = run(loss_function, batch)
+    assert_equal(ours, run(loss_function, batch))
+
+
+def test_states_that_are_changed_in_place_between_layers(encoder):
+    model = load_model(encoder("modernbert")).double()
+    core = model[0].auto_model
+    states = torch.randn(1, 8, core.config.hidden_size, dtype=torch.float64)
+    positions = core.rotary_emb(states, torch.arange(8)[None], "full_attention")
+    with pylate_fastmaxsim.enabled(compile=True):
+        compilation_layers.compile_layers(model)
+        first, second, *_ = core.layers
+        states = first(states, position_embeddings=positions)
+        states.detach().mul_(2)
+        ours = second(states, position_embeddings=positions)
+    torch.testing.assert_close(ours, second(states, position_embeddings=positions))
