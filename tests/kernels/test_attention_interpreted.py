@@ -40,6 +40,11 @@ def test_windows(reach, tiles):
     check(case(LENGTHS, reach), tiles)
 
 
+def test_programs_of_long_texts_take_several_tiles():
+    """Three for each text, of which one has five tiles."""
+    check(case([40, 70], 20), LONG)
+
+
 @pytest.mark.parametrize("tiles, reach", [(TILES, 20), (LONG, -1)], ids=["both", "long"])
 def test_fewer_keys_than_rows(reach, tiles):
     """As of PyLate's query expansion: texts of which some rows are not attended to, and keys that nobody sees."""

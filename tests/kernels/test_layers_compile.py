@@ -8,7 +8,7 @@ from compiled import check, compiled  # noqa: E402
 
 from pylate_fastmaxsim.kernels.layers import launch  # noqa: E402
 from pylate_fastmaxsim.kernels.layers.glu import glu_gradient_kernel, glu_kernel  # noqa: E402
-from pylate_fastmaxsim.kernels.layers.norm import norm_gradient_kernel  # noqa: E402
+from pylate_fastmaxsim.kernels.layers.norm import norm_gradient_kernel, sum_parts_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
@@ -33,3 +33,11 @@ def test_norm_and_residual(dim, tmp_path):
     ptx, shared = compiled(norm_gradient_kernel, 90, "bf16", options, ("bias_parts",), types=types, **constants)
     check(90, "bf16", ptx, shared, tmp_path)
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "16 bytes at a time"
+
+
+def test_sums_of_parts(tmp_path):
+    constants = {"DIM": 768, "ROWS": launch.SUM_ROWS, "BLOCK": launch.SUM_BLOCK}
+    ptx, shared = compiled(
+        sum_parts_kernel, 90, "bf16", {"num_warps": 8}, types=dict.fromkeys(("parts", "sums"), "*fp32"), **constants
+    )
+    check(90, "bf16", ptx, shared, tmp_path)

@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 # The tiles of BACKWARD for short texts hold what those of FORWARD do: only `long_attention_kernel` writes log-sums.
 FORWARD = {
     32: Tiles((Tile(64, 4), Tile(128, 4)), Tile(64, 4)),
-    64: Tiles((Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128)),
+    64: Tiles((Tile(32, 2), Tile(64, 4), Tile(128, 8)), Tile(64, 4, 128)),
     128: Tiles((Tile(64, 4), Tile(128, 4)), Tile(64, 4)),
 }
 BACKWARD = {
@@ -216,13 +216,15 @@ def _launches(
     query: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, reach: int, dropout: float, tiles: Tiles
 ) -> Iterator[tuple[bool, tuple[int, ...], dict[str, object]]]:
     """Whether a launch is of long texts, its grid, and its constants, always in one order."""
-    _, heads, dim = query.shape
-    programs = (len(cu_seqlens) - 1) * heads
+    rows, heads, dim = query.shape
+    texts = len(cu_seqlens) - 1
     longer_than = -1
     for is_long, tile in (*((False, tile) for tile in tiles.short), (True, tiles.long)):
         if longer_than >= max_length:
             break
-        grid = (programs, cdiv(max_length, tile.block)) if is_long else (programs,)
+        # As many for each text as it has tiles on average. With as many as the longest has, most would find nothing to
+        # do: a third of the time of a batch of short texts.
+        grid = (texts * heads, max(1, rows // max(1, texts * tile.block)) if is_long else 1)
         yield (
             is_long,
             grid,

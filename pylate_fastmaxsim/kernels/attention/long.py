@@ -69,33 +69,35 @@ def long_attention_kernel(
     `log_sums`, ``[HEADS, num_rows]``, is the logarithm to base 2 of the divisor of a row's weights.
     """
     head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
-    first = tl.program_id(1) * BLOCK
-    if tl.maximum(length, key_length) > LONGER_THAN and first < length:
+    if tl.maximum(length, key_length) > LONGER_THAN:
         q = first_of(q_states, start, head, q_head, Q_ROW)
         k = first_of(k_states, key_start, head, k_head, K_ROW)
         v = first_of(v_states, key_start, head, v_head, V_ROW)
-        rows = first + tl.arange(0, BLOCK)
-        q_tile = load_rows(q, rows, length, Q_ROW, DIM, COLUMNS)
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        states = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
-        for begin in range(low, high, BLOCK):
-            columns = begin + tl.arange(0, BLOCK)
-            k_tile = load_rows(k, columns, key_length, K_ROW, DIM, COLUMNS)
-            s = logits(q_tile, k_tile, rows, columns, key_length, reach, SCALE, HAS_WINDOW)
-            larger = tl.maximum(best, tl.max(s, axis=1))
-            weights = tl.exp2(s - finite(larger)[:, None])
-            shrink = tl.exp2(best - finite(larger))
-            total = total * shrink + tl.sum(weights, axis=1)
-            v_tile = load_rows(v, columns, key_length, V_ROW, DIM, COLUMNS)
-            keep = kept(seed, head, start + first, begin, BLOCK, DROPOUT)
-            weights = dropped(weights, keep, DROPOUT)
-            states = tl.dot(weights.to(v_tile.dtype), v_tile, states * shrink[:, None])
-            best = larger
-        total = tl.where(total == 0.0, 1.0, total)
-        store_rows(out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM, COLUMNS)
-        tl.store(log_sums + head * num_rows + start + rows, finite(best) + tl.log2(total), mask=rows < length)
+        for first in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+            rows = first + tl.arange(0, BLOCK)
+            q_tile = load_rows(q, rows, length, Q_ROW, DIM, COLUMNS)
+            best = tl.full([BLOCK], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK], tl.float32)
+            states = tl.zeros([BLOCK, COLUMNS], tl.float32)
+            low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
+            for begin in range(low, high, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                k_tile = load_rows(k, columns, key_length, K_ROW, DIM, COLUMNS)
+                s = logits(q_tile, k_tile, rows, columns, key_length, reach, SCALE, HAS_WINDOW)
+                larger = tl.maximum(best, tl.max(s, axis=1))
+                weights = tl.exp2(s - finite(larger)[:, None])
+                shrink = tl.exp2(best - finite(larger))
+                total = total * shrink + tl.sum(weights, axis=1)
+                v_tile = load_rows(v, columns, key_length, V_ROW, DIM, COLUMNS)
+                keep = kept(seed, head, start + first, begin, BLOCK, DROPOUT)
+                weights = dropped(weights, keep, DROPOUT)
+                states = tl.dot(weights.to(v_tile.dtype), v_tile, states * shrink[:, None])
+                best = larger
+            total = tl.where(total == 0.0, 1.0, total)
+            store_rows(
+                out + (start * HEADS + head) * DIM, rows, length, states / total[:, None], HEADS * DIM, DIM, COLUMNS
+            )
+            tl.store(log_sums + head * num_rows + start + rows, finite(best) + tl.log2(total), mask=rows < length)
     if LONGER_THAN < 0 and is_last(HEADS):
         clear_rows(out + head * DIM, start + length, num_rows, HEADS * DIM, DIM, COLUMNS, BLOCK)
 
@@ -142,7 +144,6 @@ def long_attention_gradient_kernel(
     Each goes over the tiles by itself and recomputes their weights, so that no program adds to what another writes.
     """
     head, start, length, key_start, key_length = text_and_head(cu_seqlens, key_cu_seqlens, HEADS)
-    first = tl.program_id(1) * BLOCK
     if tl.maximum(length, key_length) > LONGER_THAN:
         q = first_of(q_states, start, head, q_head, Q_ROW)
         k = first_of(k_states, key_start, head, k_head, K_ROW)
@@ -150,48 +151,51 @@ def long_attention_gradient_kernel(
         grad = first_of(grad, start, head, grad_head, GRAD_ROW)
         out += (start * HEADS + head) * DIM
         log_sums += head * num_rows + start
-        mine = first + tl.arange(0, BLOCK)
-        if first < length:
-            q_tile = load_rows(q, mine, length, Q_ROW, DIM, COLUMNS)
-            grad_tile = load_rows(grad, mine, length, GRAD_ROW, DIM, COLUMNS)
-            log_sum = tl.load(log_sums + mine, mask=mine < length, other=float("inf"))
-            inner = _inner(out, grad_tile, mine, length, HEADS * DIM, DIM, COLUMNS)
-            q_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
-            low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
-            for begin in range(low, high, BLOCK):
-                columns = begin + tl.arange(0, BLOCK)
-                k_tile = load_rows(k, columns, key_length, K_ROW, DIM, COLUMNS)
-                v_tile = load_rows(v, columns, key_length, V_ROW, DIM, COLUMNS)
-                s = logits(q_tile, k_tile, mine, columns, key_length, reach, SCALE, HAS_WINDOW)
-                weights = tl.exp2(s - log_sum[:, None])
-                keep = kept(seed, head, start + first, begin, BLOCK, DROPOUT)
-                grad_weights = dropped(tl.dot(grad_tile, tl.trans(v_tile)), keep, DROPOUT)
-                grad_s = weights * (grad_weights - inner[:, None]) * SCALE
-                q_sum = tl.dot(grad_s.to(k_tile.dtype), k_tile, q_sum)
-            grad_q_rows = first_of(grad_q, start, head, q_head, Q_ROW)
-            store_turned_back(grad_q_rows, cos, sin, start, mine, length, q_sum, Q_ROW, DIM, COLUMNS)
-        if first < key_length:
-            k_tile = load_rows(k, mine, key_length, K_ROW, DIM, COLUMNS)
-            v_tile = load_rows(v, mine, key_length, V_ROW, DIM, COLUMNS)
-            k_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
-            v_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
-            low, high = _seen(first, length, reach, HAS_WINDOW, BLOCK)
-            for begin in range(low, high, BLOCK):
-                rows = begin + tl.arange(0, BLOCK)
-                q_tile = load_rows(q, rows, length, Q_ROW, DIM, COLUMNS)
-                grad_tile = load_rows(grad, rows, length, GRAD_ROW, DIM, COLUMNS)
-                log_sum = tl.load(log_sums + rows, mask=rows < length, other=float("inf"))
-                inner = _inner(out, grad_tile, rows, length, HEADS * DIM, DIM, COLUMNS)
-                s = logits(q_tile, k_tile, rows, mine, key_length, reach, SCALE, HAS_WINDOW)
-                weights = tl.exp2(s - log_sum[:, None])
-                keep = kept(seed, head, start + begin, first, BLOCK, DROPOUT)
-                grad_weights = dropped(tl.dot(grad_tile, tl.trans(v_tile)), keep, DROPOUT)
-                grad_s = weights * (grad_weights - inner[:, None]) * SCALE
-                v_sum = tl.dot(tl.trans(dropped(weights, keep, DROPOUT).to(grad_tile.dtype)), grad_tile, v_sum)
-                k_sum = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, k_sum)
-            grad_k_rows = first_of(grad_k, key_start, head, k_head, K_ROW)
-            store_turned_back(grad_k_rows, cos, sin, key_start, mine, key_length, k_sum, K_ROW, DIM, COLUMNS)
-            store_rows(first_of(grad_v, key_start, head, v_head, V_ROW), mine, key_length, v_sum, V_ROW, DIM, COLUMNS)
+        for first in range(tl.program_id(1) * BLOCK, tl.maximum(length, key_length), tl.num_programs(1) * BLOCK):
+            mine = first + tl.arange(0, BLOCK)
+            if first < length:
+                q_tile = load_rows(q, mine, length, Q_ROW, DIM, COLUMNS)
+                grad_tile = load_rows(grad, mine, length, GRAD_ROW, DIM, COLUMNS)
+                log_sum = tl.load(log_sums + mine, mask=mine < length, other=float("inf"))
+                inner = _inner(out, grad_tile, mine, length, HEADS * DIM, DIM, COLUMNS)
+                q_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
+                low, high = _seen(first, key_length, reach, HAS_WINDOW, BLOCK)
+                for begin in range(low, high, BLOCK):
+                    columns = begin + tl.arange(0, BLOCK)
+                    k_tile = load_rows(k, columns, key_length, K_ROW, DIM, COLUMNS)
+                    v_tile = load_rows(v, columns, key_length, V_ROW, DIM, COLUMNS)
+                    s = logits(q_tile, k_tile, mine, columns, key_length, reach, SCALE, HAS_WINDOW)
+                    weights = tl.exp2(s - log_sum[:, None])
+                    keep = kept(seed, head, start + first, begin, BLOCK, DROPOUT)
+                    grad_weights = dropped(tl.dot(grad_tile, tl.trans(v_tile)), keep, DROPOUT)
+                    grad_s = weights * (grad_weights - inner[:, None]) * SCALE
+                    q_sum = tl.dot(grad_s.to(k_tile.dtype), k_tile, q_sum)
+                grad_q_rows = first_of(grad_q, start, head, q_head, Q_ROW)
+                store_turned_back(grad_q_rows, cos, sin, start, mine, length, q_sum, Q_ROW, DIM, COLUMNS)
+            if first < key_length:
+                k_tile = load_rows(k, mine, key_length, K_ROW, DIM, COLUMNS)
+                v_tile = load_rows(v, mine, key_length, V_ROW, DIM, COLUMNS)
+                k_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
+                v_sum = tl.zeros([BLOCK, COLUMNS], tl.float32)
+                low, high = _seen(first, length, reach, HAS_WINDOW, BLOCK)
+                for begin in range(low, high, BLOCK):
+                    rows = begin + tl.arange(0, BLOCK)
+                    q_tile = load_rows(q, rows, length, Q_ROW, DIM, COLUMNS)
+                    grad_tile = load_rows(grad, rows, length, GRAD_ROW, DIM, COLUMNS)
+                    log_sum = tl.load(log_sums + rows, mask=rows < length, other=float("inf"))
+                    inner = _inner(out, grad_tile, rows, length, HEADS * DIM, DIM, COLUMNS)
+                    s = logits(q_tile, k_tile, rows, mine, key_length, reach, SCALE, HAS_WINDOW)
+                    weights = tl.exp2(s - log_sum[:, None])
+                    keep = kept(seed, head, start + begin, first, BLOCK, DROPOUT)
+                    grad_weights = dropped(tl.dot(grad_tile, tl.trans(v_tile)), keep, DROPOUT)
+                    grad_s = weights * (grad_weights - inner[:, None]) * SCALE
+                    v_sum = tl.dot(tl.trans(dropped(weights, keep, DROPOUT).to(grad_tile.dtype)), grad_tile, v_sum)
+                    k_sum = tl.dot(tl.trans(grad_s.to(q_tile.dtype)), q_tile, k_sum)
+                grad_k_rows = first_of(grad_k, key_start, head, k_head, K_ROW)
+                store_turned_back(grad_k_rows, cos, sin, key_start, mine, key_length, k_sum, K_ROW, DIM, COLUMNS)
+                store_rows(
+                    first_of(grad_v, key_start, head, v_head, V_ROW), mine, key_length, v_sum, V_ROW, DIM, COLUMNS
+                )
     if LONGER_THAN < 0 and is_last(HEADS):
         clear_rows(first_of(grad_q, 0, head, q_head, Q_ROW), start + length, num_rows, Q_ROW, DIM, COLUMNS, BLOCK)
         clear_rows(

@@ -74,3 +74,16 @@ def norm_gradient_kernel(
         tl.store(weight_parts + part, weight_sum, mask=within)
     if bias_parts is not None:
         tl.store(bias_parts + part, bias_sum, mask=within)
+
+
+@Launcher
+@triton.jit(do_not_specialize=["num_parts"])
+def sum_parts_kernel(parts, sums, num_parts, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of ``sums [DIM]``, those of ``parts [num_parts, DIM]``."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, num_parts, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = (rows < num_parts)[:, None] & (columns < DIM)[None, :]
+        total += tl.load(parts + rows[:, None] * DIM + columns[None, :], mask=inside, other=0.0)
+    tl.store(sums + columns, tl.sum(total, axis=0).to(sums.dtype.element_ty), mask=columns < DIM)
