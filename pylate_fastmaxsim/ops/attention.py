@@ -18,11 +18,12 @@ from pylate_fastmaxsim.ops.dispatch import has_kernels
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
-# Without a window FlashAttention is faster for longer texts. On an H100 these kernels were 1.18 times as fast for texts
-# of 180 tokens, and 0.91 times for 300 tokens (benchmarks/operators/attention.py).
-LONGEST_MEAN = 192
+# Without a window FlashAttention is faster for longer texts. By the numbers of a head and whether there is dropout, the
+# longest mean of texts for which these kernels were measured to be faster on an H100: 1.18 times at 180 tokens (0.91 at
+# 300), and the others 1.14 to 1.7 times at 48 (none of them at 150; benchmarks/operators/attention.py).
+LONGEST_MEAN = {(64, False): 192, (64, True): 50, (32, False): 50, (32, True): 50, (96, False): 50, (128, False): 50}
 LONGEST = 1024
-# With dropout or heads of 32, 96 or 128 FlashAttention was no slower from texts of 150 tokens on.
+# Heads of windows that were measured.
 HEAD_DIM = 64
 
 
@@ -199,21 +200,24 @@ def is_faster(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, max_length: int, window: tuple[int, int], dropout: float
 ) -> bool:
     """Whether :func:`text_attention` can replace FlashAttention and was measured to be faster."""
-    if dropout or window[0] != window[1] or key.shape[1] != query.shape[1] or query.shape[2] != HEAD_DIM:
+    if window[0] != window[1] or key.shape[1] != query.shape[1]:
         return False
     if query.shape[0] < FEWEST_TOKENS or not _measured_on(query.device):
         return False
-    return window[0] >= 0 or _are_short(query.shape[0], cu_seqlens, max_length)
+    return _is_measured(query.shape[0], query.shape[2], cu_seqlens, max_length, window[0], dropout > 0)
 
 
 def rotary_is_faster(x: Tensor, dim: int, cu_seqlens: Tensor, max_length: int, reach: int) -> bool:
     """The same of :func:`rotary_self_attention` in a compiled graph, which calls neither by Python."""
     takes = x.dtype in (torch.bfloat16, torch.float16) and dim == HEAD_DIM
-    return takes and _measured_on(x.device) and (reach >= 0 or _are_short(x.shape[0], cu_seqlens, max_length))
+    return takes and _measured_on(x.device) and _is_measured(x.shape[0], dim, cu_seqlens, max_length, reach, False)
 
 
-def _are_short(tokens: int, cu_seqlens: Tensor, max_length: int) -> bool:
-    return tokens <= LONGEST_MEAN * (cu_seqlens.shape[0] - 1) and max_length <= LONGEST
+def _is_measured(tokens: int, dim: int, cu_seqlens: Tensor, max_length: int, reach: int, dropout: bool) -> bool:
+    if reach >= 0:
+        return dim == HEAD_DIM and not dropout
+    longest_mean = LONGEST_MEAN.get((dim, dropout), 0)
+    return tokens <= longest_mean * (cu_seqlens.shape[0] - 1) and max_length <= LONGEST
 
 
 # A constant of a graph.

@@ -40,8 +40,9 @@ def test_windows(reach, tiles):
     check(case(LENGTHS, reach), tiles)
 
 
-def test_programs_of_long_texts_take_several_tiles():
+def test_programs_of_long_texts_take_several_tiles(monkeypatch):
     """Three for each text, of which one has five tiles."""
+    monkeypatch.setattr(attention_launch, "MOST_PROGRAMS", 0)
     check(case([40, 70], 20), LONG)
 
 
