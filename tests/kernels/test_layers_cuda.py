@@ -4,12 +4,12 @@ import pytest
 import torch
 from layer_cases import glu_case, gradients, norm_case
 
-from pylate_fastmaxsim.ops.layers.glu import glu_linear
+from pylate_fastmaxsim.ops.layers.glu import geglu_linear
 from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
 
 pytestmark = pytest.mark.cuda
 
-CASES = {"glu": (glu_linear, glu_case), "norm": (norm_with_residual, norm_case)}
+CASES = {"glu": (geglu_linear, glu_case), "norm": (norm_with_residual, norm_case)}
 
 
 @pytest.mark.parametrize("dim", [384, 768, 1000])

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-def glu_case(rows, dim, device, dtype=torch.bfloat16, activation="gelu", bias=True, like=None):
+def glu_case(rows, dim, device, dtype=torch.bfloat16, bias=True, like=None):
     """``like``: the same numbers as these arguments."""
     sizes = (rows, 2 * 48), (dim, 48), (dim,) if bias else None
-    return *_made(sizes, [dtype] * 3, device, like), activation
+    return tuple(_made(sizes, [dtype] * 3, device, like))
 
 
 def norm_case(rows, dim, device, dtype=None, bias=True, like=None):

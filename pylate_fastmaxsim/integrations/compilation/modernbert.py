@@ -20,7 +20,7 @@ from pylate_fastmaxsim.integrations.models.user_code import GLOBAL_HOOKS, has_ho
 from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.ops.attention import rotary_is_faster, rotary_self_attention
-from pylate_fastmaxsim.ops.layers.glu import glu_linear
+from pylate_fastmaxsim.ops.layers.glu import geglu_linear
 from pylate_fastmaxsim.ops.layers.norm import norm_with_residual
 
 try:
@@ -196,10 +196,8 @@ def _layer(
     attended = _attention(layer.attn, normed.view_as(hidden_states), mask, positions, kwargs)
     mlp = layer.mlp
     normed, total = norm_of(layer.mlp_norm, total, attended.flatten(0, -2))
-    if mlp.training and mlp.drop.p > 0:
-        added = mlp(normed)
-    else:
-        added = glu_linear(mlp.Wi(normed), *_cast(mlp.Wo, dtype), "gelu")
+    dropped = mlp.training and mlp.drop.p > 0
+    added = mlp(normed) if dropped else geglu_linear(mlp.Wi(normed), *_cast(mlp.Wo, dtype))
     if next_norm is None:
         return (total + added).view_as(hidden_states), None
     normed, total = norm_of(next_norm, total, added)

@@ -49,36 +49,30 @@ MOST_PROGRAMS = 2**14
 TURNED = 32
 
 
+class Texts(NamedTuple):
+    """Which rows see which keys: the arguments of :func:`~pylate_fastmaxsim.ops.attention.text_attention` behind vectors."""
+
+    cu_seqlens: Tensor
+    key_cu_seqlens: Tensor
+    max_length: int
+    scale: float
+    reach: int
+    seed: Tensor | None = None
+    dropout: float = 0.0
+
+
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_length: int,
-    scale: float,
-    reach: int,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-    tiles: Tiles | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *texts, tiles: Tiles | None = None, **dropout
 ) -> tuple[Tensor, Tensor]:
-    """States ``[T, heads, d]``, and log-sums ``[heads, T]`` for the backward of texts that are longer than a tile."""
-    vectors = tuple(map(laid_out, (query, key, value)))
-    return _forward(vectors, cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout, tiles)
+    """States ``[T, heads, d]``, and log-sums ``[heads, T]`` for the backward of texts that are longer than a tile.
+
+    ``texts`` and ``dropout`` are the fields of :class:`Texts`.
+    """
+    return _forward(tuple(map(laid_out, (query, key, value))), Texts(*texts, **dropout), tiles)
 
 
 def rotary_forward(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_length: int,
-    scale: float,
-    reach: int,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-    tiles: Tiles | None = None,
+    qkv: Tensor, cos: Tensor, sin: Tensor, *texts, tiles: Tiles | None = None, **dropout
 ) -> tuple[Tensor, Tensor]:
     """The same of ``qkv [T, 3, heads, d]``, contiguous, whose queries and keys are turned in place first."""
     rows, _, heads, dim = qkv.shape
@@ -87,7 +81,7 @@ def rotary_forward(
         rotary_kernel[grid](
             qkv, cos.contiguous(), sin.contiguous(), rows, HEADS=heads, DIM=dim, BLOCK=TURNED, num_warps=4
         )
-    return _forward(qkv.unbind(1), cu_seqlens, key_cu_seqlens, max_length, scale, reach, seed, dropout, tiles)
+    return _forward(qkv.unbind(1), Texts(*texts, **dropout), tiles)
 
 
 def backward(
@@ -97,20 +91,14 @@ def backward(
     value: Tensor,
     out: Tensor,
     log_sums: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_length: int,
-    scale: float,
-    reach: int,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
+    *texts,
     tiles: Tiles | None = None,
+    **dropout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in the strides of :func:`laid_out`."""
     vectors = tuple(map(laid_out, (query, key, value)))
     gradients = tuple(map(torch.empty_like, vectors))
-    borders = cu_seqlens, key_cu_seqlens, max_length
-    _backward(grad, vectors, gradients, out, log_sums, None, None, *borders, scale, reach, seed, dropout, tiles)
+    _backward(grad, vectors, gradients, out, log_sums, (None, None), Texts(*texts, **dropout), tiles or BACKWARD)
     return gradients
 
 
@@ -121,46 +109,27 @@ def rotary_backward(
     sin: Tensor,
     out: Tensor,
     log_sums: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_length: int,
-    scale: float,
-    reach: int,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
+    *texts,
     tiles: Tiles | None = None,
+    **dropout,
 ) -> Tensor:
     """The gradient of ``qkv`` as it was before :func:`rotary_forward` turned it. All of it is written."""
     gradient = torch.empty_like(qkv)
     angles = cos.contiguous(), sin.contiguous()
-    borders = cu_seqlens, key_cu_seqlens, max_length
-    tiles = tiles or ROTARY_BACKWARD[max(32, qkv.shape[3])]
-    _backward(
-        grad, qkv.unbind(1), gradient.unbind(1), out, log_sums, *angles, *borders, scale, reach, seed, dropout, tiles
-    )
+    vectors, gradients = qkv.unbind(1), gradient.unbind(1)
+    _backward(grad, vectors, gradients, out, log_sums, angles, Texts(*texts, **dropout), tiles or ROTARY_BACKWARD)
     return gradient
 
 
-def _forward(
-    vectors: tuple[Tensor, ...],
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_length: int,
-    scale: float,
-    reach: int,
-    seed: Tensor | None,
-    dropout: float,
-    tiles: Tiles | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(vectors: tuple[Tensor, ...], texts: Texts, tiles: Tiles | None) -> tuple[Tensor, Tensor]:
     query, key, value = vectors
-    tiles = tiles or FORWARD[max(32, columns_of(query))]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     log_sums = query.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32)
-    arguments = (*vectors, out, log_sums, seed, cu_seqlens, key_cu_seqlens)
-    arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(reach, 0))
+    arguments = (*vectors, out, log_sums, texts.seed, texts.cu_seqlens, texts.key_cu_seqlens)
+    arguments += (query.stride(1), key.stride(1), value.stride(1), query.shape[0], max(texts.reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0)}
     with on_device_of(query):
-        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, dropout, tiles):
+        for is_long, grid, constants in _launches(query, texts, tiles or FORWARD):
             if is_long:
                 long_attention_kernel[grid](*arguments, **rows, **constants)
             else:
@@ -174,27 +143,19 @@ def _backward(
     gradients: tuple[Tensor, ...],
     out: Tensor,
     log_sums: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_length: int,
-    scale: float,
-    reach: int,
-    seed: Tensor | None,
-    dropout: float,
-    tiles: Tiles | None,
+    angles: tuple[Tensor | None, Tensor | None],
+    texts: Texts,
+    tiles: Tiles | dict[int, Tiles],
 ) -> None:
     """Write ``gradients``, which are laid out as ``vectors``."""
     query, key, value = vectors
-    tiles = tiles or BACKWARD[max(32, columns_of(query))]
     grad = laid_out(grad)
-    arguments = (*vectors, out, grad, log_sums, seed, cos, sin, cu_seqlens, key_cu_seqlens, *gradients)
+    arguments = (*vectors, out, grad, log_sums, texts.seed, *angles, texts.cu_seqlens, texts.key_cu_seqlens, *gradients)
     arguments += (query.stride(1), key.stride(1), value.stride(1), grad.stride(1))
-    arguments += (query.shape[0], key.shape[0], max(reach, 0))
+    arguments += (query.shape[0], key.shape[0], max(texts.reach, 0))
     rows = {"Q_ROW": query.stride(0), "K_ROW": key.stride(0), "V_ROW": value.stride(0), "GRAD_ROW": grad.stride(0)}
     with on_device_of(query):
-        for is_long, grid, constants in _launches(query, cu_seqlens, max_length, scale, reach, dropout, tiles):
+        for is_long, grid, constants in _launches(query, texts, tiles):
             if is_long:
                 long_attention_gradient_kernel[grid](*arguments, **rows, **constants)
             else:
@@ -216,31 +177,33 @@ def columns_of(values: Tensor) -> int:
 
 
 def _launches(
-    query: Tensor, cu_seqlens: Tensor, max_length: int, scale: float, reach: int, dropout: float, tiles: Tiles
+    query: Tensor, texts: Texts, tiles: Tiles | dict[int, Tiles]
 ) -> Iterator[tuple[bool, tuple[int, ...], dict[str, object]]]:
-    """Whether a launch is of long texts, its grid, and its constants, always in one order."""
+    """Whether a launch is of long texts, its grid, and its constants, always in one order. ``tiles`` may be a table."""
     rows, heads, dim = query.shape
-    texts = len(cu_seqlens) - 1
+    columns, count = columns_of(query), len(texts.cu_seqlens) - 1
+    if isinstance(tiles, dict):
+        tiles = tiles[max(32, columns)]
     longer_than = -1
     for is_long, tile in (*((False, tile) for tile in tiles.short), (True, tiles.long)):
-        if longer_than >= max_length:
+        if longer_than >= texts.max_length:
             break
         programs = 1
         if is_long:
             # As many for each text and head as the longest has tiles, or as texts have on average, if these are many.
-            most = max(1, rows // max(1, texts * tile.block), MOST_PROGRAMS // max(1, texts * heads))
-            programs = min(cdiv(max_length, tile.block), most)
-        grid = (texts * heads, programs)
+            most = max(1, rows // max(1, count * tile.block), MOST_PROGRAMS // max(1, count * heads))
+            programs = min(cdiv(texts.max_length, tile.block), most)
+        grid = (count * heads, programs)
         yield (
             is_long,
             grid,
             {
                 "HEADS": heads,
                 "DIM": dim,
-                "COLUMNS": columns_of(query),
-                "SCALE": scale,
-                "HAS_WINDOW": reach >= 0,
-                "DROPOUT": dropout,
+                "COLUMNS": columns,
+                "SCALE": texts.scale,
+                "HAS_WINDOW": texts.reach >= 0,
+                "DROPOUT": texts.dropout,
                 "LONGER_THAN": longer_than,
                 "BLOCK": tile.block,
                 "num_warps": tile.num_warps,

@@ -17,17 +17,17 @@ NORM_PROGRAMS = 660
 SUM_ROWS, SUM_BLOCK = 128, 16
 
 
-def glu(x: Tensor, silu: bool) -> Tensor:
-    """``act(x[:, :F]) * x[:, F:]``, ``[T, F]``, of a contiguous ``x [T, 2 * F]``."""
+def glu(x: Tensor) -> Tensor:
+    """``gelu(x[:, :F]) * x[:, F:]``, ``[T, F]``, of a contiguous ``x [T, 2 * F]``."""
     hidden = x.new_empty(x.shape[0], x.shape[1] // 2)
     if hidden.numel():
         with on_device_of(x):
             grid = (cdiv(hidden.numel(), GLU_BLOCK),)
-            glu_kernel[grid](x, hidden, x.shape[0], F=hidden.shape[1], SILU=silu, BLOCK=GLU_BLOCK, num_warps=4)
+            glu_kernel[grid](x, hidden, x.shape[0], F=hidden.shape[1], BLOCK=GLU_BLOCK, num_warps=4)
     return hidden
 
 
-def glu_gradient(x: Tensor, grad_hidden: Tensor, silu: bool, need_hidden: bool) -> tuple[Tensor, Tensor | None]:
+def glu_gradient(x: Tensor, grad_hidden: Tensor, need_hidden: bool) -> tuple[Tensor, Tensor | None]:
     """The gradient of ``x``, and on request what :func:`glu` gave."""
     grad_x = torch.empty_like(x)
     hidden = torch.empty_like(grad_hidden) if need_hidden else None
@@ -41,7 +41,6 @@ def glu_gradient(x: Tensor, grad_hidden: Tensor, silu: bool, need_hidden: bool) 
                 hidden,
                 x.shape[0],
                 F=grad_hidden.shape[1],
-                SILU=silu,
                 BLOCK=GLU_BLOCK,
                 num_warps=4,
             )

@@ -1,25 +1,23 @@
-"""A gated linear unit with the projection behind it, as a differentiable operator that keeps no product of the gate."""
+"""A gated linear unit (GeGLU) with the projection behind it, as a differentiable operator that does not keep the unit."""
 
 from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, linear
 
 from pylate_fastmaxsim.ops.dispatch import runs_kernels
 
-_ACTIVATIONS = {"gelu": gelu, "silu": silu}
 
-
-def glu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["gelu", "silu"]) -> Tensor:
-    """``linear(act(x[:, :F]) * x[:, F:], weight, bias)``: the end of the MLP of ModernBERT (GeGLU) or Qwen3 (SwiGLU).
+def geglu_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear(gelu(x[:, :F]) * x[:, F:], weight, bias)``: the end of the MLP of ModernBERT.
 
     The backward keeps ``x`` and ``weight``, and computes the product of activation and gate again while it makes their
-    gradient. Without autocast of its own: the caller casts. Differentiable once in the three tensors.
+    gradient. The exact GELU, rounded to the dtype of ``x`` as PyTorch does. Without autocast of its own: the caller casts.
+    Differentiable once in the three tensors.
 
     Parameters
     ----------
@@ -27,8 +25,6 @@ def glu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Liter
         ``[T, 2 * F]``, of any floating dtype.
     weight, bias
         ``[C, F]`` and ``[C]`` or ``None``, of the same dtype.
-    activation
-        ``"gelu"``, the exact one, or ``"silu"``. It is rounded to the dtype of ``x``, as PyTorch does.
 
     Returns
     -------
@@ -38,22 +34,20 @@ def glu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Liter
     Raises
     ------
     ValueError
-        ``x`` and ``weight`` do not fit together, or ``activation`` is none of the above.
+        ``x`` and ``weight`` do not fit together.
 
     Examples
     --------
     >>> import torch
-    >>> from pylate_fastmaxsim.ops.layers.glu import glu_linear
-    >>> glu_linear(torch.randn(5, 2 * 8), torch.randn(3, 8), None, "gelu").shape
+    >>> from pylate_fastmaxsim.ops.layers.glu import geglu_linear
+    >>> geglu_linear(torch.randn(5, 2 * 8), torch.randn(3, 8), None).shape
     torch.Size([5, 3])
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"glu_linear: activation must be 'gelu' or 'silu', got {activation!r}.")
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != 2 * weight.shape[1]:
         raise ValueError(
-            f"glu_linear: x must be [T, 2 * F] and weight [C, F], got shapes {tuple(x.shape)} and {tuple(weight.shape)}."
+            f"geglu_linear: x must be [T, 2 * F] and weight [C, F], got shapes {tuple(x.shape)} and {tuple(weight.shape)}."
         )
-    return torch.ops.pylate_fastmaxsim.glu_linear(x, weight, bias, activation)
+    return torch.ops.pylate_fastmaxsim.geglu_linear(x, weight, bias)
 
 
 @functools.cache
@@ -64,38 +58,37 @@ def _kernels() -> ModuleType:
 
 
 torch.library.define(
-    "pylate_fastmaxsim::glu_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    "pylate_fastmaxsim::geglu_linear",
+    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
-    "pylate_fastmaxsim::glu_linear_backward",
-    "(Tensor grad, Tensor x, Tensor weight, str activation, bool need_x, bool need_weight, bool need_bias) "
-    "-> (Tensor, Tensor, Tensor)",
+    "pylate_fastmaxsim::geglu_linear_backward",
+    "(Tensor grad, Tensor x, Tensor weight, bool need_x, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
 
-def _plain(x: Tensor, activation: str) -> Tensor:
+def _plain(x: Tensor) -> Tensor:
     inputs, gate = x.chunk(2, dim=1)
-    return _ACTIVATIONS[activation](inputs) * gate
+    return gelu(inputs) * gate
 
 
-@torch.library.impl("pylate_fastmaxsim::glu_linear", ("cpu", "cuda"))
-def _forward(x, weight, bias, activation):
-    hidden = _kernels().glu(x.contiguous(), activation == "silu") if runs_kernels(x) else _plain(x, activation)
+@torch.library.impl("pylate_fastmaxsim::geglu_linear", ("cpu", "cuda"))
+def _forward(x, weight, bias):
+    hidden = _kernels().glu(x.contiguous()) if runs_kernels(x) else _plain(x)
     return linear(hidden, weight, bias)
 
 
-@torch.library.impl("pylate_fastmaxsim::glu_linear_backward", ("cpu", "cuda"))
-def _backward(grad, x, weight, activation, need_x, need_weight, need_bias):
+@torch.library.impl("pylate_fastmaxsim::geglu_linear_backward", ("cpu", "cuda"))
+def _backward(grad, x, weight, need_x, need_weight, need_bias):
     nothing = x.new_empty
     if runs_kernels(x):
-        grad_x, hidden = _kernels().glu_gradient(x.contiguous(), grad @ weight, activation == "silu", need_weight)
+        grad_x, hidden = _kernels().glu_gradient(x.contiguous(), grad @ weight, need_weight)
     else:
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            hidden = _plain(leaf, activation)
+            hidden = _plain(leaf)
         (grad_x,) = torch.autograd.grad(hidden, leaf, grad @ weight)
     return (
         grad_x if need_x else nothing(0),
@@ -104,13 +97,13 @@ def _backward(grad, x, weight, activation, need_x, need_weight, need_bias):
     )
 
 
-@torch.library.register_fake("pylate_fastmaxsim::glu_linear")
-def _forward_fake(x, weight, bias, activation):
+@torch.library.register_fake("pylate_fastmaxsim::geglu_linear")
+def _forward_fake(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.register_fake("pylate_fastmaxsim::glu_linear_backward")
-def _backward_fake(grad, x, weight, activation, need_x, need_weight, need_bias):
+@torch.library.register_fake("pylate_fastmaxsim::geglu_linear_backward")
+def _backward_fake(grad, x, weight, need_x, need_weight, need_bias):
     return (
         x.new_empty(x.shape if need_x else 0),
         x.new_empty(weight.shape if need_weight else 0),
@@ -119,14 +112,14 @@ def _backward_fake(grad, x, weight, activation, need_x, need_weight, need_bias):
 
 
 def _save_for_backward(ctx, inputs, output):
-    x, weight, _, ctx.activation = inputs
+    x, weight, _ = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _differentiate(ctx, grad):
-    needs = ctx.needs_input_grad[:3]
-    gradients = torch.ops.pylate_fastmaxsim.glu_linear_backward(grad, *ctx.saved_tensors, ctx.activation, *needs)
-    return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=True)), None)
+    needs = ctx.needs_input_grad
+    gradients = torch.ops.pylate_fastmaxsim.geglu_linear_backward(grad, *ctx.saved_tensors, *needs)
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
 
 
-torch.library.register_autograd("pylate_fastmaxsim::glu_linear", _differentiate, setup_context=_save_for_backward)
+torch.library.register_autograd("pylate_fastmaxsim::geglu_linear", _differentiate, setup_context=_save_for_backward)

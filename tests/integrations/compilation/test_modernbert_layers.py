@@ -60,7 +60,7 @@ def used(monkeypatch, traced, trace) -> list[str]:
 
         monkeypatch.setattr(modernbert, name, noted)
 
-    for name in ("glu_linear", "norm_with_residual", "rotary_self_attention"):
+    for name in ("geglu_linear", "norm_with_residual", "rotary_self_attention"):
         noting(name)
     return traced
 
@@ -71,8 +71,8 @@ def fast_attention(monkeypatch, packed):
     monkeypatch.setattr(modernbert, "rotary_is_faster", lambda *_: True)
 
 
-OPERATORS = {"glu_linear", "rotary_self_attention"}
-IN_LAYERS = {"glu_linear", "norm_with_residual"}
+OPERATORS = {"geglu_linear", "rotary_self_attention"}
+IN_LAYERS = {"geglu_linear", "norm_with_residual"}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager"], indirect=True)
