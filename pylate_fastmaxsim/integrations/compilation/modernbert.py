@@ -31,7 +31,7 @@ except ImportError:  # an older transformers, without ModernBERT
     host = None
 
 # Of states between two layers: for which layer the norm was made, of which version of them, and the norm.
-_NORMED = "_fastmaxsim_normed"
+_NORMED = "fastmaxsim_normed"
 
 
 def patches() -> list[Patch]:
@@ -97,7 +97,7 @@ def _joined(together: Callable, layers: nn.ModuleList, number: int, layer: nn.Mo
         if reader is not layer or version != hidden_states._version:
             normed = None
         # Looked up now: FSDP may have wrapped the next layer, whose weights are elsewhere then.
-        following = layers._modules.get(str(number + 1))
+        following = layers[number + 1] if number + 1 < len(layers) else None
         states, normed = together(layer, following, hidden_states, normed, attention_mask, position_embeddings, kwargs)
         if normed is not None:
             setattr(states, _NORMED, (following, states._version, normed))
