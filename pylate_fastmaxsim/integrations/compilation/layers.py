@@ -81,7 +81,7 @@ def compile_layers(model: nn.Module) -> None:
     for layer in layers:
         layer.compile(dynamic=True)
     if known_layers:
-        modernbert.join_layers(core)
+        modernbert.join_layers(core, layers)
     checkpointing.compile_checkpointing(layers)
     _compiled[core] = [*layers, *modernbert.compile_norms(core)] if layers else []
     if layers:

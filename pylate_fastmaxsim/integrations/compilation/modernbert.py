@@ -70,12 +70,12 @@ def _call_of(norm: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def join_layers(model: nn.Module) -> None:
-    """Have each compiled layer of a known ModernBERT make the norm of the next one, which reads what it writes last."""
+def join_layers(model: nn.Module, compiled: list[nn.Module]) -> None:
+    """Have each of these layers, if it is of a known ModernBERT, make the norm that the next one begins with."""
     together = torch.compile(_with_next_norm, dynamic=True)
     for encoder in _encoders(model):
         for number, layer in enumerate(encoder.layers):
-            if layer._compiled_call_impl is not None:
+            if layer in compiled:
                 layer._compiled_call_impl = _joined(together, encoder.layers, number, layer)
 
 

@@ -270,6 +270,17 @@ def test_layers_are_given_their_first_norms(encoder, monkeypatch, trace, traced)
     assert traced == [False, True, True]
 
 
+def test_a_layer_that_the_user_compiled_stays_as_it_is(encoder):
+    model = load_model(encoder("modernbert"))
+    first, second = encoder_layers(model)
+    second.compile()
+    own = second._compiled_call_impl
+    with pylate_fastmaxsim.enabled(compile=True):
+        compilation_layers.compile_layers(model)
+        assert second._compiled_call_impl is own and first._compiled_call_impl is not None
+    assert second._compiled_call_impl is own and first._compiled_call_impl is None
+
+
 def _without_the_second(encoder):
     encoder.layers = nn.ModuleList(layer for number, layer in enumerate(encoder.layers) if number != 1)
 
