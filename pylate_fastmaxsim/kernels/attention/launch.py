@@ -42,8 +42,8 @@ BACKWARD = {
 }
 # Gradients that are turned back as they are stored take more registers.
 ROTARY_BACKWARD = BACKWARD | {64: Tiles((Tile(32, 2, 128), Tile(64, 4, 128), Tile(128, 8)), Tile(64, 4))}
-# In a batch of 768 short texts programs that find nothing to do took a third of the time of the few long ones. Of 96
-# texts they fill a GPU that would be idle.
+# Programs of a launch of long texts that may find nothing to do. With many more they took a third of its time in a batch
+# of 768 texts; with fewer the tiles of a text would wait for each other in a batch of 96, while the GPU is half empty.
 MOST_PROGRAMS = 2**14
 # Queries and keys that a program turns.
 TURNED = 32
