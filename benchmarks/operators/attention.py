@@ -33,7 +33,7 @@ from pylate_fastmaxsim.ops.attention import is_faster, rotary_self_attention, te
 DIM = 64
 WINDOWS = (64, -1)
 # Of these shapes all sizes of heads are measured, without a window.
-SHAPES_OF_HEADS = ("256 queries, 512 documents of 80", "256 documents of 150", "136 texts of 300 each")
+SHAPES_OF_HEADS = ("256 queries, 512 documents of 80", "512 documents of 80", "256 documents of 150")
 
 
 def drawn_lengths(mean: float, count: int, draw: random.Random) -> list[int]:

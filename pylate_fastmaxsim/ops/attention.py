@@ -19,9 +19,8 @@ from pylate_fastmaxsim.ops.dispatch import has_kernels
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
 # Without a window FlashAttention is faster for longer texts. By the numbers of a head and whether there is dropout, the
-# longest mean of texts for which these kernels were measured to be faster on an H100: 1.18 times at 180 tokens (0.91 at
-# 300), and the others 1.14 to 1.7 times at 48 (none of them at 150; benchmarks/operators/attention.py).
-LONGEST_MEAN = {(64, False): 192, (64, True): 50, (32, False): 50, (32, True): 50, (96, False): 50, (128, False): 50}
+# longest mean of texts for which these kernels were measured to be faster on an H100 (benchmarks/operators/attention.py).
+LONGEST_MEAN = {(64, False): 192, (64, True): 82, (32, False): 82, (32, True): 50, (96, False): 50, (128, False): 50}
 LONGEST = 1024
 # With a window only heads of this many numbers, without dropout, were measured.
 HEAD_DIM = 64
