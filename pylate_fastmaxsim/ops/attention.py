@@ -19,7 +19,7 @@ from pylate_fastmaxsim.ops.dispatch import has_kernels
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
 # Without a window FlashAttention is faster for longer texts. By the numbers of a head and whether there is dropout, the
-# longest mean of texts for which these kernels were measured to be faster on an H100 (benchmarks/operators/attention.py).
+# longest mean at which these kernels were faster on an H100 (180, 80 and 48 tokens; benchmarks/operators/attention.py).
 LONGEST_MEAN = {(64, False): 192, (64, True): 82, (32, False): 82, (32, True): 50, (96, False): 50, (128, False): 50}
 LONGEST = 1024
 # With a window only heads of this many numbers, without dropout, were measured.

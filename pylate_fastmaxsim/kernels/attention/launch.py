@@ -42,8 +42,8 @@ BACKWARD = {
 }
 # Gradients that are turned back as they are stored take more registers.
 ROTARY_BACKWARD = BACKWARD | {64: Tiles((Tile(32, 2, 128), Tile(64, 4, 128), Tile(128, 8)), Tile(64, 4))}
-# Programs of a launch of long texts that may find nothing to do. With many more they took a third of its time in a batch
-# of 768 texts; with fewer the tiles of a text would wait for each other in a batch of 96, while the GPU is half empty.
+# Programs of a launch of long texts, of which some find no tile. With many more, those took a third of its time in a batch
+# of 768 texts; with fewer, the tiles of a text wait for each other in a batch of 96, while the GPU is half empty.
 MOST_PROGRAMS = 2**14
 # Queries and keys that a program turns.
 TURNED = 32
@@ -190,7 +190,8 @@ def _launches(
             break
         programs = 1
         if is_long:
-            # As many for each text and head as the longest has tiles, or as texts have on average, if these are many.
+            # As many for each text and head as the longest text has tiles, but at most what texts have on average, or
+            # MOST_PROGRAMS in all, whichever is more.
             most = max(1, rows // max(1, count * tile.block), MOST_PROGRAMS // max(1, count * heads))
             programs = min(cdiv(texts.max_length, tile.block), most)
         grid = (count * heads, programs)
