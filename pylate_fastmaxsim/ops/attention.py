@@ -18,8 +18,8 @@ from pylate_fastmaxsim.ops.dispatch import has_kernels
 
 # With fewer tokens a step is bound by the host, and FlashAttention launches in less host time.
 FEWEST_TOKENS = 2**14
-# Without a window FlashAttention is faster for longer texts. By the numbers of a head and whether there is dropout, the
-# longest mean at which these kernels were faster on an H100 (180, 80 and 48 tokens; benchmarks/operators/attention.py).
+# Without a window FlashAttention is faster for longer texts. For (numbers of a head, dropout): up to how many tokens a
+# text on average these kernels take it. On an H100 they were faster at 180, 80 and 48 (benchmarks/operators/attention.py).
 LONGEST_MEAN = {(64, False): 192, (64, True): 82, (32, False): 82, (32, True): 50, (96, False): 50, (128, False): 50}
 LONGEST = 1024
 # With a window only heads of this many numbers, without dropout, were measured.

@@ -78,7 +78,7 @@ def _process(rank: int, module: str, ranks: int, folder: str, backend: str) -> N
         encoding_encode.release()
         (Path(folder) / f"{name}-{rank}").write_text(said)
     dist.destroy_process_group()
-    # Not as Python ends: a thread of Gloo that still drops the tensors of the last exchange would abort the process.
+    # Python does not end here: while it does, a thread of Gloo that still drops tensors of the last exchange aborts it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
