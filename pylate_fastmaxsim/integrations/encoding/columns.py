@@ -99,16 +99,16 @@ def say_flattened(transformer: nn.Module, padding_free: bool, compiles: bool) ->
         log_once(_FLATTENED_APART, about=transformer)
 
 
-def reason_in_transformer(transformer: nn.Module) -> str | None:
-    """Why a Transformer is encoded as stock does, whatever the texts are."""
+def reason_in_transformer(transformer: nn.Module, model: nn.Module) -> str | None:
+    """Why a Transformer of a model is encoded as stock does, whatever the texts are."""
     if is_copy(transformer):
         return "DataParallel copies the model in every step; start the script with accelerate launch or torchrun"
     # Only with processes: to look at all modules takes a millisecond.
     if dist.is_available() and dist.is_initialized():
-        if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in transformer.modules()):
-            return "FSDP divides the weights of the encoder"
-        if divided_by_deepspeed(transformer):
-            return "DeepSpeed divides the weights of the encoder (ZeRO 3)"
+        if any(isinstance(module, (FullyShardedDataParallel, FSDPModule)) for module in model.modules()):
+            return "FSDP divides the weights of the model"
+        if divided_by_deepspeed(model):
+            return "DeepSpeed divides the weights of the model (ZeRO 3)"
     if getattr(encoder_of(transformer).config, "output_hidden_states", False):
         return "it returns the hidden states of all layers"
     return None

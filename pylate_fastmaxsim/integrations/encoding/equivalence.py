@@ -241,7 +241,7 @@ def _leaks(core: nn.Module, documents: Documents, call: dict[str, Tensor], value
     odd = torch.arange(len(documents), device=tokens.device) % 2 == 1
     odd = odd.repeat_interleave(documents.cu_seqlens.diff(), output_size=tokens.shape[1])
     others = token_embeddings(core, {**call, "input_ids": torch.where(odd, tokens.roll(1), tokens)})
-    return not _alike(others[:, ~odd], values[:, ~odd])
+    return not alike(others[:, ~odd], values[:, ~odd])
 
 
 def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> bool:
@@ -252,11 +252,11 @@ def _counts_places(core: nn.Module, call: dict[str, Tensor], values: Tensor) -> 
     if "cache_position" not in inputs_of(core):
         return False
     places = torch.arange(_FAR, _FAR + values.shape[1], device=values.device)
-    return not _alike(token_embeddings(core, {**call, "cache_position": places}), values)
+    return not alike(token_embeddings(core, {**call, "cache_position": places}), values)
 
 
-def _alike(ours: Tensor, expected: Tensor) -> bool:
-    """Whether token embeddings are the same bit by bit, NaN included, which the comparison with padding reports."""
+def alike(ours: Tensor, expected: Tensor) -> bool:
+    """Whether tensors are the same bit by bit, NaN included, which the comparison with padding reports."""
     return torch.equal(ours.nan_to_num(), expected.nan_to_num())
 
 

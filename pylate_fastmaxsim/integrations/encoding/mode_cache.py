@@ -61,7 +61,7 @@ def decided(
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         # accelerate replaces this attribute for mixed precision. Users may replace it in every step.
         id(vars(core).get("forward")) if has_class_forward(core) else "replaced",
-        *_state(core),
+        *state_of(core),
         # Much wider batches may have longer documents than the check had. A rank must not decide about them alone.
         0 if group else holds_up_to(max(column["input_ids"].shape[1] for column in columns)),
         more,
@@ -133,14 +133,14 @@ def _on_all_ranks(here: bool, device: torch.device, group: dist.ProcessGroup) ->
     return bool(least_of_all_ranks(int(here), device, group))
 
 
-def _state(core: nn.Module) -> tuple[Hashable, ...]:
+def state_of(core: nn.Module) -> tuple[Hashable, ...]:
     """What users change in a model between batches.
 
-    Its modules and, behind the encoder, which of them are in training; the encoder, PEFT around it, the dtype of its
-    parameters, its attention, and NEFTune's noise.
+    Its modules and, behind the encoder, all in them and which are in training; the encoder, PEFT around it, the dtype
+    of its parameters, its attention, and NEFTune's noise.
     """
     children = list(unsharded(core).children())
-    flags = [module.training for child in children[1:] for module in child.modules()]
+    behind = [(ref(module), module.training) for child in children[1:] for module in child.modules()]
     try:
         encoder = encoder_of(core)
         noise = getattr(encoder.get_input_embeddings(), "neftune_noise_alpha", None)
@@ -151,4 +151,4 @@ def _state(core: nn.Module) -> tuple[Hashable, ...]:
     except (AttributeError, NotImplementedError, StopIteration):  # no encoder that could be packed
         of_encoder = ()
     # Weak references, not ids, which are used again after a module is gone.
-    return *map(ref, children), *flags, *of_encoder
+    return *map(ref, children), *behind, *of_encoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ from pylate_fastmaxsim.integrations.encoding.equivalence import (
     why_not_joint,
     why_not_packed,
 )
-from pylate_fastmaxsim.integrations.encoding.mode_cache import Agree, Decisions, decided
+from pylate_fastmaxsim.integrations.encoding.mode_cache import Agree, Decisions, decided, state_of
 from pylate_fastmaxsim.integrations.encoding.plans import EncodingPlan
 from pylate_fastmaxsim.integrations.encoding.reasons import (
     carried,
@@ -58,12 +58,19 @@ def mode_for(
     group: dist.ProcessGroup | None,
     backwards: bool = False,
     host: str = "PyLate",
+    whole: nn.Module | None = None,
+    why_not_behind: Callable[[Documents], str | None] = lambda samples: None,
 ) -> str:
-    """The mode of a model. ``backwards``: whether each call has a backward of its own, as in GradCache."""
-    decide = partial(_fastest_mode, model, columns, backwards, _PADDED.format(host))
+    """The mode of a model.
+
+    ``backwards``: whether each call has a backward of its own, as in GradCache. ``whole``: what the model is the
+    encoder of, and ``why_not_behind`` says why its modules behind the encoder need the states of padding.
+    """
     # A single process decides anew when hooks come or go. Several would all have to see the change.
-    own = None if group else reason_in_user_code(model, backwards)
-    return decided(chosen, model, columns, decide, group, (_features_that_differ(columns, group), backwards, own))
+    own = None if group else reason_in_user_code(whole or model, backwards)
+    decide = partial(_fastest_mode, model, whole or model, columns, backwards, _PADDED.format(host), why_not_behind)
+    more = _features_that_differ(columns, group), backwards, own, whole and state_of(whole)
+    return decided(chosen, model, columns, decide, group, more)
 
 
 # Never traced, as plan_documents.
@@ -119,7 +126,13 @@ def forget() -> None:
 
 
 def _fastest_mode(
-    model: nn.Module, columns: Sequence[dict[str, Tensor]], backwards: bool, padded: str, agree: Agree
+    model: nn.Module,
+    whole: nn.Module,
+    columns: Sequence[dict[str, Tensor]],
+    backwards: bool,
+    padded: str,
+    why_not_behind: Callable[[Documents], str | None],
+    agree: Agree,
 ) -> str:
     """The first mode that works on all ranks.
 
@@ -127,9 +140,11 @@ def _fastest_mode(
     """
     core = unwrap(model)
     works = partial(_works, core, agree)
-    if not works(reason_to_leave(model, columns) or reason_in_user_code(model, backwards), padded):
+    if not works(reason_to_leave(model, columns) or reason_in_user_code(whole, backwards), padded):
         return "padded"
     samples = short_to_long(core, Documents.from_columns(columns))
+    if not works(why_not_behind(samples), padded):
+        return "padded"
     if works(
         why_not_packed(core, samples),
         "Documents are not packed but encoded in groups of similar length: %s.",

@@ -25,6 +25,9 @@ _KNOWN = (
     "wandb",
 )
 
+# Attributes of a module that it calls: on the instance in place of its class's, and that of Dense.
+_FUNCTIONS = "forward", "activation_function"
+
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 # Of all modules, in torch.nn.modules.module.
@@ -51,9 +54,12 @@ def user_code(model: nn.Module, backwards: bool) -> str | None:
     *around, core = layers_of_wrapping(model)
     modules = *around, *core.modules()
     for module in modules:
-        kind, forward = type(module), vars(module).get("forward")
-        if _is_user_class(kind, kind.forward, _KNOWN) or (forward is not None and _of_user(forward)):
+        kind = type(module)
+        if _is_user_class(kind, kind.forward, _KNOWN):
             return f"{kind.__name__} is a module of your own"
+        for name in _FUNCTIONS:
+            if (function := vars(module).get(name)) is not None and _of_user(function):
+                return f"the {name} of {kind.__name__} is a function of your own"
         if has_user_hooks(module):
             return f"a hook of your own is on {kind.__name__}"
     # Checkpointing may run the backward of each layer's call apart.

@@ -2,7 +2,7 @@
 
 Only the encoder leaves the padding out. Its hidden states are padded again for what follows, as Sentence Transformers
 does after FlashAttention: projection, masks and losses, also the user's own, are unchanged. Padding holds the state of a
-token, not zeros. A model with a module that may read padding is encoded with padding.
+token, not zeros. A model with a module that reads padding, or with code of the user's own, is encoded with padding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from contextvars import ContextVar
 from functools import partial, wraps
 
 import torch
-from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.base.modules import Transformer
 from sentence_transformers.multi_vector_encoder import MultiVectorEncoder
-from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
-from sentence_transformers.multi_vector_encoder.modules.token_pooling import BaseTokenPooling
-from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling, WordWeights
-from torch import Tensor, nn
+from torch import Tensor
 
 from pylate_fastmaxsim.integrations.encoding import gradcache as encoding_gradcache
 from pylate_fastmaxsim.integrations.encoding import loss_columns
@@ -42,27 +39,19 @@ from pylate_fastmaxsim.integrations.encoding.reasons import UNDERSTOOD
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.integrations.models.context import setting
 from pylate_fastmaxsim.integrations.models.encoders import inputs_of
-from pylate_fastmaxsim.integrations.models.user_code import has_class_forward
-from pylate_fastmaxsim.integrations.models.wrappers import unwrap
 from pylate_fastmaxsim.integrations.options import current_options
-from pylate_fastmaxsim.integrations.patching.known_sources import unknown_part
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
+from pylate_fastmaxsim.integrations.sentence_transformers.behind import reader_of_padding
 from pylate_fastmaxsim.integrations.sentence_transformers.joint import Batch
 
 _stock_transformer = detached(Transformer.forward)
 
-# The model in training whose forward is running; None inside the check on the first batch.
-_in_training: ContextVar[MultiVectorEncoder | None] = ContextVar("in_training", default=None)
+# The model in training whose forward is running, and its keywords; None inside the check on the first batch.
+_in_training: ContextVar[tuple[MultiVectorEncoder, dict] | None] = ContextVar("in_training", default=None)
 
-# Forwards that treat each token by itself, or read attended tokens only.
-_LEAVE_PADDING = {
-    each.forward
-    for each in (
-        *(Dense, Normalize, MultiVectorMask, BaseTokenPooling, HierarchicalTokenPooling),
-        *(Dropout, LayerNorm, Pooling, WordWeights, nn.Identity),
-    )
-}
+# Whether that check is running.
+_checking: ContextVar[bool] = ContextVar("checking", default=False)
 
 # Sentence Transformers adds it to expanded queries, whose masked tokens are encoded.
 _EXPANDED = "query_expansion_positions"
@@ -86,7 +75,8 @@ def _noting_training(stock: Callable) -> Callable:
         # A model compiled as a whole is left to stock: decisions about it cannot be traced.
         if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
             return stock(self, *args, **kwargs)
-        with setting(_in_training, self if self.training and current_options() is not None else None):
+        leaves_padding_out = self.training and current_options() is not None and not _checking.get()
+        with setting(_in_training, (self, kwargs) if leaves_padding_out else None):
             return stock(self, *args, **kwargs)
 
     return call
@@ -98,10 +88,10 @@ encode = _noting_training(detached(MultiVectorEncoder.forward))
 
 @wraps(_stock_transformer)
 def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[str, Tensor]:
-    if torch.compiler.is_compiling() or (model := _in_training.get()) is None:
+    if torch.compiler.is_compiling() or (running := _in_training.get()) is None:
         return _stock_transformer(self, features, **kwargs)
     with setting(_in_training, None):
-        hidden = _without_padding(model, self, features, kwargs)
+        hidden = _without_padding(*running, self, features, kwargs)
     if hidden is None:
         return _stock_transformer(self, features, **kwargs)
     features[self.module_output_name] = hidden
@@ -109,7 +99,7 @@ def forward(self: Transformer, features: dict[str, Tensor], **kwargs) -> dict[st
 
 
 def _without_padding(
-    model: MultiVectorEncoder, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
+    model: MultiVectorEncoder, of_model: dict, transformer: Transformer, features: dict[str, Tensor], kwargs: dict
 ) -> Tensor | None:
     """Hidden states ``[N, L, d]`` of padded texts; None if Sentence Transformers is to encode them."""
     options = current_options()
@@ -126,13 +116,12 @@ def _without_padding(
     batch = loss_columns.current()
     if batch is not None and (hidden := batch.take(transformer, features)) is not None:
         return hidden
-    reason = _reason_in_features(transformer, features, kwargs) or reason_in_transformer(transformer)
-    if reason is None and options.padding_free != "always":
-        reason = _reason_behind(model)
+    reason = _reason_in_features(transformer, features, kwargs) or reason_in_transformer(transformer, model)
     if reason is not None:
         say_padded(transformer, reason)
         return None
-    call = partial(_called, transformer, {key: features[key] for key in TEXT_METADATA.intersection(features)})
+    metadata = {key: features[key] for key in TEXT_METADATA.intersection(features)}
+    call = partial(_called, transformer, metadata)
     columns = [understood(features)]
     behind = () if batch is None else batch.behind(features)
     apart = _reason_apart(batch, model, transformer, behind) if behind else None
@@ -141,7 +130,13 @@ def _without_padding(
     backwards = encoding_gradcache.inside()
     mode = encoding_gradcache.replay(
         lambda: mode_for(
-            transformer, as_wide_as_ever(transformer, columns), None, backwards, host="Sentence Transformers"
+            transformer,
+            as_wide_as_ever(transformer, columns),
+            None,
+            backwards,
+            host="Sentence Transformers",
+            whole=model,
+            why_not_behind=partial(_why_not_behind, model, transformer, metadata, of_model),
         )
     )
     if mode == "padded":
@@ -208,28 +203,8 @@ def _reason_in_features(transformer: Transformer, features: dict[str, Tensor], k
     return None
 
 
-def _reason_behind(model: MultiVectorEncoder) -> str | None:
-    """Which module may read the states of padding, which differ from stock's."""
-    module = _reader_of_padding(model)
-    if module is None:
-        return None
-    return (
-        f"{type(module).__name__} may read padding (if it treats each token by itself, switch on with "
-        'padding_free="always")'
-    )
-
-
-def _reader_of_padding(model: MultiVectorEncoder) -> nn.Module | None:
-    if unknown_part(type(model).forward) is not None:
-        return model
-    modules = list(model.children())
-    for module in map(unwrap, modules):
-        if type(module) in (Router, nn.ModuleDict, nn.Sequential):
-            modules += module.children()
-        elif not isinstance(module, Transformer) and not _leaves_padding(module):
-            return module
-    return None
-
-
-def _leaves_padding(module: nn.Module) -> bool:
-    return type(module).forward in _LEAVE_PADDING and has_class_forward(module)
+def _why_not_behind(
+    model: MultiVectorEncoder, transformer: Transformer, metadata: dict, of_model: dict, samples: Documents
+) -> str | None:
+    with setting(_checking, True):
+        return reader_of_padding(model, transformer, {**metadata, **samples.column}, of_model)

@@ -158,7 +158,7 @@ def _pooled(model: SparseEncoder, transformer: nn.Module, features: dict[str, Te
     reason = (
         _reason_in_model(model, transformer)
         or _reason_in_features(transformer, features, kwargs)
-        or reason_in_transformer(transformer)
+        or reason_in_transformer(transformer, model)
     )
     hidden = None
     if reason is None:

@@ -68,7 +68,7 @@ def _forward(model):
     "add, said",
     [
         (_behind, "Centred is a module of your own"),
-        (_forward, "BertOutput is a module of your own"),
+        (_forward, "the forward of BertOutput is a function of your own"),
         (_hook, "a hook of your own is on BertOutput"),
         (_backward_hook, "a hook of your own is on BertOutput"),
     ],

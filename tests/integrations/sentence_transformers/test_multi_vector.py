@@ -131,6 +131,8 @@ def test_a_model_as_accelerate_prepares_it(model, mode):
     pylate_fastmaxsim.enable()
     ours = prepared(dict(features), task="document")["token_embeddings"]
     assert modes(model) == {mode}
+    # The check on the first batch runs inside of accelerate's autocast, which must end all the same.
+    assert not torch.is_autocast_enabled("cpu")
     attended = stock["attention_mask"]
     torch.testing.assert_close(ours[attended], stock["token_embeddings"][attended], rtol=0, atol=0.05)
 

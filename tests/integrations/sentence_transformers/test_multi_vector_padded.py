@@ -9,15 +9,18 @@ import torch
 from multi_vector import (
     POSITIVES,
     assert_as_stock,
+    assert_equal,
     batch_of,
     load,
     modes,
     of_ones_own,
+    run,
 )
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Router
 from sentence_transformers.multi_vector_encoder import losses
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+from sentence_transformers.sentence_transformer.modules import CNN
 from torch import nn
 
 import pylate_fastmaxsim
@@ -32,8 +35,8 @@ def model(encoder) -> MultiVectorEncoder:
 def test_a_forward_of_ones_own_may_look_at_padding(model, packed, caplog):
     pylate_fastmaxsim.enable()
     of_ones_own(model)(batch_of(model)[1], task="document")
-    assert not modes(model)
-    assert "OfOnesOwn may read padding" in caplog.text
+    assert modes(model) == {"padded"}
+    assert "OfOnesOwn is a module of your own" in caplog.text
 
 
 class Over(nn.Module):
@@ -48,12 +51,141 @@ class Over(nn.Module):
         return {**features, "token_embeddings": self.layer(tokens.transpose(1, 2)).transpose(1, 2)}
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32)])
-def test_modules_behind_the_encoder_may_look_at_padding(model, mode, caplog, layer):
-    model.insert(1, Over(copy.deepcopy(layer)).double().train())
-    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model))
-    assert not modes(model)
-    assert "with padding, as stock Sentence Transformers does: Over may read padding" in caplog.text
+class Centred(nn.Module):
+    """An activation that reads all tokens of a text, padding as well."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values - values.mean(dim=1, keepdim=True)
+
+
+def centred(output: dict) -> dict:
+    return {**output, "token_embeddings": Centred()(output["token_embeddings"])}
+
+
+def activated(activation):
+    def change(model):
+        # Not the module, which would only be called: a function is an attribute like any other.
+        del model[1].activation_function
+        model[1].activation_function = activation
+
+    return change
+
+
+def hooked_on(find, before=False):
+    def change(model):
+        if before:
+            find(model).register_forward_pre_hook(lambda _, args: (centred(args[0]),))
+        else:
+            find(model).register_forward_hook(
+                lambda _module, _args, output: centred(output) if isinstance(output, dict) else Centred()(output)
+            )
+
+    return change
+
+
+def called_otherwise(model):
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: centred(forward(*args, **kwargs))
+
+
+def inserted(module):
+    return lambda model: model.insert(2, copy.deepcopy(module).double().train())
+
+
+class Untrained(nn.Module):
+    """A convolution that adds nothing as long as its weights are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(32, 32, 3, padding=1)
+        nn.init.zeros_(self.convolution.weight)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.convolution(values)
+
+
+# What is changed in a model, and which part that reads padding is named without and with padding_free="always".
+READERS = {
+    "hook on Dense": (hooked_on(lambda model: model[1]), "a hook of your own is on Dense", "Dense"),
+    "hook inside Dense": (hooked_on(lambda model: model[1].linear), "a hook of your own is on Linear", "Dense"),
+    "hook before Normalize": (
+        hooked_on(lambda model: model[-1], before=True),
+        "a hook of your own is on Normalize",
+        "Normalize",
+    ),
+    "hook on MultiVectorMask": (
+        hooked_on(lambda model: model[-2]),
+        "a hook of your own is on MultiVectorMask",
+        "MultiVectorMask",
+    ),
+    "hook on the model": (
+        hooked_on(lambda model: model),
+        "a hook of your own is on MultiVectorEncoder",
+        "MultiVectorEncoder",
+    ),
+    "forward of the model": (
+        called_otherwise,
+        "the forward of MultiVectorEncoder is a function of your own",
+        "MultiVectorEncoder",
+    ),
+    "activation of one's own": (activated(Centred()), "Centred is a module of your own", "Dense"),
+    "activation that is a function": (
+        activated(lambda values: Centred()(values)),
+        "the activation_function of Dense is a function of your own",
+        "Dense",
+    ),
+    "activation of PyTorch": (activated(nn.Softmax(dim=1)), "Dense reads the states of padding", "Dense"),
+    "CNN": (inserted(CNN(32, 32, kernel_sizes=[3])), "CNN reads the states of padding", "CNN"),
+    "convolution": (inserted(Over(nn.Conv1d(32, 32, 3, padding=1))), "Over is a module of your own", "Over"),
+    "convolution that is 0 now": (
+        inserted(Over(Untrained())),
+        "Over is a module of your own",
+        "Over",
+    ),
+    "statistics": (inserted(Over(nn.BatchNorm1d(32))), "Over is a module of your own", "Over"),
+}
+
+
+@pytest.mark.parametrize("padding_free", [True, "always"])
+@pytest.mark.parametrize("case", READERS)
+def test_what_reads_padding_is_given_it(model, packed, caplog, case, padding_free):
+    change, said, reader = READERS[case]
+    torch.manual_seed(0)
+    model.insert(1, Dense(32, 32, activation_function=None, module_input_name="token_embeddings").double().train())
+    change(model)
+    assert_as_stock(model, losses.MultiVectorMultipleNegativesRankingLoss(model), padding_free=padding_free)
+    assert modes(model) == {"padded"}
+    if padding_free == "always":
+        said = f"{reader} reads the states of padding"
+    assert caplog.text.count("with padding, as stock Sentence Transformers does: ") == caplog.text.count(said) == 1
+
+
+def test_a_penalty_that_a_hook_collects(model, packed):
+    """What it collects does not change what the model returns, so that no check of that finds it."""
+    collected = []
+    model[-1].register_forward_hook(
+        lambda _, args, output: collected.append(output["token_embeddings"].square().mean())
+    )
+
+    class Penalised(losses.MultiVectorMultipleNegativesRankingLoss):
+        def forward(self, *args):
+            collected.clear()
+            loss = super().forward(*args)
+            return loss + torch.stack(collected).sum().to(loss)
+
+    assert_as_stock(model, Penalised(model))
+    assert modes(model) == {"padded"}
+
+
+def test_an_activation_that_is_changed_between_two_batches(model, packed):
+    model.insert(1, Dense(32, 32, activation_function=nn.Tanh(), module_input_name="token_embeddings").double().train())
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(model)
+    pylate_fastmaxsim.enable()
+    run(model, loss)
+    model[1].activation_function = nn.Softmax(dim=1)
+    ours = run(model, loss)
+    pylate_fastmaxsim.disable()
+    assert_equal(ours, run(model, loss))
 
 
 class Unit(nn.Module):
