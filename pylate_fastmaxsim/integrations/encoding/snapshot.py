@@ -1,4 +1,4 @@
-"""Restore a model after calls that only look at it: buffers, attributes that transformers keeps, hooks."""
+"""Restore a model after calls that only look at it: buffers, hooks, attributes and modules that transformers keeps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ _OF_PYTORCH = frozenset(vars(nn.Module()))
 
 
 class Snapshot:
-    """Buffers and hooks of a model at one time, and attributes of its modules of transformers."""
+    """Buffers and hooks of a model at one time, and attributes and submodules of its modules of transformers."""
 
     def __init__(self, core: nn.Module) -> None:
         self.modules = [(module, dict(module._buffers)) for module in core.modules()]
         self.values = {buffer: (buffer.detach().clone(), writes_to(buffer)) for buffer in core.buffers()}
-        # Rotary embeddings of transformers keep the longest length there. FSDP prepares its own modules in their first
-        # call, for good.
-        self.of_transformers = [(module, _attributes(module)) for module in core.modules() if _of_transformers(module)]
+        # Rotary embeddings of transformers keep the longest length there, and BigBird puts another attention in the
+        # place of its own when texts are short. FSDP prepares its own modules in their first call, for good.
+        self.of_transformers = [
+            (module, _attributes(module), dict(module._modules))
+            for module in core.modules()
+            if _of_transformers(module)
+        ]
         # To return outputs of layers, transformers adds hooks in the first call and keeps in an attribute that it has.
         hooks = [each for part in core.modules() for each in (part._forward_hooks, part._forward_pre_hooks)]
         self.hooks = [(of_module, set(of_module)) for of_module in hooks]
@@ -52,10 +56,12 @@ class Snapshot:
             # raising the version.
             if writes_to(tensor) != writes or not torch.equal(tensor, value):
                 tensor.copy_(value)
-        for module, attributes in self.of_transformers:
+        for module, attributes, submodules in self.of_transformers:
             for name in _attributes(module):
                 del vars(module)[name]
             vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(submodules)
         for hooks, before in self.hooks:
             for key in hooks.keys() - before:
                 # Training libraries prepare a model in its first call, for good.
