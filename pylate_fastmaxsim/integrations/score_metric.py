@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pylate_fastmaxsim.ops.grad_filter import GradFilter
 from pylate_fastmaxsim.ops.operands import as_batch
 from pylate_fastmaxsim.ops.pooled import Max, Pooling, check_pooling, live_counts, pooled_scores
 from pylate_fastmaxsim.tokens import TokenBatch
@@ -21,7 +22,8 @@ class PooledScores:
 
     Also the ``similarity_fct`` of a loss of Sentence Transformers' MultiVectorEncoder. It scores with and without
     :func:`~pylate_fastmaxsim.enable`. With it on, the batches of such a loss are encoded without padding as well, and
-    this pooling is used whatever ``enable(pooling=...)`` says. A masked token is left out, also with ``stock_masking``.
+    this pooling is used whatever ``enable(pooling=...)`` says. A masked token is left out, also with ``stock_masking``,
+    and so is one whose vector is zero, with which evaluators pad: training and evaluation pool the same tokens.
 
     Parameters
     ----------
@@ -78,9 +80,9 @@ class PooledScores:
         documents_embeddings
             One document for each place in the batch, ``[Nd, Ld, d]`` or a list of matrices, or N, ``[Nd, N, Ld, d]``.
         queries_mask
-            Query tokens that count, ``[Nq, Lq]``. ``None``: all but rows of zeros, with which evaluators pad.
+            Query tokens that count if they are not zero, ``[Nq, Lq]``. ``None``: all.
         documents_mask
-            Document tokens that count, ``[Nd, Ld]`` or ``[Nd, N, Ld]``. ``None``: likewise.
+            Document tokens, ``[Nd, Ld]`` or ``[Nd, N, Ld]``, likewise.
 
         Returns
         -------
@@ -110,24 +112,39 @@ class PooledScores:
                     f"documents, got {len(queries)} and {len(documents) // ways}; a contrastive loss takes own_documents=False."
                 )
             candidates = torch.arange(len(documents), device=queries.device).view(-1, ways)
-        scores = pooled_scores(queries, documents, candidates, pooling=self.pooling)
-        if self.length_normalize:
-            scores = per_query_token(scores, queries)
+        scores = self.of_batches(queries, documents, candidates)
         return scores if in_groups or not self.own_documents else scores.squeeze(1)
+
+    def of_batches(
+        self,
+        queries: TokenBatch,
+        documents: TokenBatch,
+        candidates: Tensor | None = None,
+        grad_filter: GradFilter = None,
+    ) -> Tensor:
+        """Scores ``[Nq, Nd]``, or ``[Nq, K]`` of candidates; arguments as of :func:`~pylate_fastmaxsim.pooled_scores`."""
+        queries, documents = without_zeros(queries), without_zeros(documents)
+        scores = pooled_scores(queries, documents, candidates, pooling=self.pooling, grad_filter=grad_filter)
+        return self.normalized(scores, queries)
+
+    def normalized(self, scores: Tensor, queries: TokenBatch) -> Tensor:
+        """Scores ``[Nq, P]``, with ``length_normalize`` divided by how many tokens of the query count."""
+        if not self.length_normalize:
+            return scores
+        return scores / live_counts(queries.starts, queries.lengths, queries.keep).clamp(min=1)[:, None]
 
     def get_config_dict(self) -> dict[str, object]:
         """The settings, which Sentence Transformers writes in a model card."""
         return {name: getattr(self, name) for name in ("pooling", "length_normalize", "own_documents")}
 
 
-def per_query_token(scores: Tensor, queries: TokenBatch) -> Tensor:
-    """Scores ``[Nq, P]`` divided by how many tokens of the query count."""
-    return scores / live_counts(queries.starts, queries.lengths, queries.keep).clamp(min=1)[:, None]
-
-
 def without_zeros(batch: TokenBatch) -> TokenBatch:
-    """A batch that came without a mask without its rows of zeros: evaluators pad embeddings with these."""
-    return batch if batch.keep is not None else replace(batch, keep=(batch.values != 0).any(dim=1))
+    """A batch whose rows of zeros do not count.
+
+    A similarity of 0 to padding seldom is the largest, but it always is one of those that other poolings average.
+    """
+    not_zero = (batch.values != 0).any(dim=1)
+    return replace(batch, keep=not_zero if batch.keep is None else batch.keep & not_zero)
 
 
 def _tokens(name: str, embeddings: Embeddings, mask: Tensor | None) -> TokenBatch:
@@ -139,4 +156,4 @@ def _tokens(name: str, embeddings: Embeddings, mask: Tensor | None) -> TokenBatc
     elif isinstance(embeddings, (list, tuple, np.ndarray)):
         embeddings = TokenBatch.from_list([torch.as_tensor(each) for each in embeddings])
     mask = None if mask is None else torch.as_tensor(mask)
-    return without_zeros(as_batch("PooledScores", name, embeddings, mask))
+    return as_batch("PooledScores", name, embeddings, mask)

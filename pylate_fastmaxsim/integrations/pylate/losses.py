@@ -35,12 +35,12 @@ from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.pylate.fused_head import unit_embeddings
 from pylate_fastmaxsim.integrations.pylate.gradcache import CachedBatch
 from pylate_fastmaxsim.integrations.pylate.xtr import passing_tokens
-from pylate_fastmaxsim.integrations.score_metric import PooledScores, per_query_token
+from pylate_fastmaxsim.integrations.score_metric import PooledScores, without_zeros
 from pylate_fastmaxsim.ops.distributed.gather import gather_documents
 from pylate_fastmaxsim.ops.distributed.layout import DtypesDiffer
 from pylate_fastmaxsim.ops.distributed.ring import ring_maxsim
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import Max, check_pooling, pooled_scores, state_bytes
+from pylate_fastmaxsim.ops.pooled import Max, check_pooling, state_bytes
 from pylate_fastmaxsim.ops.xtr import xtr_scores
 from pylate_fastmaxsim.tokens import TokenBatch
 
@@ -141,13 +141,13 @@ class _Scored:
     """Documents in the order of their columns of scores, and how they are scored.
 
     Of ``zero_floor`` are those that stock's masking gives a floor of 0. ``k`` is, with XTR scores, how many document
-    tokens pass for each query token.
+    tokens pass for each query token. Without a ``metric`` a score is MaxSim.
     """
 
     documents: TokenBatch
     zero_floor: Tensor | None
     k: int | None
-    metric: PooledScores
+    metric: PooledScores | None
     options: Options
 
 
@@ -235,7 +235,8 @@ def _losses_of_chunks(
     if self.gather_across_devices:
         scored = _gather(scored)
     documents, count = scored.documents, len(queries)
-    kept = state_bytes(scored.metric.pooling, documents.max_length, documents.values.dtype)
+    pooling = Max() if scored.metric is None else scored.metric.pooling
+    kept = state_bytes(pooling, documents.max_length, documents.values.dtype)
     chunks = _chunks(self, count, queries_at_once(queries.shape[1], len(documents), kept))
 
     def loss_of(chunk: slice, values: Tensor) -> Tensor:
@@ -330,20 +331,20 @@ def _scored(loss: nn.Module, options: Options, documents: TokenBatch, features: 
         skiplist = wrapper_attribute(loss.model, "skiplist")
         masked = [~encoding_encode.counting_tokens(column, skiplist).all(dim=1) for column in columns]
         zero_floor = torch.cat(masked)[order]
-    return _Scored(documents.select(order), zero_floor, k, metric or PooledScores(options.pooling), options)
+    if metric is None and not isinstance(options.pooling, Max):
+        metric = PooledScores(options.pooling)
+    return _Scored(documents.select(order), zero_floor, k, metric, options)
 
 
 def _score(queries: Tensor, queries_mask: Tensor | None, scored: _Scored, candidates: Tensor | None = None) -> Tensor:
     batch = TokenBatch.from_padded(_as_wide(queries, scored.documents), queries_mask)
-    pooling, grad_filter = scored.metric.pooling, scored.options.grad_filter
+    grad_filter = scored.options.grad_filter
     if scored.k is not None:
         options = {"zero_floor": scored.zero_floor, "grad_filter": grad_filter}
         return xtr_scores(batch, scored.documents, scored.k, candidates, **options).float()  # as in PyLate
-    if isinstance(pooling, Max):
-        scores = maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor, grad_filter=grad_filter)
-    else:
-        scores = pooled_scores(batch, scored.documents, candidates, pooling=pooling, grad_filter=grad_filter)
-    return per_query_token(scores, batch) if scored.metric.length_normalize else scores
+    if scored.metric is None:
+        return maxsim(batch, scored.documents, candidates, zero_floor=scored.zero_floor, grad_filter=grad_filter)
+    return scored.metric.of_batches(batch, scored.documents, candidates, grad_filter)
 
 
 def _in_ring(loss: nn.Module, options: Options) -> bool:
@@ -360,22 +361,23 @@ def _in_ring(loss: nn.Module, options: Options) -> bool:
 
 
 def _score_in_ring(queries: Tensor, queries_mask: Tensor | None, scored: _Scored) -> Tensor:
+    documents, metric = scored.documents, scored.metric
+    batch = TokenBatch.from_padded(queries, queries_mask)
+    if metric is not None:
+        documents, batch = without_zeros(documents), without_zeros(batch)
+
     def score(documents: TokenBatch) -> Tensor:
         return ring_maxsim(
             _as_wide(queries, documents),
             documents,
-            queries_mask=queries_mask,
+            queries_mask=None if batch.keep is None else batch.keep.view(queries.shape[:2]),
             zero_floor=scored.zero_floor,
             grad_filter=scored.options.grad_filter,
-            pooling=scored.metric.pooling,
+            pooling=Max() if metric is None else metric.pooling,
         )
 
-    scores = _in_one_dtype(score, scored.documents)
-    return (
-        per_query_token(scores, TokenBatch.from_padded(queries, queries_mask))
-        if scored.metric.length_normalize
-        else scores
-    )
+    scores = _in_one_dtype(score, documents)
+    return scores if metric is None else metric.normalized(scores, batch)
 
 
 def _as_wide(queries: Tensor, documents: TokenBatch) -> Tensor:

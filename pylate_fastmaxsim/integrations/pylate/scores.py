@@ -17,9 +17,9 @@ from pylate_fastmaxsim.integrations.patching import fallback
 from pylate_fastmaxsim.integrations.patching.fallback import FallbackToHost, asked_backend, check, own_documents
 from pylate_fastmaxsim.integrations.patching.patches import Patch
 from pylate_fastmaxsim.integrations.patching.redirect import detached
-from pylate_fastmaxsim.integrations.score_metric import without_zeros
+from pylate_fastmaxsim.integrations.score_metric import PooledScores
 from pylate_fastmaxsim.ops.maxsim import maxsim
-from pylate_fastmaxsim.ops.pooled import Max, pooled_scores
+from pylate_fastmaxsim.ops.pooled import Max
 from pylate_fastmaxsim.tokens import TokenBatch
 
 replaces = functools.partial(fallback.replaces, host="PyLate")
@@ -164,8 +164,7 @@ def _pooled(
     """Scores as ``enable(pooling=...)`` says; a ``zero_floor`` goes with the maximum only."""
     if isinstance(options.pooling, Max):
         return maxsim(queries, documents, candidates, zero_floor=zero_floor)
-    # A similarity of 0 to padding seldom is the largest, but it always is one of those that other poolings average.
-    return pooled_scores(without_zeros(queries), without_zeros(documents), candidates, pooling=options.pooling)
+    return PooledScores(options.pooling).of_batches(queries, documents, candidates)
 
 
 def broadcast(mask, embeddings: Tensor) -> Tensor:
@@ -181,6 +180,8 @@ def broadcast(mask, embeddings: Tensor) -> Tensor:
 def masked_batch(values: Tensor, mask: Tensor | None) -> TokenBatch:
     """Padded token vectors ``[N, L, d]`` as a ragged batch of those that a mask ``[N, L]`` keeps, weighed by it."""
     if mask is not None and mask.dtype != torch.bool:
+        if torch.promote_types(values.dtype, mask.dtype) == torch.float64 != values.dtype:
+            raise FallbackToHost(f"a mask is float64 and the embeddings are {values.dtype}, so that scores are float64")
         # Stock multiplies similarities by the mask, so any number is allowed: it weighs a token.
         values = values * mask.unsqueeze(-1).to(values.dtype)
         # With a gradient weights and no mask: one of 0 has a gradient too, and its token counts with a similarity of 0.

@@ -8,6 +8,7 @@ from compared import assert_equal, batch_for, batch_of, mode_of, run
 from models import load_model, sentences
 from pooled_definitions import PlainScores, defined_scores
 from pylate import evaluation, losses, rank, scores
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
@@ -45,6 +46,40 @@ def test_losses(encoder, packed, loss_class, pooling, caplog):
             metric = PooledScores(Max(), **options)
             ours = step(metric)
         assert_equal(ours, step(PlainScores(metric)))
+
+
+class ZeroRows(nn.Module):
+    """A head without a positive number for some tokens, whose vectors are then zero."""
+
+    made = False
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        zero = values[..., :1] > 0
+        self.made |= bool(zero.any())
+        return values.masked_fill(zero, 0)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("pooling", [Max(), *POOLINGS])
+@pytest.mark.parametrize("loss_class", ALL)
+def test_tokens_whose_vectors_are_zero_do_not_count(encoder, loss_class, pooling, expand):
+    """Without a mask, as of queries with expansion, and with one, in training as in evaluation."""
+    model = load_model(encoder("bert", num_hidden_layers=1), do_query_expansion=expand).double()
+    model[1].activation_function = zeros = ZeroRows()
+    batch, labels = batch_for(loss_class, model)
+    own = loss_class is losses.Distillation
+    metric = PooledScores(pooling, length_normalize=True, own_documents=own)
+    loss_function = loss_class(model, score_metric=metric)
+    stock = run(loss_function, batch, labels)
+    assert zeros.made
+    with pylate_fastmaxsim.enabled(padding_free="always"):
+        assert_equal(run(loss_function, batch, labels), stock)
+        assert mode_of(model) == "grouped"
+    if pooling != Max():
+        metric = PooledScores(pooling, own_documents=own)
+        stock = run(loss_class(model, score_metric=metric), batch, labels)
+        with pylate_fastmaxsim.enabled(padding_free="always", pooling=pooling):
+            assert_equal(run(loss_class(model), batch, labels), stock)
 
 
 def test_losses_in_groups_and_in_chunks(model, monkeypatch):
@@ -138,13 +173,9 @@ def test_scores_of_embeddings_that_are_padded_with_zeros(embeddings, pooling):
         (scores.colbert_scores_pairwise(queries, documents[::3]), own[:, 0]),
     ):
         torch.testing.assert_close(result, gold)
-    # A mask says what counts: here also the rows of zeros.
-    mask = torch.ones(documents.shape[:2])
-    padded = TokenBatch.from_padded(documents, mask)
-    torch.testing.assert_close(
-        scores.colbert_scores(queries, documents, documents_mask=mask),
-        defined_scores(batches[0], padded, pooling=pooling),
-    )
+    # A mask that counts rows of zeros changes nothing: losses have masks, evaluators have none.
+    masks = [torch.ones(padded.shape[:2]) for padded in (queries, documents)]
+    torch.testing.assert_close(scores.colbert_scores(queries, documents, *masks), expected)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -80,6 +80,17 @@ def test_scores_equal_stock(name, calls):
 
 
 @pytest.mark.parametrize("name", GROUPED)
+def test_a_mask_in_float64_makes_scores_in_float64(name, log):
+    queries_mask, documents_mask = masks(name, KINDS[0])
+    given = *embeddings(name), queries_mask.double(), documents_mask
+    expected = scorer(name)(*given)
+    pylate_fastmaxsim.enable()
+    ours = scorer(name)(*given)
+    assert expected.dtype == torch.float64 and torch.equal(ours, expected)
+    assert "a mask is float64 and the embeddings are torch.float32" in log.text
+
+
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_a_masked_document_token_never_wins(name, kind):
     queries_mask, documents_mask = masks(name, kind)
