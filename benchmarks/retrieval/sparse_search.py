@@ -97,7 +97,7 @@ def exact(queries: SparseBatch, collection: list[SparseBatch], k: int) -> Found:
         scores, positions = reference.sparse_top(queries, chunk, k)
         found.append((scores, torch.where(positions < 0, positions, positions + start)))
         start += len(chunk)
-    return merge_results(found)
+    return merge_results(found, k)
 
 
 def same(found: Found, expected: Found) -> bool:

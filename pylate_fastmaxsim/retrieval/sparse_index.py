@@ -336,11 +336,11 @@ class SparseIndex:
         Returns
         -------
         scores
-            Inner products, best first, ``[Nq, k]``, float32: sums in float64, rounded once. 0 where fewer than ``k``
-            documents share a term with the query.
+            Inner products, best first, ``[Nq, min(k, Nd)]`` for Nd documents, float32: sums in float64, rounded once. 0
+            where fewer documents share a term with the query.
         positions
-            Which document each score is of, ``[Nq, k]``, int64; -1 where there is none. Of equal scores the lower
-            position comes first.
+            Which document each score is of, ``[Nq, min(k, Nd)]``, int64; -1 where there is none. Of equal scores the
+            lower position comes first.
 
         Raises
         ------
@@ -351,7 +351,7 @@ class SparseIndex:
             ``k`` is no integer, or ``queries`` is no ``SparseBatch``.
         """
         where = "SparseIndex.search"
-        k = require_queries(where, queries, k)
+        k = min(require_queries(where, queries, k), len(self))
         if queries.vocabulary != self.vocabulary:
             raise ValueError(
                 f"{where}: queries must have the vocabulary {self.vocabulary} of the index, got {queries.vocabulary}."
@@ -368,7 +368,7 @@ class SparseIndex:
         if self._shard is None or self._shard[1] == 1:
             return found
         # Ranks hold documents in their order.
-        return merge_results([*zip(*map(_of_all_ranks, found), strict=True)])
+        return merge_results([*zip(*map(_of_all_ranks, found), strict=True)], k)
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write the index to a folder: each block of documents to a file, and ``index.json`` last.

@@ -45,11 +45,11 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
     Returns
     -------
     scores
-        Inner products, best first, ``[Nq, k]``, float32: sums in float64, rounded once. 0 where fewer than ``k``
-        documents share a term with the query.
+        Inner products, best first, ``[Nq, min(k, Nd)]`` for Nd documents in all, float32: sums in float64, rounded once.
+        0 where fewer documents share a term with the query.
     positions
-        Which document each score is of, counted through all batches, ``[Nq, k]``, int64; -1 where there is none. Of
-        equal scores the lower position comes first.
+        Which document each score is of, counted through all batches, ``[Nq, min(k, Nd)]``, int64; -1 where there is
+        none. Of equal scores the lower position comes first.
 
     Raises
     ------
@@ -69,14 +69,15 @@ def sparse_search(queries: SparseBatch, documents: Iterable[SparseBatch], k: int
     k = require_queries("sparse_search", queries, k)
     require_batches("sparse_search", "documents", documents, SparseBatch)
     require_device("sparse_search", queries.device)
-    scores = torch.zeros(len(queries), k, device=queries.device)
-    positions = torch.full((len(queries), k), -1, device=queries.device)
+    scores = torch.zeros(len(queries), 0, device=queries.device)
+    positions = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
     first = 0
     batches = require_fitting("sparse_search", "documents", documents, queries.device, queries.vocabulary)
     for stretch in _stretches(in_blocks(batches)):
-        # What does not reach the worst so far need not be found. At first nothing is known, and a GPU looks at a sample.
-        found = _search(queries, stretch, k, first, at_least=scores[:, -1] if first else None)
-        scores, positions = merge_results([(scores, positions), found])
+        # What does not reach the worst of k need not be found. At first nothing is known, and a GPU looks at a sample.
+        at_least = scores[:, -1] if scores.shape[1] == k else None
+        found = _search(queries, stretch, min(k, sum(map(len, stretch))), first, at_least)
+        scores, positions = merge_results([(scores, positions), found], k)
         first += len(stretch) * postings.DOCUMENTS_PER_BLOCK
         stretch.clear()
     return scores, positions

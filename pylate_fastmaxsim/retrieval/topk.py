@@ -25,15 +25,14 @@ def merge_at(best: Tensor, positions: Tensor, scores: Tensor, new: Tensor, k: in
     return scores.gather(1, order), positions.gather(1, order)
 
 
-def merge_results(results: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The k best of several results ``[Nq, k]`` of sparse search, each of documents behind those of the one before."""
+def merge_results(results: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best of several results of sparse search, each of documents behind those of the one before."""
     if len(results) == 1:
         return results[0]
-    k = results[0][0].shape[1]
     scores, positions = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
     # A score may be 0 as well, and must come before what fills up.
     scores = scores.masked_fill(positions < 0, -1)
-    order = largest(scores, k)
+    order = largest(scores, min(k, scores.shape[1]))
     return filled_up(scores.gather(1, order), positions.gather(1, order))
 
 

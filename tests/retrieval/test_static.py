@@ -88,7 +88,7 @@ def test_removed_documents_are_not_found_where_all_are_scored():
     _, positions = made.search(asked, index, 70, exact=True, tokens=collection)
     left = [place for place in range(len(collection)) if place not in gone]
     for row in positions.tolist():
-        assert sorted(row[: len(left)]) == left and row[len(left) :] == [-1] * (70 - len(left))
+        assert sorted(row[: len(left)]) == left and row[len(left) :] == [-1] * len(gone)
     assert int(made.search(asked, index, 5)[1].max()) == -1
 
 

@@ -368,12 +368,12 @@ class StaticLateInteraction:
         Returns
         -------
         scores
-            Best first, ``[Nq, k]``, float32: with ``exact`` MaxSim; otherwise upper bounds of it, sparse scores plus
-            :meth:`bound`; with BM25 sparse scores. 0 where there are fewer documents.
+            Best first, ``[Nq, min(k, Nd)]`` for Nd documents, float32: with ``exact`` MaxSim; otherwise upper bounds of
+            it, sparse scores plus :meth:`bound`; with BM25 sparse scores. 0 where there is no document.
         positions
-            Which document each score is of, ``[Nq, k]``, int64; -1 where there is none. Of equal scores the lower
-            position comes first, without ``exact`` of equal sparse scores. Without ``exact`` only documents that share a
-            term with the query are found.
+            Which document each score is of, ``[Nq, min(k, Nd)]``, int64; -1 where there is none. Of equal scores the
+            lower position comes first, without ``exact`` of equal sparse scores. Without ``exact`` only documents that
+            share a term with the query are found.
 
         Raises
         ------
@@ -418,7 +418,7 @@ class StaticLateInteraction:
             self.document_vectors,
             k,
         )
-        missing = k - scores.shape[1]
+        missing = min(k, len(index)) - scores.shape[1]
         scores = torch.nn.functional.pad(scores, (0, missing))
         positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
         return scores.to(index.device), positions.to(index.device)
