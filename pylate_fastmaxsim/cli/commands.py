@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 from rich.console import Console
 
 import pylate_fastmaxsim
@@ -21,7 +22,29 @@ from pylate_fastmaxsim.recipes.load import load_recipe
 BAD_RECIPE = 2
 INTERRUPTED = 130
 
-app = typer.Typer(
+
+class _Command(typer.core.TyperCommand):
+    """A command whose options never take the next option as their value."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for name, given in ctx.params.items():
+            for value in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(value, (str, Path)) and str(value).startswith("--"):
+                    raise typer.BadParameter(
+                        f"it needs a value, but {value} follows (a path that begins so is ./{value}).",
+                        ctx=ctx,
+                        param=next(parameter for parameter in self.params if parameter.name == name),
+                    )
+        return rest
+
+
+class _Commands(typer.Typer):
+    def command(self, *args: Any, **kwargs: Any) -> Callable:
+        return super().command(*args, cls=_Command, **kwargs)
+
+
+app = _Commands(
     name="fastmaxsim",
     help="Train late-interaction and SPLADE models without padding, similarity tensors and vocabulary logits.",
     no_args_is_help=True,

@@ -42,6 +42,21 @@ def test_version_and_help():
     assert all(command in listed for command in ("train", "mine", "compare", "robustness", "search", "warmup"))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["search", "model", "--json", "--no-exact"],
+        ["train", "quickstart", "--set", "--resume"],
+        ["mine", "x", "--set", "--"],
+    ],
+)
+def test_an_option_is_not_the_value_of_another(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2 and not list(tmp_path.iterdir())
+    assert f"Invalid value for '{arguments[2]}': it needs a value, but {arguments[3]}" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_a_bad_recipe_is_one_line_with_exit_code_2_and_no_output_directory(command, tmp_path):
     file = write(tmp_path, tiny(tmp_path))
