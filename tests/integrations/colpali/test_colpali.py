@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
@@ -80,6 +81,21 @@ OPTIONS = [
     {"pos_aware_negative_filtering": True, "filter_threshold": 0.5, "filter_factor": 0.25},
     {"use_smooth_max": True, "tau": 0.3, "norm_tol": 0.1},
 ]
+
+
+def test_rows_of_zeros_have_no_gradient():
+    """As docs/colpali.md says; in stock the rows of a query have one, which the model multiplies by 0."""
+    batch = Batch("right")
+    queries, documents = (leaf * mask for leaf, mask in zip(batch.leaves[:2], batch.masks, strict=False))
+    gradients = []
+    for context in (contextlib.nullcontext(), pylate_fastmaxsim.enabled()):
+        leaf = queries.clone().requires_grad_()
+        with context:
+            colpali_losses.ColbertLoss()(leaf, documents).backward()
+        gradients.append(leaf.grad)
+    live = (queries != 0).any(dim=2)
+    torch.testing.assert_close(gradients[1][live], gradients[0][live], rtol=1e-5, atol=1e-6)
+    assert gradients[0][~live].any() and not gradients[1][~live].any()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
