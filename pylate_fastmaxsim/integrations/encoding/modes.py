@@ -59,17 +59,19 @@ def mode_for(
     backwards: bool = False,
     host: str = "PyLate",
     whole: nn.Module | None = None,
+    task: str | None = None,
     why_not_behind: Callable[[Documents], str | None] = lambda samples: None,
 ) -> str:
     """The mode of a model.
 
     ``backwards``: whether each call has a backward of its own, as in GradCache. ``whole``: what the model is the
-    encoder of, and ``why_not_behind`` says why its modules behind the encoder need the states of padding.
+    encoder of, and ``why_not_behind`` says why its modules behind the encoder need the states of padding, for a
+    ``task`` that it may route by.
     """
     # A single process decides anew when hooks come or go. Several would all have to see the change.
     own = None if group else reason_in_user_code(whole or model, backwards)
     decide = partial(_fastest_mode, model, whole or model, columns, backwards, _PADDED.format(host), why_not_behind)
-    more = _features_that_differ(columns, group), backwards, own, whole and state_of(whole)
+    more = _features_that_differ(columns, group), backwards, own, task, whole and state_of(whole)
     return decided(chosen, model, columns, decide, group, more)
 
 

@@ -107,7 +107,10 @@ def _run(
         stack.callback(transformer.register_forward_hook(replace).remove)
         for module in (*model.children(), model):
             stack.callback(module.register_forward_hook(record).remove)
-        functional_call(model, weights, (dict(features),), kwargs)
+        # Copies of buffers: to write to those that batch norm has would break a backward that is still to come.
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        # Tied, weights of a module that stands in two routes would be replaced twice, and put back once.
+        functional_call(model, {**buffers, **weights}, (dict(features),), kwargs, tie_weights=False)
     return encoded[0], made
 
 

@@ -136,6 +136,7 @@ def _without_padding(
             backwards,
             host="Sentence Transformers",
             whole=model,
+            task=of_model.get("task"),
             why_not_behind=partial(_why_not_behind, model, transformer, metadata, of_model),
         )
     )

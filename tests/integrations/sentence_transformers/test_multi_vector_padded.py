@@ -214,6 +214,16 @@ def test_modules_of_sentence_transformers_behind_the_encoder(encoder, mode):
     assert [modes(each) for each in routed] == [{mode}, {mode}]
 
 
+def test_routes_that_share_their_encoder(model, mode):
+    """What stands behind it in one route says nothing of the other."""
+    encoder, *rest = model
+    convolved = CNN(32, 32, kernel_sizes=[3]).double()
+    routed = Router.for_query_document([encoder, *rest], [encoder, convolved, *rest])
+    routed = MultiVectorEncoder(modules=[routed], device="cpu").train()
+    assert_as_stock(routed, losses.MultiVectorMultipleNegativesRankingLoss(routed))
+    assert modes(model) == {mode, "padded"}
+
+
 def returns_all_layers(model):
     model[0].auto_model.config.output_hidden_states = True
 
