@@ -1,0 +1,48 @@
+"""The random sweep of tools/fuzz.py: it is clean, repeats itself, and reports a fault that is planted."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import fuzz
+import pytest
+from fuzz_hosts import HOSTS
+
+# The first seed of each host, and how many: each takes a third of a second.
+SEEDS = {"pylate": (0, 30), "multi_vector": (0, 40), "sparse": (0, 30), "colpali": (0, 60)}
+
+
+def host(name: str) -> fuzz.Host:
+    needed = {"pylate": "pylate", "colpali": "colpali_engine", "sparse": "sentence_transformers"}
+    if find_spec(needed.get(name, "sentence_transformers")) is None:
+        pytest.skip(f"{needed[name]} is not installed")
+    if name == "pylate":
+        pytest.importorskip("pylate")
+    if name == "multi_vector":
+        pytest.importorskip("sentence_transformers.multi_vector_encoder", reason="before Sentence Transformers 6")
+    return HOSTS[name]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", SEEDS)
+def test_no_difference_is_unexplained(name):
+    first, count = SEEDS[name]
+    verdicts = fuzz.sweep(host(name), range(first, first + count))
+    assert not fuzz.unexplained(verdicts), "\n".join(map(str, fuzz.unexplained(verdicts)))
+    # Most are compared: stock takes nearly all that is drawn.
+    assert sum(verdict.stock.error is None for verdict in verdicts) > 0.8 * count
+
+
+def test_a_planted_fault_is_reported_each_time_alike(monkeypatch, capsys):
+    colpali = host("colpali")
+    from pylate_fastmaxsim.integrations.colpali import losses
+
+    assert not fuzz.unexplained(fuzz.sweep(colpali, range(4)))
+    monkeypatch.setattr(
+        losses, "maxsim", lambda *args, scored=losses.maxsim, **given: scored(*args, **given) * (1 + 1e-6)
+    )
+    first, second = ([str(each) for each in fuzz.unexplained(fuzz.sweep(colpali, range(4)))] for _ in range(2))
+    assert first and first == second
+    assert capsys.readouterr().out.splitlines() == [*first, *second]
+    assert fuzz.main(["colpali", "--only", first[0].removeprefix("seed ").partition(":")[0]]) == 1
+    assert "no reason found" in capsys.readouterr().out
