@@ -14,7 +14,7 @@ from datasets import Dataset, Value, get_dataset_config_names
 
 from pylate_fastmaxsim.integrations.log import log_once
 from pylate_fastmaxsim.recipes.config.schema import EvaluationSection
-from pylate_fastmaxsim.recipes.data.lists import titled
+from pylate_fastmaxsim.recipes.data.passages import titled
 from pylate_fastmaxsim.recipes.data.tables import (
     has_plain_files,
     is_text,
