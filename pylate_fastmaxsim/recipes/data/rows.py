@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, Sequence, Value
+from datasets import Dataset, IterableDataset, Sequence, Value, concatenate_datasets
 
 from pylate_fastmaxsim.recipes.backend import backend
 from pylate_fastmaxsim.recipes.config.schema import DataSection, Recipe
 from pylate_fastmaxsim.recipes.data.delimited import names_of_rows, names_of_texts
 from pylate_fastmaxsim.recipes.data.distillation import load_distillation, number_of_ways
 from pylate_fastmaxsim.recipes.data.ids import TextTable, look_up
+from pylate_fastmaxsim.recipes.data.judgements import JUDGEMENT_COLUMNS, is_trec, read_judgements, relevant_pairs
 from pylate_fastmaxsim.recipes.data.lists import first_of_lists, one_text_a_column
 from pylate_fastmaxsim.recipes.data.passages import ID_KEYS, TEXT_KEYS, text_key_of
 from pylate_fastmaxsim.recipes.data.tables import load_files, load_table, progress_shown
@@ -118,6 +119,8 @@ def _scores_as_floats(dataset: Dataset) -> Dataset:
 def load_columns(data: DataSection, section: str) -> Dataset:
     """Load the rows of a section, with its ``columns``, or with all columns but ids if it names none."""
     dataset = open_rows(data, section)
+    if data.collection is not None and {*dataset.column_names} == {*JUDGEMENT_COLUMNS}:
+        dataset = relevant_pairs(f"{section}.{'files' if data.files else 'name'}", dataset)
     return dataset.select_columns(used_columns(data, section, dataset.column_names))
 
 
@@ -140,6 +143,8 @@ def open_rows(data: DataSection, section: str, streaming: bool = False) -> Datas
             if streaming:
                 raise RecipeError(f"{section}.streaming does not read lists in JSON lines; set it to false.")
             return read_triples(key, data.files)
+        if kind == "csv" and data.collection is not None and is_trec(data.files[0]):
+            return concatenate_datasets([read_judgements(key, file) for file in data.files])
         names = names_of_texts if section == "mining.corpus" else names_of_rows
         return load_files(key, kind, {"train": data.files}, names=names, columns=data.columns, streaming=streaming)
     return load_table(f"{section}.name", data.name, data.config, split=data.split or "train", streaming=streaming)

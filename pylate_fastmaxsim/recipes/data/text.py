@@ -21,26 +21,12 @@ ROWS_AT_ONCE = 100_000
 LABEL_COLUMNS = ("label", "labels", "score", "scores")
 COLLATED_LABELS = ("label", "scores")  # by PyLate's
 
-# Words in the names of columns of negatives, and words that may stand beside them.
-NEGATIVES = {"neg", "negs", "negative", "negatives"}
-KINDS_OF_NEGATIVES = {
-    *("hard", "easy", "random", "mined", "sampled", "bm", "dense", "sparse", "lexical", "id", "ids", "pid", "pids"),
-    *(
-        "passage",
-        "passages",
-        "document",
-        "documents",
-        "doc",
-        "docs",
-        "docid",
-        "docids",
-        "text",
-        "texts",
-        "body",
-        "content",
-    ),
-    *("context", "contexts", "ctx", "ctxs", "answer", "answers", "response", "responses", "sentence", "sentences"),
-    *("sample", "samples", "example", "examples", "candidate", "candidates", "code", "codes"),
+# Words in the names of columns of negatives, and words that may stand beside them, in the singular.
+NEGATIVES = {"neg", "negative"}
+BESIDE_NEGATIVES = {
+    *("hard", "easy", "random", "mined", "sampled", "bm", "dense", "sparse", "lexical", "id", "pid", "docid", "code"),
+    *("passage", "document", "doc", "text", "body", "content", "context", "ctx", "answer", "response", "sentence"),
+    *("sample", "example", "candidate"),
 }
 
 
@@ -137,8 +123,8 @@ def names_negatives(column: str) -> bool:
     >>> [names_negatives(column) for column in ("hardNeg1", "negative-2", "negative_scores", "negation", "title")]
     [True, True, False, False, False]
     """
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", column)}
-    return bool(words & NEGATIVES) and words <= NEGATIVES | KINDS_OF_NEGATIVES
+    words = {word.lower().removesuffix("s") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", column)}
+    return bool(words & NEGATIVES) and words <= NEGATIVES | BESIDE_NEGATIVES
 
 
 def require_positive_first(section: str, documents: list[str], query: str) -> None:
@@ -164,11 +150,7 @@ def require_negatives(documents: list[str], query: str) -> None:
     negatives = list(filter(names_negatives, behind))
     others = [column for column in behind if column not in negatives]
     if others:
-        likely = (
-            positive
-            if "pos" in positive.lower()
-            else next((each for each in others if "pos" in each.lower()), positive)
-        )
+        likely = next((column for column in (positive, *others) if "pos" in column.lower()), positive)
         raise RecipeError(
             f"data.columns must be given where columns behind the positive are not named as negatives (negative, negative_1, "
             f"neg, hard_negative, ...): found the query {query!r}, the positive {positive!r}, the negatives "
