@@ -51,10 +51,10 @@ def passage_text(section: str, where: str, passage: dict[str, Any], text_key: st
     if key is None and given:
         others = [key for key in given if key not in ("title", *ID_KEYS)]
         if others or text_key_of(passage, text_key) is None:
+            got, known = (f", got {text_key}", [text_key]) if text_key else ("", TEXT_KEYS)
             raise RecipeError(
-                f"{section}.text_key must name the key that holds the text of a passage{f', got {text_key}' if text_key else ''}: "
-                f"{where} has the keys {', '.join(given)}, of which "
-                + ("none is it." if text_key else f"not exactly one is known ({', '.join(TEXT_KEYS)}).")
+                f"{section}.text_key must name the key that holds the text of a passage{got}: {where} has the keys "
+                f"{', '.join(given)}, of which {'several are' if {*known} & {*given} else 'none is'} among {', '.join(known)}."
             )
     title, text = None if key == "title" else given.get("title"), given.get(key)
     for each in (title, text):

@@ -118,8 +118,8 @@ def test_the_text_of_a_passage_is_found_by_its_key(key, how, tmp_path):
             [{"text": "a"}, {"title": "B", "summary": "b"}],
             "data.text_key .* 'neg' of row 0 has the keys title, summary, ",
         ),
-        ([{"text": "a"}, {"title": "B"}], "data.text_key .* has the keys title, of which not exactly one"),
-        ([{"body": "a", "content": "b"}], "data.text_key .* has the keys body, content, of which not exactly one"),
+        ([{"text": "a"}, {"title": "B"}], "data.text_key .* has the keys title, of which none is among text, "),
+        ([{"body": "a", "content": "b"}], "data.text_key .* has the keys body, content, of which several are"),
         ([{"text": ["a", "b"]}], r"data.columns: text and title must be texts, but 'neg' of row 0 has \['a', 'b'\]"),
     ],
 )
